@@ -26,7 +26,7 @@ import multiprocessing
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -35,17 +35,162 @@ from typing import Any
 
 import click
 import torch
-from learning import Task, method_named, task_named, transformer_layers
+from learning import Narrow, Task, method_named, task_named, transformer_layers
 from rich.console import Console
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 
-from pipedream_rt import Pipeline, Training
+from pipedream_rt import Clip, Pipeline, Training
 from pipedream_rt.corrections.advice import advised
+from pipedream_rt.job.defaults import time_of_flush
 from pipedream_rt.optimizers import Muon, RotatedAdamW, hidden_matrices
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "first_touch.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What a newcomer trains, and how.
+
+    Attributes:
+        task: Makes the task, of the seed.
+        batch: The samples of a mini-batch.
+        updates: How many updates a pipeline does.
+        lengths: The numbers of updates that plain training does. At a constant rate one run has the
+            losses after every number of updates; otherwise each length is a run of its own. The
+            longest is beyond what a pipeline does, so that a slowdown below 1 can be read.
+        warm_up: The updates in which the rate rises.
+        last: The share of the rate that is left at the end of a cosine.
+        clip: The largest norm of gradients; None for any.
+        times: How many times as high the rates are as those of `RATES`.
+        seeds: Over which losses are averaged.
+    """
+
+    task: Callable[[int], Task]
+    batch: int
+    updates: int
+    lengths: tuple[int, ...]
+    warm_up: int = 0
+    last: float = 0.0
+    clip: float | None = None
+    times: int = 1
+    seeds: tuple[int, ...] = (0, 1)
+
+    @property
+    def constant(self) -> bool:
+        """Whether the rate is."""
+        return self.last == 1.0
+
+    def factor(self, step: int, updates: int) -> float:
+        """Return what the rate is multiplied by at a step of so many."""
+        if step < self.warm_up:
+            return (step + 1) / self.warm_up
+        done = (step - self.warm_up) / (updates - self.warm_up)
+        return self.last + (1 - self.last) * (1 + math.cos(math.pi * done)) / 2
+
+
+def _text(blocks: int, width: int, dropout: float = 0.0) -> Task:
+    def model() -> nn.Sequential:
+        first, *halves, head = transformer_layers(blocks, width, 64)
+        return nn.Sequential(first, *(Dropped(half, dropout) for half in halves), head)
+
+    plain = task_named("transformer")
+    if dropout:
+        return replace(plain, model=model)
+    return replace(plain, model=lambda: transformer_layers(blocks, width, 64))
+
+
+class Dropped(nn.Module):
+    """What a layer adds to its input, with dropout: (B, T, D) -> (B, T, D)."""
+
+    def __init__(self, inner: nn.Module, share: float) -> None:
+        super().__init__()
+        self.inner, self.drop = inner, nn.Dropout(share)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop out."""
+        return x + self.drop(self.inner(x) - x)
+
+
+def _mlp(seed: int) -> Task:
+    """Pictures by layers that see every point."""
+    del seed
+    plain = task_named("conv")
+
+    def model() -> nn.Sequential:
+        layers = [Narrow(96) for _ in range(8)]
+        return nn.Sequential(nn.Flatten(), nn.Linear(256, 96), *layers, nn.Linear(96, 10))
+
+    return replace(plain, model=model)
+
+
+@functools.cache
+def _trained() -> dict[str, Tensor]:
+    """The weights of a transformer that was trained on the text as it is."""
+    task = _text(4, 48)
+    torch.manual_seed(0)
+    model = task.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for x, y in task.batches(300, 16, 0):
+        optimizer.zero_grad()
+        task.loss_fn(model(x), y).backward()
+        optimizer.step()
+    state: dict[str, Tensor] = model.state_dict()
+    return state
+
+
+def _tuned(seed: int) -> Task:
+    """Text that is read from its end, by a transformer that knows it from its beginning."""
+    del seed
+    plain, state = _text(4, 48), _trained()
+
+    def model() -> nn.Sequential:
+        made: nn.Sequential = plain.model()
+        made.load_state_dict(state)
+        return made
+
+    def turned(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+        for x, y in pairs:
+            whole = torch.cat([x[:, :1], y], 1).flip(1)
+            yield whole[:, :-1], whole[:, 1:]
+
+    return replace(
+        plain, model=model,
+        batches=lambda count, batch, seed: turned(plain.batches(count, batch, seed)),
+        validation=lambda: list(turned(plain.validation())),
+    )  # fmt: skip
+
+
+_NEWCOMER = Program(
+    task=lambda seed: _text(4, 64, 0.1), batch=32, updates=240, lengths=(120, 168, 240, 336),
+    warm_up=20, clip=1.0, times=2, seeds=(0,),
+)  # fmt: skip
+
+PROGRAMS = {
+    "text": Program(
+        task=lambda seed: _text(4, 48), batch=16, updates=400, lengths=(480,), last=1.0, seeds=(0,)
+    ),
+    "pictures": Program(
+        task=lambda seed: task_named("conv"), batch=32, updates=400, lengths=(200, 280, 400, 560),
+        last=0.05,
+    ),
+    "newcomer": _NEWCOMER,
+    "newcomer-800": replace(
+        _NEWCOMER, updates=800, lengths=(400, 560, 800, 1120), warm_up=40, seeds=(0,)
+    ),
+    "wide": replace(_NEWCOMER, task=lambda seed: _text(4, 256, 0.1)),
+    "unclipped": replace(_NEWCOMER, clip=None),
+    "mlp": Program(
+        task=_mlp, batch=64, updates=400, lengths=(200, 280, 400, 560), warm_up=20, times=2,
+        seeds=(0,),
+    ),
+    "tuned": Program(
+        task=_tuned, batch=32, updates=160, lengths=(80, 112, 160, 224), warm_up=8, times=2,
+        seeds=(0,),
+    ),
+}  # fmt: skip
+"""By name."""
 
 TASKS = ("text", "pictures")
 
@@ -65,25 +210,7 @@ RATES = {
 
 MAIN = ("adamw", "adam", "momentum", "nadam")
 
-LENGTHS = {"text": (480,), "pictures": (200, 280, 400, 560)}
-"""By task, the numbers of updates that plain training does.
-
-At a constant rate one run has the losses after every number of updates; otherwise each length is a
-run of its own. The longest is beyond what a pipeline does, so that a slowdown below 1 can be read.
-"""
-
-SEEDS = {"text": (0,), "pictures": (0, 1)}
-"""By task, the seeds over which losses are averaged."""
-
 EVALUATIONS = 24
-
-
-def task_of(name: str) -> tuple[Task, int]:
-    """Return a task by its name, and the number of samples in its mini-batches."""
-    if name == "text":
-        task = task_named("transformer")
-        return replace(task, model=lambda: transformer_layers(4, 48, 64)), 16
-    return task_named("conv"), 32
 
 
 def optimizer_named(name: str, model: nn.Module, rate: float) -> Any:
@@ -130,8 +257,13 @@ class Run:
     corrections: str = "default"
     schedule: str = "async-1f1b"
     rate: float = 0.0
-    updates: int = 400
+    updates: int = 0
     seed: int = 0
+
+    @property
+    def program(self) -> Program:
+        """What is trained, and how."""
+        return PROGRAMS[self.task]
 
     @property
     def key(self) -> str:
@@ -152,7 +284,8 @@ def advised_for(optimizer: str) -> str:
 def done(run: Run) -> dict[str, Any]:
     """Do a run; return its results."""
     torch.set_num_threads(1)
-    task, batch = task_of(run.task)
+    program = run.program
+    task = program.task(run.seed)
     torch.manual_seed(run.seed)
     model = task.model()
     given: dict[str, Any] = {} if run.k is None else {"micro_batches": run.k}
@@ -160,6 +293,7 @@ def done(run: Run) -> dict[str, Any]:
         names = "" if run.corrections == "none" else f"+{run.corrections}"
         given["corrections"] = method_named(f"sgd{names}", model)[1]
     validation = task.validation()
+    clip = None if program.clip is None else Clip(norm=program.clip)
     curve: list[tuple[int, float]] = []
     start = time.process_time()
     with Pipeline(
@@ -170,18 +304,17 @@ def done(run: Run) -> dict[str, Any]:
         schedule=run.schedule,  # type: ignore[arg-type]
         seed=run.seed,
         workers="serial",
-        training=Training(on_nan="ignore"),
+        training=Training(on_nan="ignore", clip=clip, verify=False),
         **given,
     ) as pipe:
-        last = 0.05 if run.task == "pictures" else 1.0  # of the rate
         scheduler = torch.optim.lr_scheduler.LambdaLR(
-            pipe.optimizer,
-            lambda step: last + (1 - last) * (1 + math.cos(math.pi * step / run.updates)) / 2,
+            pipe.optimizer, lambda step: program.factor(step, run.updates)
         )
-        for number, item in enumerate(task.batches(run.updates, batch, run.seed), 1):
+        for number, item in enumerate(task.batches(run.updates, program.batch, run.seed), 1):
             pipe.submit(*item)
             scheduler.step()
-            if number % (run.updates // EVALUATIONS) == 0 and number >= run.updates // 4:
+            often = run.updates // EVALUATIONS if program.constant else run.updates
+            if number % often == 0 and number >= run.updates // 4:
                 curve.append((number, round(pipe.evaluate(validation), 4)))
                 if not math.isfinite(curve[-1][1]):
                     break
@@ -203,7 +336,7 @@ def of_plain(run: Run, rates: Sequence[float], updates: int) -> list[Run]:
         task=run.task, optimizer=run.optimizer, schedule="1f1b", updates=updates, k=1,
         corrections="none",
     )  # fmt: skip
-    return [replace(made, rate=rate, seed=seed) for rate in rates for seed in SEEDS[run.task]]
+    return [replace(made, rate=rate, seed=seed) for rate in rates for seed in run.program.seeds]
 
 
 def all_sets() -> dict[str, list[Run]]:
@@ -211,7 +344,7 @@ def all_sets() -> dict[str, list[Run]]:
 
     def some(*optimizers: str, tasks: Sequence[str] = TASKS, **options: Any) -> list[Run]:
         return [
-            Run(task=task, optimizer=optimizer, **options)
+            Run(task=task, optimizer=optimizer, updates=PROGRAMS[task].updates, **options)
             for optimizer in optimizers
             for task in tasks
         ]
@@ -231,6 +364,37 @@ def all_sets() -> dict[str, list[Run]]:
         "deeper": compared((*MAIN, "muon"), "none", "ef+extrapolation", stages=8, k=8),
         # The same with one micro-batch per update.
         "stale": compared(every, "none", "ef2+extrapolation+damped", stages=4, k=1),
+        # More micro-batches than stages, in programs as newcomers write them.
+        "choice": [
+            run
+            for optimizer in ("adamw", "momentum", "muon", "nadam")
+            for task in ("newcomer", "mlp", "tuned")
+            for stages, k, corrections in (
+                (4, 16, "default"),
+                (2, 8, "default"),
+                (4, 4, "default"),
+                (4, 16, "none"),
+                (8, 32, "default"),
+            )
+            for run in some(optimizer, tasks=[task], stages=stages, k=k, corrections=corrections)
+        ],
+        "choice-others": [
+            run
+            for optimizer in ("adamw", "momentum", "muon")
+            for task in ("unclipped", "text", "pictures")
+            for stages in (4, 2)
+            for k in (4 * stages,)
+            for run in some(optimizer, tasks=[task], stages=stages, k=k)
+        ],
+        # What BatchNorm sees is what a mini-batch is cut into, whatever the schedule.
+        "batch-norm": [
+            run
+            for k in (2, 4, 8, 16)
+            for run in some(
+                "adamw", "momentum", tasks=["pictures"], k=k, corrections="none", schedule="1f1b"
+            )
+        ],
+        "longer": some("adamw", tasks=["newcomer-800"], stages=4, k=16),
         # More micro-batches than stages.
         "micro-batches": [
             run
@@ -264,7 +428,7 @@ def final(results: Results, runs: Sequence[Run]) -> float | None:
         curve = results[run.key]["curve"]
         if not math.isfinite(curve[-1][1]):
             return math.inf
-        losses.append(smooth(curve)[-1][1] if run.task == "text" else curve[-1][1])
+        losses.append(smooth(curve)[-1][1] if run.program.constant else curve[-1][1])
     return mean(losses)
 
 
@@ -275,10 +439,16 @@ def read() -> Results:
     return {line["key"]: line for line in map(json.loads, RESULTS.read_text().splitlines())}
 
 
+def rates_of(run: Run) -> list[float]:
+    """The rates that plain training tries."""
+    return [run.program.times * rate for rate in RATES[run.optimizer]]
+
+
 def best_rate(results: Results, run: Run) -> float | None:
     """The best rate of plain training; None if not all of its rates are done."""
-    updates = LENGTHS[run.task][0] if run.task == "text" else Run.updates
-    rates = RATES[run.optimizer]
+    program = run.program
+    updates = program.lengths[0] if program.constant else program.updates
+    rates = rates_of(run)
     losses = [final(results, of_plain(run, [rate], updates)) for rate in rates]
     if None in losses:
         return None
@@ -287,16 +457,16 @@ def best_rate(results: Results, run: Run) -> float | None:
 
 def seeded(run: Run) -> list[Run]:
     """A run with each seed."""
-    return [replace(run, seed=seed) for seed in SEEDS[run.task]]
+    return [replace(run, seed=seed) for seed in run.program.seeds]
 
 
 def plain_curve(results: Results, run: Run, rate: float) -> list[tuple[float, float]]:
     """The losses of plain training by its updates, falling; empty if not all is done."""
-    if run.task == "text":
-        runs = of_plain(run, [rate], LENGTHS["text"][0])
+    lengths = run.program.lengths
+    if run.program.constant:
+        runs = of_plain(run, [rate], lengths[0])
         points = smooth(results[runs[0].key]["curve"]) if runs[0].key in results else []
     else:
-        lengths = LENGTHS[run.task]
         found = [final(results, of_plain(run, [rate], length)) for length in lengths]
         points = [(n, loss) for n, loss in zip(lengths, found, strict=True) if loss is not None]
     falling: list[tuple[float, float]] = []
@@ -318,16 +488,18 @@ def slowdown(curve: Sequence[tuple[float, float]], task: str, loss: float) -> fl
     (t0, l0), (t1, l1) = next((p for p in pairs if p[1][1] <= loss), pairs[-1])
     needed = math.exp(math.log(t0) + (loss - l0) / (l1 - l0) * (math.log(t1) - math.log(t0)))
     # The mean of the last three evaluations is that of the last but one.
-    took = Run.updates - Run.updates // EVALUATIONS if task == "text" else Run.updates
+    program = PROGRAMS[task]
+    took = program.updates - program.updates // EVALUATIONS if program.constant else program.updates
     return took / needed
 
 
 def wanted(results: Results, run: Run) -> list[Run]:
     """The runs that can be done now for one of a set: plain ones first."""
-    rates = RATES[run.optimizer]
-    lengths = LENGTHS[run.task]
+    rates = rates_of(run)
+    program = run.program
+    lengths = program.lengths
     if (rate := best_rate(results, run)) is None:
-        return of_plain(run, rates, lengths[0] if run.task == "text" else Run.updates)
+        return of_plain(run, rates, lengths[0] if program.constant else program.updates)
     plain = [each for length in lengths for each in of_plain(run, [rate], length)]
     return [*plain, *(each for part in (1, 2) for each in seeded(replace(run, rate=rate / part)))]
 
@@ -367,12 +539,13 @@ def run(names: tuple[str, ...], jobs: int) -> None:
 
 
 @main.command()
-@click.argument("task", type=click.Choice(TASKS))
+@click.argument("task", type=click.Choice(list(PROGRAMS)))
 @click.argument("optimizer", type=click.Choice(list(RATES)))
 @click.argument("stages", type=int)
 def one(task: str, optimizer: str, stages: int) -> None:
     """Print the slowdown of the defaults for a task, an optimizer and a number of stages."""
-    run = Run(task=task, optimizer=optimizer, stages=stages)
+    updates = PROGRAMS[task].updates
+    run = Run(task=task, optimizer=optimizer, stages=stages, updates=updates)
     for _ in range(2):
         do(wanted(read(), run), jobs=1)
     results = read()
@@ -398,6 +571,65 @@ def table(names: tuple[str, ...]) -> None:
     Console(width=150).print(shown)
 
 
+# -- what cutting costs in time -----------------------------------------------------------------
+
+CUTS = ROOT / "benchmarks" / "results" / "cuts.jsonl"
+COUNTS = (1, 2, 4, 8, 16, 32)
+
+
+def seconds_of(name: str, k: int, count: int = 12) -> float:
+    """The seconds of a processor for a mini-batch that is cut into k, all stages together."""
+    program = PROGRAMS[name]
+    task = program.task(0)
+    torch.manual_seed(0)
+    data = list(task.batches(count + 3, program.batch, 0))
+    with Pipeline(
+        task.model(),
+        stages=4,
+        loss_fn=task.loss_fn,
+        optimizer=(torch.optim.AdamW, {"lr": 1e-3}),
+        schedule="1f1b",
+        micro_batches=k,
+        workers="serial",
+        training=Training(verify=False, check_loss=0),
+    ) as pipe:
+        for batch in data[:3]:
+            pipe.submit(*batch)
+        pipe.flush()
+        start = time.process_time()
+        for batch in data[3:]:
+            pipe.submit(*batch)
+        pipe.flush()
+        return (time.process_time() - start) / count
+
+
+@main.command()
+@click.option("--show", is_flag=True, help="Measure nothing.")
+@click.option("--repeats", default=3, show_default=True, help="Of each, in turn; the least counts.")
+def cuts(show: bool, repeats: int) -> None:
+    """Measure what it costs a processor to cut a mini-batch, and what a schedule makes of it."""
+    torch.set_num_threads(1)
+    if not show:
+        lines = []
+        for name in ("mlp", "pictures", "newcomer", "wide"):
+            taken: dict[int, list[float]] = {k: [] for k in COUNTS}
+            for _ in range(repeats):
+                for k in COUNTS:
+                    taken[k].append(seconds_of(name, k))
+            lines.append({"task": name, "ms": {k: round(1e3 * min(taken[k]), 1) for k in COUNTS}})
+        CUTS.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shown = Table("task", "schedule", *(f"k = {k}" for k in COUNTS))
+    for line in map(json.loads, CUTS.read_text().splitlines()):
+        cost = [line["ms"][str(k)] / line["ms"]["1"] for k in COUNTS]
+        rows = {"async-1f1b": [1.0] * len(COUNTS)}
+        for stages in (2, 4, 8):
+            rows[f"1f1b, {stages} stages"] = [time_of_flush(stages, k) for k in COUNTS]
+        for schedule, factors in rows.items():
+            cells = (f"{c * f:.2f}" for c, f in zip(cost, factors, strict=True))
+            shown.add_row(line["task"], schedule, *cells)
+    Console(width=150).print(shown)
+
+
 def outcome(results: Results, run: Run) -> dict[str, float]:
     """Return the better of two rates of a run, beside plain training; nothing if it is not done."""
     if (rate := best_rate(results, run)) is None:
@@ -408,7 +640,7 @@ def outcome(results: Results, run: Run) -> dict[str, float]:
         return {}
     loss, at = min(found)
     curve = plain_curve(results, run, rate)
-    plain = next((loss for number, loss in curve if number >= 0.95 * Run.updates), math.nan)
+    plain = next((loss for number, loss in curve if number >= 0.95 * run.updates), math.nan)
     return {
         "plain_rate": rate,
         "plain_loss": round(plain, 4),

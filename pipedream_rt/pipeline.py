@@ -110,9 +110,12 @@ class Pipeline:
             names, or a function of name and parameter; or an optimizer over the model's parameters,
             whose groups and state are kept. None for inference alone.
         schedule: A name (``pipedream-rt schedule help`` lists them), or an object with a method
-            ``order`` (see `WrittenSchedule`), which is checked before anything starts.
+            ``order`` (see `WrittenSchedule`), which is checked before anything starts. None: what
+            was measured to suit the optimizer (`pipedream_rt.job.defaults`): ``"1f1b"``, or
+            ``"async-1f1b"`` where it takes hardly more samples, or where there is BatchNorm.
         micro_batches: The number of micro-batches that a mini-batch is cut into; the model is
-            updated once for all of them. None: in ``async-1f1b`` and ``2bw`` as many as make no
+            updated once for all of them. None: with a schedule that is left out too, 4 for each
+            stage, unless there is BatchNorm; in ``async-1f1b`` and ``2bw`` as many as make no
             gradient more than one update stale, which is the number of stages (and more with slack
             or replicas); in schedules that flush 1, and the bits are then those of plain PyTorch.
         workers: ``"local"`` starts worker processes; ``"serial"`` does everything in the thread of
@@ -156,7 +159,7 @@ class Pipeline:
         example: Any = None,
         loss_fn: LossFunction | None = None,
         optimizer: OptimizerArgument = None,
-        schedule: ScheduleName | WrittenSchedule = "async-1f1b",
+        schedule: ScheduleName | WrittenSchedule | None = None,
         micro_batches: int | None = None,
         corrections: Sequence[Correction] | Literal["auto"] | None = None,
         workers: Workers = None,
@@ -197,6 +200,8 @@ class Pipeline:
         self._job, self.plan = job.lasting, job.plan
         take_place(given)
         self._telling = _telling_of(options)
+        if job.chosen:
+            _log.info("%s", job.chosen)
         for text in notices_of(job):
             _log.warning("%s", text)
         # From here on there are workers, which an error ends.

@@ -64,11 +64,16 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def verified_when_asked():
-    """Let the first mini-batch be verified where a test says so, in `tests/verify`."""
-    inspect.unwrap(Pipeline.__init__).__kwdefaults__["training"] = Training(verify=False)
+def what_tests_leave_out():
+    """Let tests have a schedule with staleness, and a first mini-batch that is not verified.
+
+    Tests of what is chosen by default say ``schedule=None``; those in `tests/verify` verify.
+    """
+    defaults = inspect.unwrap(Pipeline.__init__).__kwdefaults__
+    before = dict(defaults)
+    defaults.update(training=Training(verify=False), schedule="async-1f1b")
     yield
-    inspect.unwrap(Pipeline.__init__).__kwdefaults__["training"] = Training()
+    defaults.update(before)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,5 +1,6 @@
 """What a pipeline does when the number of micro-batches and the corrections are left out."""
 
+import logging
 import os
 import time
 
@@ -92,10 +93,12 @@ def test_the_defaults_bear_every_other_option(options):
 
 
 def test_what_was_chosen_is_said_at_the_start(caplog):
+    caplog.set_level(logging.INFO, "pipedream_rt.pipeline")
     with open_pipe():
-        assert "cuts each mini-batch into 3 micro-batches, so no gradient" in caplog.text
+        assert 'chosen: micro_batches=3, corrections="auto"; no worker waits' in caplog.text
     assert len(caplog.records) == 1
     caplog.clear()
+    caplog.set_level(logging.WARNING, "pipedream_rt.pipeline")
     for options in (
         {"micro_batches": 3, "corrections": "auto"},
         {"optimizer": None},

@@ -33,6 +33,7 @@ from pipedream_rt.coordinator.surroundings import profile_option
 from pipedream_rt.coordinator.trace_collection import TraceCollection
 from pipedream_rt.job.batches import Batch
 from pipedream_rt.job.cutting import needs_pairs, samples_of
+from pipedream_rt.job.defaults import with_schedule
 from pipedream_rt.job.identity import (
     Identity,
     name_of_class,
@@ -48,7 +49,7 @@ from pipedream_rt.job.weighing import Weighing
 from pipedream_rt.messages.keys import optimizer_state
 from pipedream_rt.observe.spans import Recorder
 from pipedream_rt.planning.auto_split import choose_stages
-from pipedream_rt.planning.profiling import profile_and_end
+from pipedream_rt.planning.profiling import optimizer_choice, profile_and_end
 from pipedream_rt.transport.base import Receive
 
 if TYPE_CHECKING:  # not imported unless somebody is told of a run
@@ -91,7 +92,10 @@ def with_stages_chosen(model: UnsplitModel, options: Options) -> tuple[Options, 
     Weighing(options.training.weigh, options.loss_fn)
     model.pretrained(options.layout.weights)
     leave_to_rank_0(options.workers, options.threads)
-    chosen = choose_stages(model, options, numbers_of_workers(options.workers))
+    numbers, made = numbers_of_workers(options.workers), optimizer_choice(options.optimizer)
+    kind = None if made is None else made[0]
+    scheduled = with_schedule(options, kind, max(numbers, default=1), model.modules.values())
+    chosen = choose_stages(model, scheduled, numbers)
     slack = options.layout.slack or chosen.slack
     layout = replace(options.layout, slack=slack, replicas=chosen.replicas)
     return replace(options, stages=chosen.stages, layout=layout), chosen.why

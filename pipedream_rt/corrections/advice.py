@@ -11,7 +11,7 @@ The figures are printed by ``python benchmarks/first_touch.py table corrections 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,14 @@ TABLE: tuple[Advice, ...] = (
 )
 """By optimizer and rising staleness."""
 
+SAMPLES: Mapping[str, tuple[float, float]] = {
+    "AdamW": (1.16, 1.12),
+    "SGD": (1.30, 1.14),
+}
+"""By optimizer, how many times the samples of plain training ``async-1f1b`` took to the same loss,
+with one micro-batch for each stage, and with four; on that of several programs where it took most
+(``python benchmarks/first_touch.py table choice``)."""
+
 _OF = ("torch.optim", "pipedream_rt.optimizers")
 """Where the optimizers of the table come from; others may have the same names."""
 
@@ -86,6 +94,17 @@ def advised(
     return next((row for row in rows if row.most >= staleness), rows[-1]).make()
 
 
+def samples_taken(optimizer: type | None, per_stage: float) -> float | None:
+    """Return what `SAMPLES` has of an optimizer, or of the class that it is a kind of.
+
+    Args:
+        optimizer: The class of the optimizer.
+        per_stage: The number of micro-batches for each stage; nothing was measured below 1.
+    """
+    name = _measured(optimizer, SAMPLES)
+    return None if name is None or per_stage < 1 else SAMPLES[name][per_stage >= 4]
+
+
 def _has_momentum(optimizer: str, group: Mapping[str, Any]) -> bool:
     """Whether an optimizer of the table has a momentum with the options of a group."""
     if optimizer == "SGD":
@@ -96,9 +115,14 @@ def _has_momentum(optimizer: str, group: Mapping[str, Any]) -> bool:
 
 def _rows(optimizer: type | None) -> list[Advice]:
     """Return what was measured of an optimizer, or of the class that it is a kind of."""
-    measured = {row.optimizer for row in TABLE}
+    name = _measured(optimizer, {row.optimizer for row in TABLE})
+    return [row for row in TABLE if row.optimizer == name]
+
+
+def _measured(optimizer: type | None, names: Container[str]) -> str | None:
+    """Return the name of an optimizer, or of the class that it is a kind of, if it is of some."""
     for cls in () if optimizer is None else optimizer.__mro__:
         if cls.__module__.startswith(_OF):
             # NAdam and the like are kinds of Optimizer alone, and AdamW is a kind of Adam.
-            return [row for row in TABLE if row.optimizer == cls.__name__ in measured]
-    return []
+            return cls.__name__ if cls.__name__ in names else None
+    return None

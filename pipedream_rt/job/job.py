@@ -17,6 +17,7 @@ from pipedream_rt.corrections import Correction
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.codecs import Codecs, codecs_of
 from pipedream_rt.job.conflicts import Facts, facts_of_model, refuse_conflicts
+from pipedream_rt.job.defaults import with_schedule
 from pipedream_rt.job.devices import devices_of, shared_seats
 from pipedream_rt.job.forwards import Forwards
 from pipedream_rt.job.given_optimizer import (
@@ -25,7 +26,7 @@ from pipedream_rt.job.given_optimizer import (
     grouped_names,
     state_by_name,
 )
-from pipedream_rt.job.notices import LeftOut, about_plan
+from pipedream_rt.job.notices import LeftOut, about_choice, about_plan
 from pipedream_rt.job.options import SPANS_KEPT, Options
 from pipedream_rt.job.rules import compiling, correcting, recomputing, rule_options, scale_of
 from pipedream_rt.job.script_values import ScriptValues
@@ -64,7 +65,8 @@ class Job:
         script_values: What the script may change while it trains.
         changes_modes: Whether a layer does something when its mode is set.
         settings: The settings of torch that the workers have.
-        notices: What is said at the start.
+        chosen: What is said at the start of what was chosen.
+        notices: What is said at the start of what this costs.
     """
 
     options: Options
@@ -84,6 +86,7 @@ class Job:
     script_values: ScriptValues
     changes_modes: bool
     settings: Settings
+    chosen: str
     notices: Sequence[str]
 
     @property
@@ -114,6 +117,14 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
     split = split_model(model, options.stages, options.example, forward)
     if split.forwards.own_loss:  # which an example has shown, where nothing is trained
         loss_fn = own_loss
+    optimizer = grouped_names(options.optimizer, model.names, model.parameters)
+    left_out = LeftOut(
+        schedule=options.schedule is None,
+        micro_batches=options.micro_batches is None,
+        corrections=options.corrections is None,
+    )
+    kind = None if optimizer is None or loss_fn is None else optimizer.optimizer_class
+    options = with_schedule(options, kind, len(split.layers), model.modules.values())
     plan = _plan_of(split, options)
     parts = [model.part(names) for names in plan.layers]
     devices = devices_of(options.devices, plan, parts, starts_here)
@@ -121,7 +132,6 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
     crew = crew_for(plan.workers, options.recovery.elastic, options.recovery.elastic_wait, seats)
     if options.recovery.elastic is not None and options.workers == "serial":
         raise ConfigError('elastic is a number of worker processes, and workers="serial" has none')
-    optimizer = grouped_names(options.optimizer, model.names, model.parameters)
     recompute = recomputing(training.recompute, plan.num_stages)
     plan, facts = _proved(plan, model, parts, options, bool(recompute))
     corrections = correcting(options.corrections, plan, optimizer)
@@ -159,10 +169,6 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
         programs=[split.programs(stage) for stage in range(plan.num_stages)],
         compared=options.workers != "serial",
     )
-    left_out = LeftOut(
-        micro_batches=options.micro_batches is None, corrections=options.corrections is None
-    )
-    trains = loss_fn is not None and optimizer is not None
     fixed = [(type(each).__name__, each) for each in (*corrections, *codecs.of_graph.values())]
     return Job(
         options=options,
@@ -182,7 +188,8 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
         script_values=ScriptValues(model, split.forwards.layers, holders, fixed),
         changes_modes=any(map(changes_modes, parts)),
         settings=settings,
-        notices=about_plan(plan, corrections, left_out) if trains else [],
+        chosen=about_choice(plan, corrections, left_out, kind) if kind else "",
+        notices=about_plan(plan, left_out) if kind else [],
     )
 
 
@@ -190,6 +197,7 @@ def _plan_of(split: Split, options: Options) -> Plan:
     """Make the plan of the stages of a model, without ties and norms."""
     layout = options.layout
     assert layout.replicas != "auto"
+    assert options.schedule is not None
     plan = plan_for(
         options.schedule,
         num_stages=len(split.layers),

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from textwrap import fill
 
 from torch import nn
 
 from pipedream_rt.corrections import Correction
+from pipedream_rt.corrections.advice import samples_taken
 from pipedream_rt.job.cutting import micro_batch_sizes
+from pipedream_rt.job.defaults import ASYNCHRONOUS, time_of_flush
 from pipedream_rt.schedules import Plan
 from pipedream_rt.schedules.recipes import RECIPES
 from pipedream_rt.torch_private import BatchNorm
@@ -23,39 +26,61 @@ class LeftOut:
     """Which options of `Pipeline` the user has left out.
 
     Attributes:
+        schedule: Whether ``schedule`` was.
         micro_batches: Whether ``micro_batches`` was.
         corrections: Whether ``corrections`` was.
     """
 
+    schedule: bool
     micro_batches: bool
     corrections: bool
 
 
-def about_plan(plan: Plan, corrections: Sequence[Correction], left_out: LeftOut) -> list[str]:
-    """Return what is said of the schedule of a run that trains."""
+def about_choice(
+    plan: Plan, corrections: Sequence[Correction], left_out: LeftOut, optimizer: type
+) -> str:
+    """Return what was chosen for a run that trains, and what it costs; nothing if nothing was.
+
+    In lines of 80 columns.
+    """
+    if plan.workers == 1:
+        return ""
+    k, stages = plan.per_update, plan.num_stages
+    chosen = [
+        f"schedule={plan.name!r}" if left_out.schedule else "",
+        f"micro_batches={k}" if left_out.micro_batches else "",
+        'corrections="auto"' if left_out.corrections and corrections else "",
+    ]
+    if not any(chosen):
+        return ""
+    text = f"no worker waits for another, and {_cost(optimizer, k / stages)}"
+    if plan.flushes:
+        saved = 1 - 1 / time_of_flush(stages, k)
+        text = (
+            "it learns as plain PyTorch does. With "
+            f"{ASYNCHRONOUS!r}, which saves {saved:.0%} of the time, {text}"
+        )
+    named = ", ".join(each for each in chosen if each)
+    return fill(f"chosen: {named}; {text}".replace("'", '"'), 80)
+
+
+def _cost(optimizer: type, per_stage: float) -> str:
+    """Say how many samples asynchronous training takes with an optimizer."""
+    samples = samples_taken(optimizer, per_stage)
+    if samples is None:
+        return f"how many more samples it takes with {optimizer.__name__} was not measured"
+    more = "as many samples as" if samples <= 1 else f"up to {samples:.2f} times the samples of"
+    return f"it took {more} plain PyTorch with {optimizer.__name__}"
+
+
+def about_plan(plan: Plan, left_out: LeftOut) -> list[str]:
+    """Return what is said of a schedule that costs more than one would think."""
     if plan.workers == 1:
         return []
     stalest = max(map(plan.staleness, range(plan.num_stages)))
     if plan.flushes:
         return _about_flushes(plan) if left_out.micro_batches and plan.per_update == 1 else []
     said = []
-    named = ", ".join(type(each).__name__ for each in corrections)
-    corrected = f'corrections="auto" ({named})' if left_out.corrections and corrections else ""
-    if left_out.micro_batches:
-        stale = (
-            "no gradient is more than one update stale" if stalest <= 1 else "gradients are stale"
-        )
-        said.append(
-            f"{plan.name} cuts each mini-batch into {plan.per_update} micro-batches, so {stale}"
-            + (f", which {corrected} makes up for" if corrected else "")
-            + ". That was chosen as nothing else was given, and needs nothing to be done; "
-            "micro_batches=1, corrections=() is PipeDream's own, with more staleness"
-        )
-    elif corrected:
-        said.append(
-            f"{plan.name} with {corrected}, which make up for stale gradients, as nothing else was "
-            "given; corrections=() leaves gradients as they are"
-        )
     if stalest > 1:
         enough = plan.shape.longest_lag + 1
         helps = plan.name in RECIPES and enough > plan.per_update

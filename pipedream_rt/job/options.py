@@ -349,7 +349,7 @@ class Options:
     example: Any = None
     loss_fn: LossFunction | None = None
     optimizer: OptimizerArgument = None
-    schedule: ScheduleName | WrittenSchedule = "async-1f1b"
+    schedule: ScheduleName | WrittenSchedule | None = None
     micro_batches: int | None = None
     corrections: Sequence[Correction] | Literal["auto"] | None = None
     workers: Workers = None

@@ -184,7 +184,12 @@ class _Twin:
         options, self.left_out = _plain_options(job, copies, batch)
         made = prepare(copies.model, options)
         made = replace(
-            made, optimizer=job.optimizer, given=GivenOptimizer(None), brought={}, notices=[]
+            made,
+            optimizer=job.optimizer,
+            given=GivenOptimizer(None),
+            brought={},
+            chosen="",
+            notices=[],
         )
         self.forwards = made.forwards
         self._plan, self._group = made.plan, start(made, None)

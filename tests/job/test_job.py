@@ -65,7 +65,7 @@ def test_a_stage_can_be_made_of_what_is_packed():
 
 
 def test_a_plan_has_its_ties_and_norms():
-    made = job(model(tie=True), training=Training(clip=Clip(norm=1.0)))
+    made = job(model(tie=True), schedule="async-1f1b", training=Training(clip=Clip(norm=1.0)))
     assert [tie.stages for tie in made.plan.ties] == [(0, 3)]
     assert made.plan.norms == "estimated"
     late = job(schedule="1f1b", micro_batches=4, training=Training(clip=Clip(norm=1.0)))

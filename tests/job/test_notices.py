@@ -1,19 +1,22 @@
 """What is said at the start of a run."""
 
 import pytest
+import torch
 from torch import nn
 
 from pipedream_rt.corrections import ErrorFeedback, Extrapolation
 from pipedream_rt.job.notices import (
     LeftOut,
+    about_choice,
     about_cores,
     about_micro_batches,
     about_plan,
 )
 from pipedream_rt.schedules import plan_for
 
-NOTHING = LeftOut(micro_batches=False, corrections=False)
-BOTH = LeftOut(micro_batches=True, corrections=True)
+NOTHING = LeftOut(schedule=False, micro_batches=False, corrections=False)
+BOTH = LeftOut(schedule=False, micro_batches=True, corrections=True)
+ALL = LeftOut(schedule=True, micro_batches=True, corrections=True)
 CORRECTED = (ErrorFeedback(), Extrapolation())
 
 
@@ -24,39 +27,35 @@ def plan(schedule="async-1f1b", per_update=None, stages=4, **options):
 # -- the schedule -------------------------------------------------------------------------------
 
 
-def test_what_was_chosen_is_said_with_what_gives_the_rest():
-    (said,) = about_plan(plan(), CORRECTED, BOTH)
-    assert said.startswith(
-        "async-1f1b cuts each mini-batch into 4 micro-batches, so no gradient is more than one "
-        'update stale, which corrections="auto" (ErrorFeedback, Extrapolation) makes up for. '
-    )
-    assert "micro_batches=1, corrections=()" in said
-    (said,) = about_plan(plan(), (), BOTH)
-    assert "corrections=" not in said.split("nothing else was given")[0]
-    (said,) = about_plan(plan(), CORRECTED, LeftOut(micro_batches=False, corrections=True))
-    assert 'with corrections="auto" (ErrorFeedback, Extrapolation)' in said
-    assert "micro-batches" not in said
+def test_what_was_chosen_is_said_in_lines_of_eighty_columns():
+    for left_out in (ALL, BOTH, LeftOut(schedule=False, micro_batches=False, corrections=True)):
+        for made in (plan(), plan(per_update=16), plan("1f1b", 16), plan("2bw")):
+            said = about_choice(made, CORRECTED, left_out, torch.optim.AdamW)
+            assert said.startswith("chosen: ")
+            assert all(len(line) <= 80 for line in said.splitlines())
+    assert about_choice(plan(stages=1), CORRECTED, ALL, torch.optim.AdamW) == ""
+    assert about_choice(plan(), CORRECTED, NOTHING, torch.optim.AdamW) == ""
 
 
 def test_nothing_is_said_of_what_the_user_has_written():
-    assert about_plan(plan(per_update=4), CORRECTED, NOTHING) == []
-    assert about_plan(plan(per_update=1, stages=1), CORRECTED, BOTH) == []
-    assert about_plan(plan("1f1b", per_update=1), (), NOTHING) == []
-    assert about_plan(plan("1f1b", per_update=4), (), BOTH) == []
+    assert about_plan(plan(per_update=4), NOTHING) == []
+    assert about_plan(plan(per_update=1, stages=1), BOTH) == []
+    assert about_plan(plan("1f1b", per_update=1), NOTHING) == []
+    assert about_plan(plan("1f1b", per_update=4), BOTH) == []
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero-bubble"])
 def test_a_flush_with_whole_mini_batches_lets_one_stage_work_at_a_time(schedule):
-    (said,) = about_plan(plan(schedule), (), BOTH)
+    (said,) = about_plan(plan(schedule), BOTH)
     assert "no two workers compute at once. With micro_batches=8 they do" in said
 
 
 def test_a_staleness_above_one_is_told_in_a_line_about_this_run():
-    (said,) = about_plan(plan(per_update=1), (), NOTHING)
+    (said,) = about_plan(plan(per_update=1), NOTHING)
     assert "up to 3 updates stale" in said
     assert "with micro_batches=4 they are one update stale at most" in said
-    assert about_plan(plan(per_update=3), (), NOTHING) == []
-    (said,) = about_plan(plan(per_update=1, slack=1), (), NOTHING)
+    assert about_plan(plan(per_update=3), NOTHING) == []
+    (said,) = about_plan(plan(per_update=1, slack=1), NOTHING)
     assert "up to 6 updates" in said
     assert "micro_batches=7" in said
 

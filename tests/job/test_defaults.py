@@ -1,0 +1,104 @@
+"""The schedule and the micro-batches that are chosen where they are left out."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models import mlp, regression
+from support.pinned import Flat as Pipeline
+from torch import nn
+
+from pipedream_rt.corrections import ErrorFeedback, advice
+from pipedream_rt.job.defaults import time_of_flush, with_schedule
+from pipedream_rt.job.options import Layout, Options
+
+FEW, MANY, UNKNOWN = torch.optim.NAdam, torch.optim.AdamW, torch.optim.Adagrad
+
+
+@pytest.fixture(autouse=True)
+def measured(monkeypatch):
+    monkeypatch.setattr(advice, "SAMPLES", {"NAdam": (1.02, 0.99), "AdamW": (1.3, 1.12)})
+
+
+def chosen(optimizer, stages=4, modules=(), **options):
+    made = with_schedule(Options(**options), optimizer, stages, modules)
+    return made.schedule, made.micro_batches
+
+
+def test_an_optimizer_that_bears_staleness_has_a_schedule_that_waits_for_nothing():
+    assert chosen(FEW) == ("async-1f1b", 16)
+    assert chosen(FEW, stages=1) == ("async-1f1b", None)
+
+
+@pytest.mark.parametrize("optimizer", [MANY, UNKNOWN])
+def test_others_learn_as_plain_pytorch(optimizer):
+    assert chosen(optimizer) == ("1f1b", 16)
+    assert chosen(optimizer, stages=8) == ("1f1b", 32)
+    assert chosen(optimizer, stages=1) == ("1f1b", None)  # whole mini-batches
+
+
+def test_batch_norm_sees_as_many_samples_as_can_be():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.BatchNorm1d(2)))
+    assert chosen(MANY, modules=[model]) == ("async-1f1b", None)
+    assert chosen(MANY, modules=[model], micro_batches=4) == ("1f1b", 4)
+
+
+def test_what_is_named_stays():
+    assert chosen(MANY, schedule="async-1f1b") == ("async-1f1b", None)
+    assert chosen(FEW, schedule="1f1b", micro_batches=3) == ("1f1b", 3)
+    assert chosen(MANY, micro_batches=4) == ("1f1b", 4)
+
+
+def test_options_about_staleness_are_for_a_schedule_that_has_some():
+    assert chosen(MANY, micro_batches=1) == ("async-1f1b", 1)
+    assert chosen(MANY, corrections="auto") == ("async-1f1b", None)
+    assert chosen(MANY, corrections=[ErrorFeedback()]) == ("async-1f1b", None)
+    assert chosen(MANY, layout=Layout(synchronous_updates=3)) == ("async-1f1b", None)
+    assert chosen(MANY, corrections=()) == ("1f1b", 16)
+
+
+def test_where_nothing_is_trained_nothing_waits():
+    assert chosen(None) == ("async-1f1b", None)
+
+
+def test_the_time_of_a_flush():
+    assert time_of_flush(4, 4) == 1.75
+    assert time_of_flush(1, 3) == 1.0
+
+
+def opened(optimizer, caplog, **options):
+    given = {"stages": 3, "schedule": None, "loss_fn": F.mse_loss, "workers": "serial", **options}
+    caplog.set_level("INFO", "pipedream_rt.pipeline")
+    with Pipeline(mlp(), optimizer=(optimizer, {"lr": 0.01}), **given) as pipe:
+        assert len(list(pipe.train_epoch(regression(3)))) == 3  # of 4 samples
+        said = [r.message for r in caplog.records if r.levelname == "INFO"]
+        return pipe.plan.name, pipe.plan.per_update, *said
+
+
+def test_a_pipeline_says_what_was_chosen(caplog):
+    assert opened(MANY, caplog) == (
+        "1f1b",
+        12,
+        'chosen: schedule="1f1b", micro_batches=12; it learns as plain PyTorch does. With\n'
+        '"async-1f1b", which saves 14% of the time, no worker waits for another, and it\n'
+        "took up to 1.12 times the samples of plain PyTorch with AdamW",
+    )
+    caplog.clear()
+    assert opened(FEW, caplog) == (
+        "async-1f1b",
+        12,
+        'chosen: schedule="async-1f1b", micro_batches=12; no worker waits for another,\n'
+        "and it took as many samples as plain PyTorch with NAdam",
+    )
+    caplog.clear()
+    assert opened(UNKNOWN, caplog)[2].endswith(
+        "and how\nmany more samples it takes with Adagrad was not measured"
+    )
+    caplog.clear()
+    assert opened(MANY, caplog, schedule="1f1b", micro_batches=3) == ("1f1b", 3)
+
+
+def test_stages_are_measured_for_the_schedule_that_is_chosen(monkeypatch, caplog):
+    monkeypatch.setattr("pipedream_rt.planning.profiling.refuse_unsettled", lambda layers: None)
+    name, count, *_ = opened(MANY, caplog, stages="auto", workers="local", example=regression(1)[0])
+    assert name == "1f1b"
+    assert count % 4 == 0 or count == 1
