@@ -162,6 +162,20 @@ def _tuned(seed: int) -> Task:
     )  # fmt: skip
 
 
+def _with_spikes(seed: int) -> Task:
+    """The newcomer's, where every 30th mini-batch has targets that nothing can tell."""
+    del seed
+    plain = _text(4, 64, 0.1)
+
+    def batches(count: int, batch: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(seed)
+        for number, (x, y) in enumerate(plain.batches(count, batch, seed)):
+            noise = torch.randint(256, y.shape, generator=generator)
+            yield x, noise if number % 30 == 29 else y
+
+    return replace(plain, batches=batches)
+
+
 _NEWCOMER = Program(
     task=lambda seed: _text(4, 64, 0.1), batch=32, updates=240, lengths=(120, 168, 240, 336),
     warm_up=20, clip=1.0, times=2, seeds=(0,),
@@ -180,6 +194,7 @@ PROGRAMS = {
         _NEWCOMER, updates=800, lengths=(400, 560, 800, 1120), warm_up=40, seeds=(0,)
     ),
     "wide": replace(_NEWCOMER, task=lambda seed: _text(4, 256, 0.1)),
+    "spikes": replace(_NEWCOMER, task=_with_spikes),
     "unclipped": replace(_NEWCOMER, clip=None),
     "mlp": Program(
         task=_mlp, batch=64, updates=400, lengths=(200, 280, 400, 560), warm_up=20, times=2,
@@ -393,6 +408,19 @@ def all_sets() -> dict[str, list[Run]]:
             for run in some(
                 "adamw", "momentum", tasks=["pictures"], k=k, corrections="none", schedule="1f1b"
             )
+        ],
+        # Clipping by an estimate of the norm beside exact clipping.
+        "spikes": [
+            run
+            for schedule in ("async-1f1b", "async-1f1b+vertical-sync", "1f1b")
+            for run in some(
+                "adamw", tasks=["spikes"], stages=4, k=4, corrections="none", schedule=schedule
+            )
+        ],
+        "2bw": [
+            run
+            for k in (4, 16)
+            for run in some("adamw", "muon", tasks=["newcomer"], stages=4, k=k, schedule="2bw")
         ],
         "longer": some("adamw", tasks=["newcomer-800"], stages=4, k=16),
         # More micro-batches than stages.
