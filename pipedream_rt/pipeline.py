@@ -111,11 +111,11 @@ class Pipeline:
             whose groups and state are kept. None for inference alone.
         schedule: A name (``pipedream-rt schedule help`` lists them), or an object with a method
             ``order`` (see `WrittenSchedule`), which is checked before anything starts. None: what
-            was measured to suit the optimizer (`pipedream_rt.job.defaults`): ``"1f1b"``, or
-            ``"async-1f1b"`` where it takes hardly more samples, or where there is BatchNorm.
+            reaches a loss soonest with the optimizer, as far as it was measured: ``"1f1b"``, or
+            ``"async-1f1b"`` where what waiting costs is clearly more than what staleness does.
         micro_batches: The number of micro-batches that a mini-batch is cut into; the model is
             updated once for all of them. None: with a schedule that is left out too, 4 for each
-            stage, unless there is BatchNorm; in ``async-1f1b`` and ``2bw`` as many as make no
+            stage, or 1 where there is BatchNorm; in ``async-1f1b`` and ``2bw`` as many as make no
             gradient more than one update stale, which is the number of stages (and more with slack
             or replicas); in schedules that flush 1, and the bits are then those of plain PyTorch.
         workers: ``"local"`` starts worker processes; ``"serial"`` does everything in the thread of

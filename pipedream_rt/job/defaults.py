@@ -7,7 +7,8 @@ more samples, by how much depends on the optimizer (`corrections/advice.py`). Wi
 micro-batches both are cheap, and then a flush has the bits that one expects.
 
 Where BatchNorm sees micro-batches there cannot be many: with 8 of a mini-batch of 32 samples plain
-training took 1.25 times the samples. With few a flush costs most, and staleness less than that.
+training took 1.25 times the samples. So there are as many as stages, with which a flush costs more
+than staleness does.
 
 The measurements are printed by ``python benchmarks/first_touch.py table choice batch-norm``.
 """
@@ -31,9 +32,9 @@ PER_STAGE = 4
 """Micro-batches for each stage. With fewer a flush costs more time, and staleness more samples; the
 layers of most models compute longer for more, smaller ones."""
 
-FEW_SAMPLES = 1.05
-"""How many times the samples of plain training an asynchronous schedule may take to be the default:
-less than what a flush costs with two stages, the fewest, and `PER_STAGE` micro-batches for each."""
+AHEAD = 1.1
+"""How many times sooner an asynchronous schedule must reach a loss to be the default. Below that,
+bits that are those of one stage are worth more."""
 
 
 def with_schedule(
@@ -49,16 +50,16 @@ def with_schedule(
     """
     if options.schedule is not None:
         return options
-    given = options.micro_batches
-    few = given < stages if given else any(_has_batch_norm(each) for each in modules)
-    says_so = options.corrections or options.layout.synchronous_updates
-    if optimizer is None or few or says_so:
+    count = options.micro_batches
+    few = count is not None and count < stages
+    if optimizer is None or few or options.corrections or options.layout.synchronous_updates:
         return replace(options, schedule=ASYNCHRONOUS)
-    samples = samples_taken(optimizer, PER_STAGE)
-    schedule = FLUSHED if samples is None or samples > FEW_SAMPLES else ASYNCHRONOUS
-    if given is None and stages > 1:
-        given = stages * PER_STAGE
-    return replace(options, schedule=schedule, micro_batches=given)
+    if count is None and stages > 1:
+        count = stages * (1 if any(map(_has_batch_norm, modules)) else PER_STAGE)
+    samples = samples_taken(optimizer, (count or 1) / stages)
+    sooner = 0.0 if samples is None else time_of_flush(stages, count or 1) / samples
+    schedule = ASYNCHRONOUS if sooner >= AHEAD else FLUSHED
+    return replace(options, schedule=schedule, micro_batches=count)
 
 
 def _has_batch_norm(module: nn.Module) -> bool:

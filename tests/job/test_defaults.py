@@ -26,7 +26,7 @@ def chosen(optimizer, stages=4, modules=(), **options):
 
 def test_an_optimizer_that_bears_staleness_has_a_schedule_that_waits_for_nothing():
     assert chosen(FEW) == ("async-1f1b", 16)
-    assert chosen(FEW, stages=1) == ("async-1f1b", None)
+    assert chosen(FEW, stages=1) == ("1f1b", None)
 
 
 @pytest.mark.parametrize("optimizer", [MANY, UNKNOWN])
@@ -38,14 +38,20 @@ def test_others_learn_as_plain_pytorch(optimizer):
 
 def test_batch_norm_sees_as_many_samples_as_can_be():
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.BatchNorm1d(2)))
-    assert chosen(MANY, modules=[model]) == ("async-1f1b", None)
-    assert chosen(MANY, modules=[model], micro_batches=4) == ("1f1b", 4)
+    assert chosen(MANY, modules=[model]) == ("async-1f1b", 4)
+    assert chosen(UNKNOWN, modules=[model]) == ("1f1b", 4)
 
 
 def test_what_is_named_stays():
     assert chosen(MANY, schedule="async-1f1b") == ("async-1f1b", None)
     assert chosen(FEW, schedule="1f1b", micro_batches=3) == ("1f1b", 3)
-    assert chosen(MANY, micro_batches=4) == ("1f1b", 4)
+
+
+def test_few_micro_batches_make_waiting_dearer_than_staleness():
+    found = [chosen(MANY, micro_batches=k)[0] for k in (4, 8, 16, 64)]
+    assert found == ["async-1f1b", "1f1b", "1f1b", "1f1b"]
+    assert [chosen(FEW, micro_batches=k)[0] for k in (16, 64)] == ["async-1f1b", "1f1b"]
+    assert chosen(UNKNOWN, micro_batches=4)[0] == "1f1b"
 
 
 def test_options_about_staleness_are_for_a_schedule_that_has_some():
