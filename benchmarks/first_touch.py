@@ -393,6 +393,11 @@ def all_sets() -> dict[str, list[Run]]:
             )
             for run in some(optimizer, tasks=[task], stages=stages, k=k, corrections=corrections)
         ],
+        "choice-adam": [
+            run
+            for stages, k in ((4, 16), (2, 8), (4, 4))
+            for run in some("adam", tasks=["newcomer"], stages=stages, k=k)
+        ],
         "choice-others": [
             run
             for optimizer in ("adamw", "momentum", "muon")

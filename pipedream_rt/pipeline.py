@@ -112,7 +112,8 @@ class Pipeline:
         schedule: A name (``pipedream-rt schedule help`` lists them), or an object with a method
             ``order`` (see `WrittenSchedule`), which is checked before anything starts. None: what
             reaches a loss soonest with the optimizer, as far as it was measured: ``"1f1b"``, or
-            ``"async-1f1b"`` where what waiting costs is clearly more than what staleness does.
+            ``"async-1f1b"`` where what waiting costs is clearly more than what staleness does, with
+            fewer micro-batches than stages, and for options that are about staleness.
         micro_batches: The number of micro-batches that a mini-batch is cut into; the model is
             updated once for all of them. None: with a schedule that is left out too, 4 for each
             stage, or 1 where there is BatchNorm; in ``async-1f1b`` and ``2bw`` as many as make no

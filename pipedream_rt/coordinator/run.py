@@ -98,6 +98,8 @@ def with_stages_chosen(model: UnsplitModel, options: Options) -> tuple[Options, 
     chosen = choose_stages(model, scheduled, numbers)
     slack = options.layout.slack or chosen.slack
     layout = replace(options.layout, slack=slack, replicas=chosen.replicas)
+    if chosen.stages:  # more than one, for the schedule that they were measured for
+        options = scheduled
     return replace(options, stages=chosen.stages, layout=layout), chosen.why
 
 

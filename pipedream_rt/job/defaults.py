@@ -22,6 +22,7 @@ from torch import nn
 
 from pipedream_rt.corrections.advice import samples_taken
 from pipedream_rt.job.options import Options
+from pipedream_rt.schedules.plan import replicas_of
 from pipedream_rt.schedules.recipes import ScheduleName
 from pipedream_rt.torch_private import BatchNorm
 
@@ -50,14 +51,18 @@ def with_schedule(
     """
     if options.schedule is not None:
         return options
-    count = options.micro_batches
+    count, given = options.micro_batches, options.layout.replicas
     few = count is not None and count < stages
     if optimizer is None or few or options.corrections or options.layout.synchronous_updates:
         return replace(options, schedule=ASYNCHRONOUS)
-    if count is None and stages > 1:
-        count = stages * (1 if any(map(_has_batch_norm, modules)) else PER_STAGE)
-    samples = samples_taken(optimizer, (count or 1) / stages)
-    sooner = 0.0 if samples is None else time_of_flush(stages, count or 1) / samples
+    # A replica computes its share of the micro-batches.
+    replicas = 1 if given == "auto" else max(replicas_of(given, stages), default=1)
+    if count is None and stages * replicas > 1:
+        normed = stages == 1 or any(map(_has_batch_norm, modules))
+        count = replicas * stages * (1 if normed else PER_STAGE)
+    each = (count or 1) / replicas
+    samples = samples_taken(optimizer, each / stages)
+    sooner = 0.0 if samples is None else time_of_flush(stages, each) / samples
     schedule = ASYNCHRONOUS if sooner >= AHEAD else FLUSHED
     return replace(options, schedule=schedule, micro_batches=count)
 
@@ -67,6 +72,6 @@ def _has_batch_norm(module: nn.Module) -> bool:
     return any(isinstance(each, BatchNorm) for each in module.modules())
 
 
-def time_of_flush(stages: int, micro_batches: int) -> float:
+def time_of_flush(stages: int, micro_batches: float) -> float:
     """Return how many times as long a flush lets workers take, who compute the same each."""
     return (micro_batches + stages - 1) / micro_batches

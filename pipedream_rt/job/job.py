@@ -17,7 +17,7 @@ from pipedream_rt.corrections import Correction
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.codecs import Codecs, codecs_of
 from pipedream_rt.job.conflicts import Facts, facts_of_model, refuse_conflicts
-from pipedream_rt.job.defaults import with_schedule
+from pipedream_rt.job.defaults import FLUSHED, with_schedule
 from pipedream_rt.job.devices import devices_of, shared_seats
 from pipedream_rt.job.forwards import Forwards
 from pipedream_rt.job.given_optimizer import (
@@ -124,16 +124,21 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
         corrections=options.corrections is None,
     )
     kind = None if optimizer is None or loss_fn is None else optimizer.optimizer_class
-    options = with_schedule(options, kind, len(split.layers), model.modules.values())
-    plan = _plan_of(split, options)
-    parts = [model.part(names) for names in plan.layers]
+    chosen = with_schedule(options, kind, len(split.layers), model.modules.values())
+    try:
+        plan, facts, parts = _planned(split, model, chosen)
+    except ConfigError:  # other options may want a schedule that flushes
+        if options.schedule is not None or chosen.schedule == FLUSHED:
+            raise
+        chosen = replace(chosen, schedule=FLUSHED)
+        plan, facts, parts = _planned(split, model, chosen)
+    options = chosen
     devices = devices_of(options.devices, plan, parts, starts_here)
     seats = shared_seats(devices) if starts_here and options.workers != "serial" else ()
     crew = crew_for(plan.workers, options.recovery.elastic, options.recovery.elastic_wait, seats)
     if options.recovery.elastic is not None and options.workers == "serial":
         raise ConfigError('elastic is a number of worker processes, and workers="serial" has none')
     recompute = recomputing(training.recompute, plan.num_stages)
-    plan, facts = _proved(plan, model, parts, options, bool(recompute))
     corrections = correcting(options.corrections, plan, optimizer)
     codecs = codecs_of(options.layout.codecs, plan)
     feeds_back = codecs.feeds_gradients_back
@@ -191,6 +196,17 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
         chosen=about_choice(plan, corrections, left_out, kind) if kind else "",
         notices=about_plan(plan, left_out) if kind else [],
     )
+
+
+def _planned(
+    split: Split, model: UnsplitModel, options: Options
+) -> tuple[Plan, Facts, list[nn.Module]]:
+    """Make the plan of the stages of a model, and prove it; return its facts, and the stages."""
+    plan = _plan_of(split, options)
+    parts = [model.part(names) for names in plan.layers]
+    recomputes = bool(recomputing(options.training.recompute, plan.num_stages))
+    plan, facts = _proved(plan, model, parts, options, recomputes)
+    return plan, facts, parts
 
 
 def _plan_of(split: Split, options: Options) -> Plan:

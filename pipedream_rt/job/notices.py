@@ -43,7 +43,7 @@ def about_choice(
 
     In lines of 80 columns.
     """
-    if plan.workers == 1:
+    if plan.workers == 1 or (plan.flushes and not left_out.schedule):
         return ""
     k, stages = plan.per_update, plan.num_stages
     chosen = [
@@ -53,9 +53,10 @@ def about_choice(
     ]
     if not any(chosen):
         return ""
-    text = f"no worker waits for another, and {_cost(optimizer, k / stages)}"
+    each = k / max(plan.replicas)  # of a replica
+    text = f"no worker waits for another, and {_cost(optimizer, each / stages)}"
     if plan.flushes:
-        saved = 1 - 1 / time_of_flush(stages, k)
+        saved = 1 - 1 / time_of_flush(stages, each)
         text = (
             "it learns as plain PyTorch does. With "
             f"{ASYNCHRONOUS!r}, which saves {saved:.0%} of the time, {text}"
@@ -120,11 +121,17 @@ def about_micro_batches(
     modules: Mapping[str, nn.Module], samples: int, per_update: int
 ) -> list[str]:
     """Return what is said of a model whose layers see that a mini-batch is cut."""
-    size = micro_batch_sizes(samples, per_update)[0]
+    sizes = micro_batch_sizes(samples, per_update)
+    size = sizes[0]
     if size == samples:
         return []
     named = [pair for name, whole in modules.items() for pair in whole.named_modules(prefix=name)]
     said = []
+    if not sizes[-1]:
+        said.append(
+            f"a mini-batch of {samples} samples leaves {sizes.count(0)} of {per_update} "
+            f"micro-batches empty; micro_batches={per_update - sizes.count(0)} does the same"
+        )
     norms = [name for name, each in named if isinstance(each, BatchNorm) and each.training]
     if norms:
         said.append(

@@ -15,11 +15,15 @@ from torch import nn
 
 
 def recurrent_layers(module: nn.Module) -> list[nn.RNNBase]:
-    """Return the recurrent layers in a module, which are about to be left apart."""
+    """Return the recurrent layers in a module, which are about to be left apart.
+
+    Those with a `flatten_parameters` of the user's own are left to it.
+    """
     found = [each for each in module.modules() if isinstance(each, nn.RNNBase)]
-    if found:  # it asks for what must not be done, and the copies that it speaks of are cheap
+    if any(weight.is_cuda for each in found for weight in each.parameters()):
+        # It asks for what must not be done, and the copies that it speaks of are cheap.
         warnings.filterwarnings("ignore", message="RNN module weights are not part of single")
-    return found
+    return [each for each in found if "flatten_parameters" not in each.__dict__]
 
 
 def leave_apart(layers: Iterable[nn.RNNBase]) -> None:

@@ -54,7 +54,7 @@ PLAN = fields(
         "ties": list_of(row(line(1 << 12), list_of(whole(0, _MOST), _MOST)), _MOST),
         "replicas": list_of(whole(1, _MOST), _MOST),
         "shard_optimizer": truth,
-        "norms": one_of("none", "estimated", "exact"),
+        "norms": one_of("none", "estimated", "exact", "delayed"),
     },
     optional=("entries", "ties", "synchronous", "shard_optimizer", "norms"),
 )

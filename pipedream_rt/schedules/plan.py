@@ -219,7 +219,8 @@ class Plan(Placement):
             links=tuple((producer, consumer) for producer, consumer in data["links"]),
             entries=tuple(data.get("entries", ())),
             ties=tuple(Tie(name, tuple(stages)) for name, stages in data.get("ties", ())),
-            norms=data.get("norms", "none"),
+            # "delayed" is what there was before norms were estimated.
+            norms="estimated" if data.get("norms") == "delayed" else data.get("norms", "none"),
         )
 
 

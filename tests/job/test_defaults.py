@@ -7,6 +7,7 @@ from support.models import mlp, regression
 from support.pinned import Flat as Pipeline
 from torch import nn
 
+from pipedream_rt import Clip, LossScale
 from pipedream_rt.corrections import ErrorFeedback, advice
 from pipedream_rt.job.defaults import time_of_flush, with_schedule
 from pipedream_rt.job.options import Layout, Options
@@ -108,3 +109,30 @@ def test_stages_are_measured_for_the_schedule_that_is_chosen(monkeypatch, caplog
     name, count, *_ = opened(MANY, caplog, stages="auto", workers="local", example=regression(1)[0])
     assert name == "1f1b"
     assert count % 4 == 0 or count == 1
+
+
+def test_replicas_share_the_micro_batches():
+    assert chosen(MANY, layout=Layout(replicas=2)) == ("1f1b", 32)
+    assert chosen(MANY, stages=1, layout=Layout(replicas=3)) == ("1f1b", 3)
+    assert chosen(MANY, layout=Layout(replicas=4), micro_batches=16)[0] == "async-1f1b"  # 4 each
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss_scale": LossScale()},
+        {"autocast": torch.float16},
+        {"replicas": 2, "clip": Clip(norm=1.0)},
+        {"stages": 1, "replicas": 2, "shard_optimizer": True},
+    ],
+)
+def test_what_goes_with_a_flush_alone_gets_one(options, caplog):
+    for optimizer in (FEW, MANY):
+        name, *_ = opened(optimizer, caplog, **options)
+        assert name == "1f1b"
+
+
+def test_sharded_optimizers_have_as_many_micro_batches_as_they_need(caplog):
+    for optimizer in (FEW, MANY):
+        _, count, *_ = opened(optimizer, caplog, replicas=(13, 1, 1), shard_optimizer=True)
+        assert count >= 13

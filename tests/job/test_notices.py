@@ -31,7 +31,8 @@ def test_what_was_chosen_is_said_in_lines_of_eighty_columns():
     for left_out in (ALL, BOTH, LeftOut(schedule=False, micro_batches=False, corrections=True)):
         for made in (plan(), plan(per_update=16), plan("1f1b", 16), plan("2bw")):
             said = about_choice(made, CORRECTED, left_out, torch.optim.AdamW)
-            assert said.startswith("chosen: ")
+            named = made.flushes and not left_out.schedule  # which says all by itself
+            assert said.startswith("chosen: ") or (named and not said)
             assert all(len(line) <= 80 for line in said.splitlines())
     assert about_choice(plan(stages=1), CORRECTED, ALL, torch.optim.AdamW) == ""
     assert about_choice(plan(), CORRECTED, NOTHING, torch.optim.AdamW) == ""
@@ -91,3 +92,9 @@ def test_layers_that_take_time_in_dimension_0_are_named():
     assert (
         about_micro_batches({"0": nn.LSTM(2, 2, batch_first=True)}, samples=30, per_update=4) == []
     )
+
+
+def test_micro_batches_that_stay_empty_are_told_of():
+    (said,) = about_micro_batches({"": nn.Linear(2, 2)}, samples=3, per_update=8)
+    assert "3 samples leaves 5 of 8 micro-batches empty; micro_batches=3 does the same" in said
+    assert about_micro_batches({"": nn.Linear(2, 2)}, samples=8, per_update=8) == []

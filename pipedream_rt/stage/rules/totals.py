@@ -15,7 +15,8 @@ For the gradients that it does not know yet, it takes that they have grown as th
     total(t)  ~  known(t) * total(u) / known(u),    u = t - D
 
 If total(u) / known(u) is not finite, or is not there, u is the newest update from t - 2 D on where
-it is; without one, known(t) is taken. All of it depends on the plan and not on timing
+it is; without one, known(t) is taken. So what is left of the stage's gradients has the share of the
+largest norm that it had in update u. All of it depends on the plan and not on timing
 (`Plan.with_norms`). An older total alone would not know of gradients that are suddenly large, which
 is what clipping is for.
 """
@@ -47,8 +48,8 @@ _KEY = Key("totals", path=("totals",))
 
 
 def _known_at(plan: Plan, stage: int) -> Key:
-    """Return where the norms are kept that a stage knows itself, which another split has not."""
-    return Key("totals", path=("known", plan.num_stages, stage))
+    """Return where the norms are kept of all that comes from the first layer of a stage on."""
+    return Key("totals", path=("known", plan.layers[stage][0] if plan.layers else stage))
 
 
 _DTYPES = (
