@@ -328,7 +328,8 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     model = nn.Sequential(Layer(8, 8), Layer(8, 8))
     with Pipeline(
-        model, stages=2, loss_fn=nn.MSELoss(), optimizer=(torch.optim.SGD, {"lr": 0.1})
+        model, stages=2, loss_fn=nn.MSELoss(), optimizer=(torch.optim.SGD, {"lr": 0.1}),
+        schedule="1f1b",
     ) as pipe:
         x = torch.ones(4, 8)
         print([r.loss for r in pipe.train_epoch([(x, x)])] == [nn.MSELoss()(model(x), x).item()])

@@ -67,6 +67,7 @@ SAMPLES: Mapping[str, tuple[float, float]] = {
     "AdamW": (1.16, 1.12),
     "SGD": (1.30, 1.14),
     "Muon": (1.10, 1.00),
+    "NAdam": (1.08, 1.06),
 }
 """By optimizer, how many times the samples of plain training ``async-1f1b`` took to the same loss,
 with one micro-batch for each stage, and with four; on that of several programs where it took most
