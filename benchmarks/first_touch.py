@@ -590,14 +590,15 @@ def one(task: str, optimizer: str, stages: int) -> None:
 def table(names: tuple[str, ...]) -> None:
     """Print the slowdowns of sets."""
     results = read()
-    columns = ("set", "task", "optimizer", "stages", "k", "corrections", "plain: rate", "loss")
-    shown = Table(*columns, "rate", "loss", "slowdown")
+    columns = ("set", "task", "optimizer", "schedule", "stages", "k", "corrections")
+    shown = Table(*columns, "plain: rate", "loss", "rate", "loss", "slowdown")
     for name in names or ("defaults",):
         for run in all_sets()[name]:
             if not (made := outcome(results, run)):
                 continue
             shown.add_row(
-                *(name, run.task, run.optimizer, str(run.stages), str(run.k or "default")),
+                *(name, run.task, run.optimizer, run.schedule, str(run.stages)),
+                str(run.k or "default"),
                 *(run.corrections, f"{made['plain_rate']:g}", f"{made['plain_loss']:.3f}"),
                 *(f"{made['rate']:g}", f"{made['loss']:.3f}", f"{made['slowdown']:.2f}"),
             )

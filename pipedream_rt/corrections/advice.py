@@ -64,6 +64,7 @@ TABLE: tuple[Advice, ...] = (
 """By optimizer and rising staleness."""
 
 SAMPLES: Mapping[str, tuple[float, float]] = {
+    "Adam": (1.17, 1.12),  # on 8 stages as AdamW
     "AdamW": (1.16, 1.12),
     "SGD": (1.30, 1.14),
     "Muon": (1.10, 1.00),
