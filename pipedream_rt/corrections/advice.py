@@ -63,16 +63,19 @@ TABLE: tuple[Advice, ...] = (
 )
 """By optimizer and rising staleness."""
 
-SAMPLES: Mapping[str, tuple[float, float]] = {
-    "Adam": (1.17, 1.12),  # on 8 stages as AdamW
-    "AdamW": (1.16, 1.12),
-    "SGD": (1.30, 1.14),
-    "Muon": (1.10, 1.00),
-    "NAdam": (1.08, 1.06),
+SAMPLES: Mapping[str, Mapping[str, tuple[float, float]]] = {
+    "async-1f1b": {
+        "Adam": (1.17, 1.12),  # on 8 stages as AdamW
+        "AdamW": (1.16, 1.12),
+        "SGD": (1.30, 1.14),
+        "Muon": (1.10, 1.00),
+        "NAdam": (1.08, 1.06),
+    },
+    "2bw": {"AdamW": (1.42, 1.43), "Muon": (1.31, 1.32)},
 }
-"""By optimizer, how many times the samples of plain training ``async-1f1b`` took to the same loss,
+"""By schedule and optimizer, how many times the samples of plain training it took to the same loss,
 with one micro-batch for each stage, and with four; on that of several programs where it took most
-(``python benchmarks/first_touch.py table choice``)."""
+(``python benchmarks/first_touch.py table choice choice-adam 2bw``)."""
 
 _OF = ("torch.optim", "pipedream_rt.optimizers")
 """Where the optimizers of the table come from; others may have the same names."""
@@ -97,15 +100,17 @@ def advised(
     return next((row for row in rows if row.most >= staleness), rows[-1]).make()
 
 
-def samples_taken(optimizer: type | None, per_stage: float) -> float | None:
+def samples_taken(schedule: str, optimizer: type | None, per_stage: float) -> float | None:
     """Return what `SAMPLES` has of an optimizer, or of the class that it is a kind of.
 
     Args:
+        schedule: The name of the schedule.
         optimizer: The class of the optimizer.
         per_stage: The number of micro-batches for each stage; nothing was measured below 1.
     """
-    name = _measured(optimizer, SAMPLES)
-    return None if name is None or per_stage < 1 else SAMPLES[name][per_stage >= 4]
+    rows = SAMPLES.get(schedule, {})
+    name = _measured(optimizer, rows)
+    return None if name is None or per_stage < 1 else rows[name][per_stage >= 4]
 
 
 def _has_momentum(optimizer: str, group: Mapping[str, Any]) -> bool:

@@ -61,7 +61,7 @@ def with_schedule(
         normed = stages == 1 or any(map(_has_batch_norm, modules))
         count = replicas * stages * (1 if normed else PER_STAGE)
     each = (count or 1) / replicas
-    samples = samples_taken(optimizer, each / stages)
+    samples = samples_taken(ASYNCHRONOUS, optimizer, each / stages)
     sooner = 0.0 if samples is None else time_of_flush(stages, each) / samples
     schedule = ASYNCHRONOUS if sooner >= AHEAD else FLUSHED
     return replace(options, schedule=schedule, micro_batches=count)

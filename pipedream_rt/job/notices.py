@@ -54,7 +54,8 @@ def about_choice(
     if not any(chosen):
         return ""
     each = k / max(plan.replicas)  # of a replica
-    text = f"no worker waits for another, and {_cost(optimizer, each / stages)}"
+    stale = ASYNCHRONOUS if plan.flushes else plan.name
+    text = f"no worker waits for another, and {_cost(stale, optimizer, each / stages)}"
     if plan.flushes:
         saved = 1 - 1 / time_of_flush(stages, each)
         text = (
@@ -65,9 +66,9 @@ def about_choice(
     return fill(f"chosen: {named}; {text}".replace("'", '"'), 80)
 
 
-def _cost(optimizer: type, per_stage: float) -> str:
-    """Say how many samples asynchronous training takes with an optimizer."""
-    samples = samples_taken(optimizer, per_stage)
+def _cost(schedule: str, optimizer: type, per_stage: float) -> str:
+    """Say how many samples an asynchronous schedule takes with an optimizer."""
+    samples = samples_taken(schedule, optimizer, per_stage)
     if samples is None:
         return f"how many more samples it takes with {optimizer.__name__} was not measured"
     more = "as many samples as" if samples <= 1 else f"up to {samples:.2f} times the samples of"

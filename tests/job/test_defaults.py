@@ -17,7 +17,8 @@ FEW, MANY, UNKNOWN = torch.optim.NAdam, torch.optim.AdamW, torch.optim.Adagrad
 
 @pytest.fixture(autouse=True)
 def measured(monkeypatch):
-    monkeypatch.setattr(advice, "SAMPLES", {"NAdam": (1.02, 0.99), "AdamW": (1.3, 1.12)})
+    rows = {"NAdam": (1.02, 0.99), "AdamW": (1.3, 1.12)}
+    monkeypatch.setattr(advice, "SAMPLES", {"async-1f1b": rows, "2bw": {"AdamW": (1.4, 1.5)}})
 
 
 def chosen(optimizer, stages=4, modules=(), **options):
@@ -100,6 +101,10 @@ def test_a_pipeline_says_what_was_chosen(caplog):
     assert opened(UNKNOWN, caplog)[2].endswith(
         "and how\nmany more samples it takes with Adagrad was not measured"
     )
+    caplog.clear()
+    assert "up to 1.40 times the samples" in opened(MANY, caplog, schedule="2bw")[2]
+    caplog.clear()
+    assert "was not measured" in opened(FEW, caplog, schedule="async-1f1b+vertical-sync")[2]
     caplog.clear()
     assert opened(MANY, caplog, schedule="1f1b", micro_batches=3) == ("1f1b", 3)
 
