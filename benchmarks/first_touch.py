@@ -9,7 +9,9 @@ the better counts. *Slowdown* is how many times the updates of plain training a 
 held-out loss that it ends with.
 
 All stages run in one thread (``workers="serial"``), which gives the bits of a distributed run. Each
-run is a line of JSON in ``benchmarks/results/first_touch.jsonl``, and is not done again.
+run is a line of JSON in ``benchmarks/results``, and is not done again.
+
+Other programs, as newcomers write them, stand in `PROGRAMS`.
 
     python benchmarks/first_touch.py run [SET ...] [--jobs 2]
     python benchmarks/first_touch.py table [SET ...]
@@ -46,7 +48,7 @@ from pipedream_rt.job.defaults import time_of_flush
 from pipedream_rt.optimizers import Muon, RotatedAdamW, hidden_matrices
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "first_touch.jsonl"
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -465,11 +467,16 @@ def final(results: Results, runs: Sequence[Run]) -> float | None:
     return mean(losses)
 
 
+def results_of(task: str) -> Path:
+    """The file with the results of a task."""
+    return RESULTS / ("first_touch.jsonl" if task in TASKS else "newcomers.jsonl")
+
+
 def read() -> Results:
     """All results, by key."""
-    if not RESULTS.exists():
-        return {}
-    return {line["key"]: line for line in map(json.loads, RESULTS.read_text().splitlines())}
+    files = {results_of(task) for task in PROGRAMS}
+    lines = [line for path in files if path.exists() for line in path.read_text().splitlines()]
+    return {line["key"]: line for line in map(json.loads, lines)}
 
 
 def rates_of(run: Run) -> list[float]:
@@ -551,7 +558,7 @@ def do(runs: Sequence[Run], jobs: int) -> None:
     context = multiprocessing.get_context("spawn")
     with context.Pool(jobs) as pool:  # whose workers end with this process
         for line in pool.imap_unordered(done, todo.values()):
-            with RESULTS.open("a") as file:
+            with results_of(line["task"]).open("a") as file:
                 file.write(json.dumps(line) + "\n")
             shown = ("task", "optimizer", "stages", "k", "corrections", "rate", "updates")
             last = round(line["curve"][-1][1], 4)
@@ -607,7 +614,7 @@ def table(names: tuple[str, ...]) -> None:
 
 # -- what cutting costs in time -----------------------------------------------------------------
 
-CUTS = ROOT / "benchmarks" / "results" / "cuts.jsonl"
+CUTS = RESULTS / "cuts.jsonl"
 COUNTS = (1, 2, 4, 8, 16, 32)
 
 

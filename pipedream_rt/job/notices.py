@@ -128,7 +128,7 @@ def about_micro_batches(
         return []
     named = [pair for name, whole in modules.items() for pair in whole.named_modules(prefix=name)]
     said = []
-    if not sizes[-1]:
+    if 2 * sizes.count(0) >= per_update:
         said.append(
             f"a mini-batch of {samples} samples leaves {sizes.count(0)} of {per_update} "
             f"micro-batches empty; micro_batches={per_update - sizes.count(0)} does the same"

@@ -48,8 +48,11 @@ _KEY = Key("totals", path=("totals",))
 
 
 def _known_at(plan: Plan, stage: int) -> Key:
-    """Return where the norms are kept of all that comes from the first layer of a stage on."""
-    return Key("totals", path=("known", plan.layers[stage][0] if plan.layers else stage))
+    """Return where the norms are kept of all that comes from the first layer of a stage on.
+
+    A layer that is called on several stages may be the first one of each.
+    """
+    return Key("totals", path=("known", stage, plan.layers[stage][0] if plan.layers else ""))
 
 
 _DTYPES = (
