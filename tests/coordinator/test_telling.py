@@ -341,6 +341,8 @@ def test_after_ctrl_c_it_is_said_what_is_left(tmp_path, caplog, options, words):
         with pipeline(checkpoint=kept) as pipe:
             for _ in pipe.train_epoch(DATA):
                 pass
+            if words.startswith("the last"):  # on a busy machine one may not be whole yet
+                pipe.save()
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
