@@ -19,10 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
-from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -134,38 +133,23 @@ def accelerators(least: int = 1) -> list[str]:
 # -- throughput -----------------------------------------------------------------------------------
 
 
-def processor_s(pids: Iterable[int]) -> float:
-    """Seconds of a processor that processes have used."""
-    ticks = 0
-    for pid in pids:
-        ticks += sum(
-            map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13])
-        )
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
 def measured(
-    size: Size,
-    step: Callable[[int], object],
-    settle: Callable[[], object],
-    pids: Iterable[int] = (),
+    size: Size, step: Callable[[int], object], settle: Callable[[], object]
 ) -> list[float]:
     """Measure so many mini-batches, after a few that do not count.
 
     Returns:
-        Samples per second, and the seconds of a processor for a mini-batch, in this process and in
-        others.
+        Samples per second, and this process's seconds of a processor for a mini-batch.
     """
-    pids = {os.getpid(), *pids}
     for number in range(3):
         step(number)
     settle()
-    start, used = time.perf_counter(), processor_s(pids)
+    start, used = time.perf_counter(), time.process_time()
     for number in range(size.count):
         step(number)
     settle()
     wall = time.perf_counter() - start
-    return [size.samples * size.count / wall, (processor_s(pids) - used) / size.count]
+    return [size.samples * size.count / wall, (time.process_time() - used) / size.count]
 
 
 def plainly(size: Size, net: nn.Module, deterministic: bool = False) -> tuple[list[float], str]:
@@ -453,11 +437,9 @@ FLUSHING = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
 ASYNCHRONOUS = ("2bw", "async-1f1b", "async-1f1b+vertical-sync")
 
 
-def digest_of(size: Size, stages: int, schedule: str, **others: Any) -> str:
+def digest_of(size: Size, stages: int, schedule: str) -> str:
     """The fingerprint after a few mini-batches."""
-    options = options_of(
-        stages, schedule, devices=accelerators()[0], **{"workers": "serial", **others}
-    )
+    options = options_of(stages, schedule, devices=accelerators()[0], workers="serial")
     with pipedream_rt.Pipeline(model(size), **options) as pipe:
         for batch in data(size, 4):
             pipe.submit(*batch)

@@ -56,7 +56,7 @@ class Program:
     """What a newcomer trains, and how.
 
     Attributes:
-        task: Makes the task, of the seed.
+        task: Makes the task.
         batch: The samples of a mini-batch.
         updates: How many updates a pipeline does.
         lengths: The numbers of updates that plain training does. At a constant rate one run has the
@@ -69,7 +69,7 @@ class Program:
         seeds: Over which losses are averaged.
     """
 
-    task: Callable[[int], Task]
+    task: Callable[[], Task]
     batch: int
     updates: int
     lengths: tuple[int, ...]
@@ -95,12 +95,11 @@ class Program:
 def _text(blocks: int, width: int, dropout: float = 0.0) -> Task:
     def model() -> nn.Sequential:
         first, *halves, head = transformer_layers(blocks, width, 64)
-        return nn.Sequential(first, *(Dropped(half, dropout) for half in halves), head)
+        if dropout:
+            halves = [Dropped(half, dropout) for half in halves]
+        return nn.Sequential(first, *halves, head)
 
-    plain = task_named("transformer")
-    if dropout:
-        return replace(plain, model=model)
-    return replace(plain, model=lambda: transformer_layers(blocks, width, 64))
+    return replace(task_named("transformer"), model=model)
 
 
 class Dropped(nn.Module):
@@ -115,9 +114,8 @@ class Dropped(nn.Module):
         return x + self.drop(self.inner(x) - x)
 
 
-def _mlp(seed: int) -> Task:
+def _mlp() -> Task:
     """Pictures by layers that see every point."""
-    del seed
     plain = task_named("conv")
 
     def model() -> nn.Sequential:
@@ -142,9 +140,8 @@ def _trained() -> dict[str, Tensor]:
     return state
 
 
-def _tuned(seed: int) -> Task:
+def _tuned() -> Task:
     """Text that is read from its end, by a transformer that knows it from its beginning."""
-    del seed
     plain, state = _text(4, 48), _trained()
 
     def model() -> nn.Sequential:
@@ -164,9 +161,8 @@ def _tuned(seed: int) -> Task:
     )  # fmt: skip
 
 
-def _with_spikes(seed: int) -> Task:
+def _with_spikes() -> Task:
     """The newcomer's, where every 30th mini-batch has targets that nothing can tell."""
-    del seed
     plain = _text(4, 64, 0.1)
 
     def batches(count: int, batch: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -179,23 +175,23 @@ def _with_spikes(seed: int) -> Task:
 
 
 _NEWCOMER = Program(
-    task=lambda seed: _text(4, 64, 0.1), batch=32, updates=240, lengths=(120, 168, 240, 336),
+    task=lambda: _text(4, 64, 0.1), batch=32, updates=240, lengths=(120, 168, 240, 336),
     warm_up=20, clip=1.0, times=2, seeds=(0,),
 )  # fmt: skip
 
 PROGRAMS = {
     "text": Program(
-        task=lambda seed: _text(4, 48), batch=16, updates=400, lengths=(480,), last=1.0, seeds=(0,)
+        task=lambda: _text(4, 48), batch=16, updates=400, lengths=(480,), last=1.0, seeds=(0,)
     ),
     "pictures": Program(
-        task=lambda seed: task_named("conv"), batch=32, updates=400, lengths=(200, 280, 400, 560),
+        task=lambda: task_named("conv"), batch=32, updates=400, lengths=(200, 280, 400, 560),
         last=0.05,
     ),
     "newcomer": _NEWCOMER,
     "newcomer-800": replace(
         _NEWCOMER, updates=800, lengths=(400, 560, 800, 1120), warm_up=40, seeds=(0,)
     ),
-    "wide": replace(_NEWCOMER, task=lambda seed: _text(4, 256, 0.1)),
+    "wide": replace(_NEWCOMER, task=lambda: _text(4, 256, 0.1)),
     "spikes": replace(_NEWCOMER, task=_with_spikes),
     "unclipped": replace(_NEWCOMER, clip=None),
     "mlp": Program(
@@ -302,7 +298,7 @@ def done(run: Run) -> dict[str, Any]:
     """Do a run; return its results."""
     torch.set_num_threads(1)
     program = run.program
-    task = program.task(run.seed)
+    task = program.task()
     torch.manual_seed(run.seed)
     model = task.model()
     given: dict[str, Any] = {} if run.k is None else {"micro_batches": run.k}
@@ -405,8 +401,7 @@ def all_sets() -> dict[str, list[Run]]:
             for optimizer in ("adamw", "momentum", "muon")
             for task in ("unclipped", "text", "pictures")
             for stages in (4, 2)
-            for k in (4 * stages,)
-            for run in some(optimizer, tasks=[task], stages=stages, k=k)
+            for run in some(optimizer, tasks=[task], stages=stages, k=4 * stages)
         ],
         # What BatchNorm sees is what a mini-batch is cut into, whatever the schedule.
         "batch-norm": [
@@ -621,7 +616,7 @@ COUNTS = (1, 2, 4, 8, 16, 32)
 def seconds_of(name: str, k: int, count: int = 12) -> float:
     """The seconds of a processor for a mini-batch that is cut into k, all stages together."""
     program = PROGRAMS[name]
-    task = program.task(0)
+    task = program.task()
     torch.manual_seed(0)
     data = list(task.batches(count + 3, program.batch, 0))
     with Pipeline(
