@@ -184,12 +184,17 @@ def micro_batch_sizes(samples: int, micro_batches: int, *, pairs: bool = False) 
     return [max(0, min(size, samples - i * size)) for i in range(micro_batches)]
 
 
+def has_batch_norm(module: nn.Module) -> bool:
+    """Whether there is BatchNorm in a module."""
+    return any(isinstance(each, BatchNorm) for each in module.modules())
+
+
 def needs_pairs(model: nn.Module, batch: Batch) -> bool:
     """Whether a model cannot be trained on a single sample, as BatchNorm over samples alone cannot.
 
     It is asked, without its values: a copy on the meta device, where nothing is computed.
     """
-    if not any(isinstance(module, BatchNorm) for module in model.modules()):
+    if not has_batch_norm(model):
         return False
     tensors = [t for _, t in named_tensors(model)]
     there = {id(t): torch.empty_like(t, device="meta") for t in tensors}

@@ -21,10 +21,10 @@ from dataclasses import replace
 from torch import nn
 
 from pipedream_rt.corrections.advice import samples_taken
+from pipedream_rt.job.cutting import has_batch_norm
 from pipedream_rt.job.options import Options
 from pipedream_rt.schedules.plan import replicas_of
 from pipedream_rt.schedules.recipes import ScheduleName
-from pipedream_rt.torch_private import BatchNorm
 
 ASYNCHRONOUS: ScheduleName = "async-1f1b"
 FLUSHED: ScheduleName = "1f1b"
@@ -58,18 +58,13 @@ def with_schedule(
     # A replica computes its share of the micro-batches.
     replicas = 1 if given == "auto" else max(replicas_of(given, stages), default=1)
     if count is None and stages * replicas > 1:
-        normed = stages == 1 or any(map(_has_batch_norm, modules))
+        normed = stages == 1 or any(map(has_batch_norm, modules))
         count = replicas * stages * (1 if normed else PER_STAGE)
     each = (count or 1) / replicas
     samples = samples_taken(ASYNCHRONOUS, optimizer, each / stages)
     sooner = 0.0 if samples is None else time_of_flush(stages, each) / samples
     schedule = ASYNCHRONOUS if sooner >= AHEAD else FLUSHED
     return replace(options, schedule=schedule, micro_batches=count)
-
-
-def _has_batch_norm(module: nn.Module) -> bool:
-    """Whether there is BatchNorm in a module."""
-    return any(isinstance(each, BatchNorm) for each in module.modules())
 
 
 def time_of_flush(stages: int, micro_batches: float) -> float:

@@ -124,15 +124,7 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
         corrections=options.corrections is None,
     )
     kind = None if optimizer is None or loss_fn is None else optimizer.optimizer_class
-    chosen = with_schedule(options, kind, len(split.layers), model.modules.values())
-    try:
-        plan, facts, parts = _planned(split, model, chosen)
-    except ConfigError:  # other options may want a schedule that flushes
-        if options.schedule is not None or chosen.schedule == FLUSHED:
-            raise
-        chosen = replace(chosen, schedule=FLUSHED)
-        plan, facts, parts = _planned(split, model, chosen)
-    options = chosen
+    options, plan, facts, parts = _scheduled(split, model, options, kind)
     devices = devices_of(options.devices, plan, parts, starts_here)
     seats = shared_seats(devices) if starts_here and options.workers != "serial" else ()
     crew = crew_for(plan.workers, options.recovery.elastic, options.recovery.elastic_wait, seats)
@@ -198,15 +190,27 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
     )
 
 
+def _scheduled(
+    split: Split, model: UnsplitModel, options: Options, optimizer: type | None
+) -> tuple[Options, Plan, Facts, list[nn.Module]]:
+    """Return the options with a schedule, its plan, which is proved, its facts, and the stages."""
+    chosen = with_schedule(options, optimizer, len(split.layers), model.modules.values())
+    try:
+        return chosen, *_planned(split, model, chosen)
+    except ConfigError:  # other options may want a schedule that flushes
+        if options.schedule is not None or chosen.schedule == FLUSHED:
+            raise
+    chosen = replace(chosen, schedule=FLUSHED)
+    return chosen, *_planned(split, model, chosen)
+
+
 def _planned(
     split: Split, model: UnsplitModel, options: Options
 ) -> tuple[Plan, Facts, list[nn.Module]]:
     """Make the plan of the stages of a model, and prove it; return its facts, and the stages."""
     plan = _plan_of(split, options)
     parts = [model.part(names) for names in plan.layers]
-    recomputes = bool(recomputing(options.training.recompute, plan.num_stages))
-    plan, facts = _proved(plan, model, parts, options, recomputes)
-    return plan, facts, parts
+    return *_proved(plan, model, parts, options), parts
 
 
 def _plan_of(split: Split, options: Options) -> Plan:
@@ -235,7 +239,6 @@ def _proved(
     model: UnsplitModel,
     parts: Sequence[nn.Module],
     options: Options,
-    recomputes: bool,
 ) -> tuple[Plan, Facts]:
     """Return a plan with ties and norms, proved as it will run, and what is known of the job."""
     training, ties = options.training, ties_of(parts, model.names)
@@ -252,7 +255,7 @@ def _proved(
         clip=training.clip,
         scaled=scale_of(training) is not None,
         averages=training.ema is not None,
-        recomputes=recomputes,
+        recomputes=bool(recomputing(training.recompute, plan.num_stages)),
     )
     if facts.needs_norms:  # without, a user's order is not gone through before it is proved
         facts = replace(facts, reads_late=plan.reads_late)

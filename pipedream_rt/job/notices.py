@@ -62,7 +62,7 @@ def about_choice(
             "it learns as plain PyTorch does. With "
             f"{ASYNCHRONOUS!r}, which saves {saved:.0%} of the time, {text}"
         )
-    named = ", ".join(each for each in chosen if each)
+    named = ", ".join(filter(None, chosen))
     return fill(f"chosen: {named}; {text}".replace("'", '"'), 80)
 
 
