@@ -38,7 +38,7 @@ from pipedream_rt.coordinator.tracebacks import (
 from pipedream_rt.corrections import Correction
 from pipedream_rt.dynamo import dynamo_spared
 from pipedream_rt.errors import ConfigError, PipelineError
-from pipedream_rt.job.batches import Batch, Prepare, batch_of, require_loader
+from pipedream_rt.job.batches import Accumulated, Batch, Prepare, batch_of, require_loader
 from pipedream_rt.job.devices import Devices
 from pipedream_rt.job.given_optimizer import OptimizerArgument
 from pipedream_rt.job.identity import require_acceptable
@@ -293,7 +293,8 @@ class Pipeline:
         Raises:
             ConfigError: No loss or optimizer was given, or the mini-batch cannot be split.
         """
-        pending = self._feeder.inject(batch_of(item[0] if len(item) == 1 else item))
+        one = item[0] if len(item) == 1 else item
+        pending = self._feeder.inject(one if isinstance(one, Accumulated) else batch_of(one))
         self._run_state.mini_batch_was_fed()
         return pending
 
@@ -754,6 +755,8 @@ class Pipeline:
     def statistics(self) -> list[dict[str, Any]]:
         """Return counters of every stage: updates, versions kept, parameters, busy time, memory.
 
+        Where gradients are clipped by the norm of the model, the entry of the first stage has that
+        norm before clipping, for each of the last updates, as ``grad_norms``.
         And the device on which it computes, with the memory of an accelerator in its process.
 
         Of a stage with replicas, there is an entry for each. Does not flush.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.job.batches import Batch
+from pipedream_rt.job.batches import Accumulated, Batch
 from pipedream_rt.job.cutting import (
     Lists,
     cut_batch,
@@ -44,17 +44,19 @@ class CutBatch(NamedTuple):
     """A mini-batch in micro-batches.
 
     Attributes:
-        batch: The mini-batch, as its micro-batches are told of it.
+        batch: The mini-batch, as its micro-batches are told of it; or the first of several parts.
         parts: The micro-batches, with None for the empty ones at the end of a short mini-batch.
         shares: By what the loss of each is multiplied.
         told: Whether micro-batches are told what the whole weighs, so that the loss of each is its
             part of that of the whole already.
+        first_part: The first part, where the mini-batch has several that are not joined.
     """
 
     batch: Batch
     parts: list[Part | None]
     shares: list[float]
     told: bool = False
+    first_part: CutBatch | None = None
 
     @property
     def filled(self) -> dict[int, Part]:
@@ -111,9 +113,43 @@ class Cutter:
         weight = samples if weight is None else weight
         return Part(fed, flat_copy(batch.target), samples, weight)
 
-    def cut(self, batch: Batch, training: bool | None) -> CutBatch:
-        """Cut a mini-batch that is trained on into micro-batches, before any of it is sent."""
-        k, samples = self._per_update, samples_of(batch)
+    def cut(
+        self, batch: Batch | Accumulated, training: bool | None, adds: bool = False
+    ) -> CutBatch:
+        """Cut a mini-batch that is trained on into micro-batches, before any of it is sent.
+
+        Args:
+            batch: The mini-batch.
+            training: The mode that all modules were set to; None if to none.
+            adds: Whether the losses of the micro-batches of a part add up, see `Feeder`.
+        """
+        k = self._per_update
+        if isinstance(batch, Batch):
+            return self._cut(batch, k, training)
+        if not len(batch.parts) <= batch.of <= k:
+            raise ConfigError(
+                f"a mini-batch of {len(batch.parts)} parts, of {batch.of} at most, cannot be cut "
+                f"into {k} micro-batches: give at least as many micro_batches as there are parts"
+            )
+        found = [
+            self._cut(part, k // batch.of + (i < k % batch.of), training, adds)
+            for i, part in enumerate(batch.parts)
+        ]
+        pairs: list[tuple[Part | None, float]] = [
+            (part, share * batch.factor)
+            for cut in found
+            for part, share in zip(cut.parts, cut.shares, strict=True)
+            if part is not None
+        ]
+        pairs += [(None, 0.0)] * (k - len(pairs))
+        parts, shares = map(list, zip(*pairs, strict=True))
+        if batch.of == 1 and batch.factor == 1:
+            return found[0]
+        return found[0]._replace(parts=parts, shares=shares, first_part=found[0])
+
+    def _cut(self, batch: Batch, k: int, training: bool | None, adds: bool = False) -> CutBatch:
+        """Cut a mini-batch, or a part of one, into some number of micro-batches."""
+        samples = samples_of(batch)
         if samples == 0:
             raise ConfigError("a mini-batch without samples cannot be trained on")
         if samples is None and k > 1:
@@ -130,6 +166,8 @@ class Cutter:
         if 1 in sizes and sizes[0] > 1 and self._pairs(batch):
             sizes = micro_batch_sizes(samples, k, pairs=True)
         parts = self._parts(batch, sizes, training)
+        if adds:
+            return CutBatch(batch, parts, [float(part is not None) for part in parts], told=True)
         weights = [part.weight if part else 0 for part in parts]
         if not self._forwards.takes_total or TOTAL in batch.kwargs or sizes[0] == samples:
             return CutBatch(batch, parts, shares_of(weights, sizes))

@@ -16,14 +16,23 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import closing, contextmanager
 from typing import Any, NamedTuple
 
+import torch
+
 from pipedream_rt.coordinator.cutting import CutBatch, Cutter, LossChecks, Part
 from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
 from pipedream_rt.coordinator.lease import Lease
 from pipedream_rt.coordinator.results import PendingStep, StepResult
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.job.batches import Batch, Prepare, batch_of, example_of, require_loader
+from pipedream_rt.job.batches import (
+    Accumulated,
+    Batch,
+    Prepare,
+    batch_of,
+    example_of,
+    require_loader,
+)
 from pipedream_rt.job.cutting import samples_of
-from pipedream_rt.job.forwards import Cache, Fed, Forwards
+from pipedream_rt.job.forwards import TOTAL, Cache, Fed, Forwards
 from pipedream_rt.job.weighing import Samples, WeighedMean, Weighing
 from pipedream_rt.messages.message import CommandName, Key, Loss, MicroBatch, Mode, Target
 from pipedream_rt.messages.tree import flat_copy, unflatten
@@ -132,6 +141,7 @@ class Feeder:
         self.step = self.passes = 0
         self.numbers = itertools.count(1)
         self.pending: deque[PendingStep] = deque()
+        self._adds: bool | None = None
         self.watch_first: Callable[[CutBatch, PendingStep], bool] | None = None
 
     @property
@@ -155,7 +165,7 @@ class Feeder:
 
     # -- training -------------------------------------------------------------------------------
 
-    def inject(self, batch: Batch) -> PendingStep:
+    def inject(self, batch: Batch | Accumulated) -> PendingStep:
         """Feed one mini-batch, with the hyper-parameters that the optimizer has now.
 
         If as many mini-batches are on their way as there are credits, wait for the oldest first.
@@ -169,10 +179,11 @@ class Feeder:
         self._refuse()
         given = self._given()
         if not self.step:
-            self._first(batch)
-        cut = self.cut(batch)
+            self._first(batch if isinstance(batch, Batch) else batch.parts[0])
+        adds = isinstance(batch, Accumulated) and self._losses_add(batch)
+        cut = self._cutter.cut(batch, self.training, adds)
         parts, shares = cut.parts, cut.shares
-        compared = self._compared(cut)
+        compared = self._compared(cut.first_part or cut)
         while len(self.pending) >= self.credits:
             self.collect_oldest()
         hyper = optimizer.hyper()
@@ -198,6 +209,23 @@ class Feeder:
             self.watch_first = None  # not once more, if it raises
             self.watch_first = look if look(cut, pending) else None
         return pending
+
+    def _losses_add(self, batch: Accumulated) -> bool:
+        """Whether the losses of micro-batches add up to that of the whole, of which they are told.
+
+        A model may take the number and not divide by it, so it is asked once, in eval mode.
+        """
+        first = batch.parts[0]
+        if TOTAL not in first.kwargs or self._per_update == batch.of:
+            return False
+        if self._adds is None:
+            passes, total = self.passes, torch.as_tensor(first.kwargs[TOTAL])
+            others = [first.kwargs | {TOTAL: total * factor} for factor in (1, 2)]
+            parts = [self._part(Batch((), each, each), Mode.EVALUATE) for each in others]
+            once, twice = [loss.loss for _, loss, _ in self._passed(Mode.EVALUATE, parts)]
+            self.passes = passes  # layers draw as if there were none of these
+            self._adds = once != twice
+        return self._adds
 
     def _refuse_what_stays_here(self) -> None:
         """Refuse settings and contexts of this process that would not reach the workers."""

@@ -34,6 +34,22 @@ class Batch(NamedTuple):
     target: Any
 
 
+class Accumulated(NamedTuple):
+    """A mini-batch whose parts are not joined: the gradients of all of them are added up.
+
+    Their tensors may have different shapes. Each part is cut into its share of the micro-batches.
+
+    Attributes:
+        parts: The parts.
+        of: How many there are in a mini-batch that is not short.
+        factor: By what the loss of each part is multiplied.
+    """
+
+    parts: tuple[Batch, ...]
+    of: int
+    factor: float = 1.0
+
+
 def batch_of(item: Any, prepare: Prepare | None = None) -> Batch:
     """Return the mini-batch that an item of a loader is.
 

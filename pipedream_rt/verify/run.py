@@ -517,7 +517,7 @@ class Watching:
     def _parts(self, cut: CutBatch) -> tuple[str, float, str] | None:
         """Say so if the loss of the first mini-batch is not that of its micro-batches."""
         with apart(self._job):
-            return _parts_differ(self._job, copies_of(self._job, None), cut)
+            return _parts_differ(self._job, copies_of(self._job, None), cut.first_part or cut)
 
     def _plain(self, cut: CutBatch) -> Seen:
         """Train on the first mini-batch in plain PyTorch."""

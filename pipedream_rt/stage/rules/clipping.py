@@ -5,10 +5,11 @@ The norm of the model's gradients comes with the totals (`totals.py`).
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.stage.rules.base import Context, RuleOption, Update, UpdateRule
@@ -74,6 +75,8 @@ class Clipping(UpdateRule):
         self._clip = clip
         self._named, self._numbers = context.named, context.numbers
         self._totals: Totals | None = None
+        self._alone = clip.of_model and context.plan.num_stages == 1
+        self._norms: deque[tuple[int, Tensor]] = deque(maxlen=2)
         if clip.needs_totals(context.plan.num_stages):
             assert isinstance(context.totals, Totals)
             self._totals = context.totals
@@ -103,4 +106,10 @@ class Clipping(UpdateRule):
             total = nn.utils.get_total_norm(
                 [p.grad for p in found if p.grad is not None], self._clip.norm_type
             )
+            self._norms.append((update.number, total))
         nn.utils.clip_grads_with_norm_(found, self._clip.norm, total)
+
+    def statistics(self) -> dict[str, Any]:
+        """Return the norms of the last updates, where this is the only stage."""
+        newest = [[update, float(norm)] for update, norm in self._norms]
+        return {"grad_norms": newest} if self._alone else {}

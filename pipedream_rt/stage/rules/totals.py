@@ -194,6 +194,11 @@ class Totals(UpdateRule):
                 found = torch.where(grown.isfinite(), known * grown, found)
         return found
 
+    def statistics(self) -> dict[str, Any]:
+        """Return the totals of the last updates, which stage 0 knows as soon as it steps."""
+        newest = sorted(self._known.items()) if self._is_first else []
+        return {"grad_norms": [[update, float(total)] for update, total in newest]}
+
     def state(self) -> StepState:
         """Return the norms that later updates may need; the totals on stage 0, for all."""
         kept = {_KEY: self._known if self._is_first else {}, self._key: self._of_known}
