@@ -341,8 +341,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "the state dict of an optimizer is a dict with 'state' and 'param_groups', not "
                 f"{_shown(state_dict)}"
             )
-        state = state_dict["state"]
+        state, mine = state_dict["state"], self.param_groups
         super().load_state_dict({**state_dict, "state": {}})
+        for group, loaded in zip(mine, self.param_groups, strict=True):
+            group |= loaded  # an optimizer that shares the groups sees the new values
+        self.param_groups = mine
         groups = {
             Key(GROUP, path=(number, name)): value
             for number, group in enumerate(self.groups())
