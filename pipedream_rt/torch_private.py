@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from importlib import import_module
 from pickle import PicklingError
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -191,6 +192,11 @@ def order_of_dtypes(tensors: list[Tensor]) -> list[torch.dtype]:
 
 
 make_subclass: Callable[[type[Tensor], Tensor, bool], Any] = needed("torch.Tensor._make_subclass")
+
+no_torch_function: Callable[[], AbstractContextManager[None]] = needed(
+    "torch._C.DisableTorchFunctionSubclass"
+)
+"""Returns a context in which no class of tensors is asked what a function does."""
 
 is_profiled: Callable[[], bool] = optional("torch.autograd._profiler_enabled", lambda: True)
 """Whether a profiler is on; without it every step is taken for one that a profiler wants to see."""
