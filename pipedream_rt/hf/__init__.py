@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 try:
-    from pipedream_rt.hf.trainer import PipelineTrainer
+    from pipedream_rt.hf.trainer import PipelineMixin, PipelineTrainer
 except ModuleNotFoundError as error:
     if error.name not in ("transformers", "accelerate"):
         raise
@@ -13,4 +13,4 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
-__all__ = ["PipelineTrainer"]
+__all__ = ["PipelineMixin", "PipelineTrainer"]

@@ -1,46 +1,496 @@
 """`transformers.Trainer` over a pipeline.
 
-The Trainer makes the data loader, the optimizer, the schedule of the learning rate, the logs and
-the callbacks; the pipeline trains. One update takes ``per_device_train_batch_size x
-gradient_accumulation_steps`` samples, which the loader yields as one mini-batch.
-
-Results come some mini-batches after their injection. Callbacks are called as they come, each with
-the learning rate of its own mini-batch. Before a step at which the arguments ask for an evaluation
-or a checkpoint, nothing more is injected until its result has come, so both are of the weights of
-exactly that step. If a callback of one's own asks for one, those that are on their way are awaited
-first, and the step is then that of the last of them.
+The Trainer is transformers' own: it makes the loader, the optimizer, the schedule of the learning
+rate, the logs and the checkpoints, and calls callbacks and own methods. What is another here is the
+computing: the updates of an epoch (`epoch.py`), a step of an evaluation, what a checkpoint has of
+weights and optimizer. And ``trainer.model`` has old weights while the stages train, so it fetches
+the new ones when somebody reads them (`live.py`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
-import time
 import weakref
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from transformers import Trainer
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+from torch import Tensor
+from torch.utils.data import IterableDataset
+from transformers import Trainer, TrainingArguments
 
 from pipedream_rt.checkpoint import newest_good
 from pipedream_rt.coordinator.results import PendingStep
-from pipedream_rt.errors import ConfigError
-from pipedream_rt.hf.arguments import options_of, refuse
+from pipedream_rt.errors import CheckpointError, ConfigError
+from pipedream_rt.hf.arguments import asked_of, options_of, refuse_arguments
+from pipedream_rt.hf.epoch import Updates
+from pipedream_rt.hf.live import LiveModel
+from pipedream_rt.hf.methods import problems_of
+from pipedream_rt.hf.others import Understood, understood
+from pipedream_rt.job.batches import Accumulated, batch_of
+from pipedream_rt.job.cutting import samples_in
+from pipedream_rt.job.forwards import TOTAL
 from pipedream_rt.models.undisturbed import kept_outside
 from pipedream_rt.pipeline import Pipeline
-
-_log = logging.getLogger(__name__)
 
 STATE = "pipeline"
 """The folder, in a checkpoint of the Trainer, with the state of the pipeline."""
 
+GROUPS = "pipeline_groups.pt"
+"""The file, beside it, with the hyper-parameters of the optimizer, which callbacks read at once."""
 
-class PipelineTrainer(Trainer):
+
+class _Resume(NamedTuple):
+    """A state of a pipeline that is loaded as soon as there is one.
+
+    Attributes:
+        folder: The folder of the state.
+        weights: The number of the weights that the script's model had when it was asked for.
+        groups: Whether the optimizer has got the hyper-parameters already.
+    """
+
+    folder: Path
+    weights: str
+    groups: bool
+
+
+class PipelineMixin(Trainer):
+    """What makes a class of Trainers train by a pipeline.
+
+    It stands before a Trainer that somebody else has written::
+
+        class PipelineSeq2SeqTrainer(PipelineMixin, Seq2SeqTrainer): ...
+
+    `PipelineTrainer` is it over `transformers.Trainer` itself, and says what it takes.
+    """
+
+    def __init__(
+        self, *args: Any, pipeline: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        self._given = dict(pipeline or {})
+        for name in ("optimizer", "example", "checkpoint"):
+            if name in self._given:
+                raise ConfigError(
+                    f"{name} of the pipeline is what the Trainer makes: leave it out of pipeline="
+                )
+        if not isinstance(self._given.get("stages"), int | list | tuple | str):
+            raise ConfigError('give PipelineTrainer the number of stages: pipeline={"stages": 4}')
+        arguments = [
+            each for each in (*args, *kwargs.values()) if isinstance(each, TrainingArguments)
+        ]
+        for each in arguments:  # before transformers has an error of its own for some of them
+            refuse_arguments(each, self._given)
+        self._refuse_methods()
+        self._pipe: Pipeline | None = None
+        self._end: weakref.finalize[Any, Any] | None = None
+        # The optimizer that the Trainer has made, whose groups are those of `Pipeline.optimizer`
+        # while there is a pipeline; and its groups as they were.
+        self._made: torch.optim.Optimizer | None = None
+        self._made_groups: list[dict[str, Any]] = []
+        self._made_for: list[Any] = []
+        self._made_names: dict[int, str] = {}
+        self._steps, self._looks = 0, True
+        self._around: tuple[Any, Any, torch.nn.Module] | None = None
+        self._resume: _Resume | None = None
+        self._made_by: tuple[Any, ...] = ()
+        self._updates: Updates | None = None
+        super().__init__(*args, **kwargs)
+        self._refuse()
+        self._live = LiveModel(self._trained(), self._fetched)
+
+    def _refuse_methods(self) -> None:
+        """Refuse own methods that a pipeline cannot take into account."""
+        for name, reason in problems_of(type(self), PipelineMixin, vars(self)):
+            raise ConfigError(f"PipelineTrainer cannot do {name}: {reason}")
+
+    def _refuse(self) -> None:
+        """Refuse what a pipeline cannot do, by name."""
+        refuse_arguments(self.args, self._given)
+        self._refuse_methods()
+        for each in self._others:
+            if reason := each.unless(self):
+                raise ConfigError(f"{type(self).__name__} cannot do {reason}")
+        if self.compute_loss_func is not None:
+            raise ConfigError(
+                "PipelineTrainer cannot do compute_loss_func: the model computes its loss on the "
+                "last stage; give pipeline={'loss_fn': f}, a function of the model's output and "
+                "the batch"
+            )
+        if getattr(self, "is_model_parallel", False):
+            raise ConfigError(
+                "PipelineTrainer cannot do a model on several devices (device_map): give the "
+                "pipeline devices= instead"
+            )
+
+    # -- the pipeline ---------------------------------------------------------------------------
+
+    @property
+    def pipe(self) -> Pipeline:
+        """The pipeline. It starts with the first mini-batch, or when it is asked for before.
+
+        Raises:
+            ConfigError: It has not started, and the dataset is a stream, of which a sample that is
+                looked at would be lost.
+        """
+        if self._pipe is not None and self._is_open:
+            return self._pipe
+        if self.train_dataset is None or isinstance(self.train_dataset, IterableDataset):
+            raise ConfigError("the pipeline starts with the first mini-batch: train or evaluate")
+        with _generators_kept():
+            first = self._fed(next(iter(self.get_train_dataloader())), None)
+            return self._settled(first)
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether there is a pipeline that has not ended."""
+        return self._pipe is not None and self._pipe.state.value == "open"
+
+    def close(self) -> None:
+        """End the workers. Idempotent; `train`, `evaluate` and `predict` start others.
+
+        The model and the optimizer then have what the stages had, and training goes on from there.
+        """
+        with self._live.lock:
+            self._close()
+
+    def _close(self) -> None:
+        """End the workers; see `close`."""
+        self._live.refresh()
+        pipe, made, self._pipe = self._pipe, self._made, None
+        if pipe is None:
+            return
+        if made is not None:
+            found = _state_of(pipe) if pipe.state.value == "open" else {}
+            pairs = zip(made.param_groups, self._made_groups, strict=True)
+            made.param_groups = [{**now, "params": then["params"]} for now, then in pairs]
+            _give_state(made, self._made_names, found)
+            if self.optimizer is pipe.optimizer:
+                self.optimizer = self.callback_handler.optimizer = made
+        self._steps += pipe.step
+        pipe.close()
+
+    def _trained(self) -> torch.nn.Module:
+        """Return the module that is trained: the model, or what others have around it."""
+        model, loss, around = self.model, getattr(self, "loss", None), self._around
+        if around is None or around[0] is not model or around[1] is not loss:
+            made = [each.module for each in self._others if each.module is not None]
+            self._around = around = (model, loss, made[0](self) if made else model)
+        return around[2]
+
+    @property
+    def _others(self) -> list[Understood]:
+        """What is known of the classes of others that this one is made of."""
+        return [each for each in map(understood, type(self).__mro__) if each is not None]
+
+    @property
+    def _owns_optimizer(self) -> bool:
+        """Whether the Trainer's optimizer is the pipeline's, or what it was made of."""
+        ours = None if self._pipe is None or self._made is None else self._pipe.optimizer
+        return self.optimizer is not None and self.optimizer in (ours, self._made)
+
+    def _fetched(self) -> Mapping[str, Tensor] | None:
+        """Return the weights of now; None if the workers have ended."""
+        return self._pipe.state_dict() if self._pipe is not None and self._is_open else None
+
+    def _settled(
+        self, example: Mapping[str, Any], looks: bool = True, trains: bool = False
+    ) -> Pipeline:
+        """Return the pipeline, whose stages have what the script's model and optimizer have.
+
+        Args:
+            example: A mini-batch, with which it starts, if there is none.
+            looks: Whether the script may have changed something since the last call.
+            trains: Whether it is to train next, so that the model is old then.
+        """
+        live, resume = self._live, self._resume
+        is_ours = self._is_open and live.model is self._trained()
+        is_ours = is_ours and (self.optimizer is None or self._owns_optimizer)
+        is_ours = is_ours and self._made_by == asked_of(self.args) and not live.has_other_layers()
+        changed = live.changed() if is_ours and looks else set()
+        if is_ours and looks and not live.is_old:
+            is_ours = live.signature() == self._made_for
+        # Buffers that are in no state dict travel with a model alone.
+        if not is_ours or not changed <= live.model.state_dict().keys():
+            self._open(example, trains)
+        elif changed and resume is None:
+            assert self._pipe is not None
+            self._pipe.load_state_dict(dict(live.model.state_dict()))
+        if resume is not None and (trains or self._made is not None):
+            self._load(resume)
+        if looks and not trains:
+            self._live.note()
+        assert self._pipe is not None
+        return self._pipe
+
+    def _load(self, resume: _Resume) -> None:
+        """Load the state of a pipeline; what the script has changed since then stays."""
+        pipe, live = self._pipe, self._live
+        assert pipe is not None
+        self._resume = None
+        with live.unread():
+            mine = {name: value.clone() for name, value in live.model.state_dict().items()}
+        before = [{**group} for group in pipe.optimizer.param_groups]
+        try:
+            pipe.load(newest_good(resume.folder)[0])
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error} (The number of micro-batches follows from gradient_accumulation_steps, "
+                "unless pipeline= says micro_batches.)"
+            ) from error
+        for group, given in zip(pipe.optimizer.param_groups, before, strict=True):
+            group.update(given if resume.groups else {})
+        if resume.weights != live.digest():
+            pipe.load_state_dict(mine)
+        else:
+            live.grow_old()
+
+    def _open(self, example: Mapping[str, Any], trains: bool) -> None:
+        """Start a pipeline with the model and the optimizer that there are."""
+        self.close()
+        if self._live.model is not self._trained() and self.optimizer is self._made:
+            self.optimizer = None  # it is over the parameters of the other model
+        self._made = None
+        optimizer: Any = self.optimizer
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # out of what accelerate makes
+        self._live = live = LiveModel(self._trained(), self._fetched)
+        if not trains and not any(p.requires_grad for p in live.model.parameters()):
+            optimizer = None
+        given = options_of(self.args, self._given, self._weight_of)
+        # A further pipeline goes on with other random numbers than the first began with.
+        options = {"seed": self.args.seed + self._steps, **given}
+        modes = [(module, module.training) for module in live.model.modules()]
+        live.model.train()  # an evaluation may have set other modes than those of training
+        try:
+            pipe = Pipeline(live.model, example=dict(example), optimizer=optimizer, **options)
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        self._pipe, self._end = pipe, weakref.finalize(self, pipe.close)
+        self._made_for, self._made_by = live.signature(), asked_of(self.args)
+        self._made_names = {id(p): name for name, p in live.model.named_parameters()}
+        if optimizer is not None:
+            self._made, self._made_groups = optimizer, optimizer.param_groups
+            for group, mine in zip(pipe.optimizer.param_groups, self._made_groups, strict=True):
+                named = [p for p in mine["params"] if p.requires_grad]
+                group["params"] = named if len(named) == len(group["params"]) else group["params"]
+            optimizer.param_groups = pipe.optimizer.param_groups
+            optimizer._opt_called = True  # or schedulers warn of an order that is kept
+            self.optimizer = self.callback_handler.optimizer = pipe.optimizer
+
+    def _weight_of(self, batch: Mapping[str, Any]) -> Any:
+        """Return what a micro-batch weighs: the labels that the Trainer counts."""
+        found = self._get_num_items_in_batch([batch], torch.device("cpu"))
+        return samples_in(batch) if found is None else found
+
+    def _fed(self, inputs: Mapping[str, Any], number: Any) -> dict[str, Any]:
+        """Return a part of a mini-batch as the stages take it.
+
+        Args:
+            inputs: The part, as the loader yields it.
+            number: What the model is told that the whole mini-batch weighs; None for nothing.
+        """
+        own = type(self)._prepare_inputs, type(self)._prepare_input
+        if own != (Trainer._prepare_inputs, Trainer._prepare_input):
+            inputs = self._prepare_inputs(dict(inputs))
+        for each in self._others:
+            inputs = {**inputs, **each.tells}
+        if number is None or not self.model_accepts_loss_kwargs or "loss_fn" in self._given:
+            return dict(inputs)
+        return {**inputs, TOTAL: torch.as_tensor(number)}
+
+    # -- training -------------------------------------------------------------------------------
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> tuple[Any, Any]:
+        """Make optimizer and schedule, and note from what to go on."""
+        self._refuse()
+        if self._live.model is not self._trained() and self._owns_optimizer:
+            self.close()
+            self.optimizer = None
+        if self._created_lr_scheduler:
+            self.lr_scheduler = None
+            self._created_lr_scheduler = False
+        if self._owns_optimizer:
+            self.optimizer = self._made
+        optimizer: Any = self.optimizer
+        self._resume = None if optimizer is None else self._resume  # it was of another one
+        self.create_optimizer()
+        patched = vars(self.optimizer).get("step")
+        if patched is not None and not hasattr(patched, "_wrapped_by_lr_sched"):
+            raise ConfigError(
+                "the optimizer's step was replaced on the object, which the stages would not know; "
+                "override it in a subclass"
+            )
+        self.create_scheduler(num_training_steps=max_steps)
+        if resume_from_checkpoint is not None:
+            self._go_on_from(resume_from_checkpoint)
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = train_dataloader
+        self._updates = Updates(self)
+        return self.model, train_dataloader
+
+    def _go_on_from(self, checkpoint: str) -> None:
+        """Go on from a checkpoint, of this class or of a plain Trainer."""
+        state = Path(checkpoint) / STATE
+        if not state.is_dir():
+            self.close()
+            self._load_optimizer_and_scheduler(checkpoint)
+            return
+        groups = (Path(checkpoint) / GROUPS).is_file()
+        self._resume = _Resume(state, self._live.digest(), groups)
+        for name, load in (
+            ("scheduler.pt", self.lr_scheduler.load_state_dict),
+            (GROUPS, self._load_groups),
+        ):
+            if (saved := Path(checkpoint) / name).is_file():
+                load(torch.load(saved, weights_only=True))
+
+    def _load_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Give the groups of the optimizer the hyper-parameters of a checkpoint."""
+        assert self.optimizer is not None
+        for group, values in zip(self.optimizer.param_groups, saved, strict=False):
+            group.update(values)
+
+    def _run_epoch(
+        self,
+        model: Any,
+        epoch: int,
+        train_dataloader: Any,
+        steps_in_epoch: int,
+        num_update_steps_per_epoch: int,
+        trial: Any,
+        ignore_keys_for_eval: list[str] | None,
+        start_time: float,
+        resume_from_checkpoint: str | None,
+        epochs_trained: int,
+        steps_trained_in_current_epoch: int,
+    ) -> None:
+        """Train on a loader once; see `Updates`."""
+        assert self._updates is not None
+        self._updates.epoch(
+            epoch,
+            train_dataloader,
+            steps_in_epoch,
+            num_update_steps_per_epoch,
+            {"trial": trial, "ignore": ignore_keys_for_eval, "start": start_time},
+            resume_from_checkpoint if epoch == epochs_trained else None,
+            steps_trained_in_current_epoch,
+        )
+
+    def _submitted(self, parts: Sequence[Any], number: Any) -> tuple[PendingStep, int]:
+        """Inject a mini-batch, and return by what the losses of its parts are divided.
+
+        Args:
+            parts: Its parts, as the loader yields them.
+            number: What the Trainer counts in all of them; None if it counts nothing.
+        """
+        if self.optimizer is None:
+            raise ConfigError(
+                "trainer.model or trainer.optimizer was replaced in the middle of a training, "
+                "where a plain Trainer would train the one of before; do it between two trainings"
+            )
+        if name := self._live.gradient():
+            raise ConfigError(
+                f"{name} has a gradient in the script, which does not reach the stages: they begin "
+                "each update without; a hook that a parameter has before training does"
+            )
+        fed = [self._fed(part, number) for part in parts]
+        pipe = self._settled(fed[0], trains=True)
+        scaled = getattr(self, "loss_is_scaled_for_ga", None)
+        scaled = TOTAL in fed[0] if scaled is None else scaled
+        factor = 1 if scaled else len(parts)
+        count = max(len(parts), self.args.gradient_accumulation_steps)
+        with self._live.unread(), self._live.lock:
+            pending = pipe.submit(Accumulated(tuple(map(batch_of, fed)), count, 1 / factor))
+            self._live.grow_old()
+        return pending, factor
+
+    def _norms(self) -> dict[int, float]:
+        """Return the norms of the gradients of the last updates, by the step of the Trainer."""
+        assert self._pipe is not None
+        with self._live.lock:
+            first = self._pipe.statistics()[0].get("grad_norms", ())
+        ahead = self.state.global_step - self._pipe.step
+        return {number + 1 + ahead: norm for number, norm in first}
+
+    def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: Any) -> Any:
+        """End the training, with a model that has the weights."""
+        self._live.refresh()
+        return super()._finalize_training(trial, num_train_samples, start_time)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse it.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            "PipelineTrainer cannot do hyperparameter_search: make a PipelineTrainer for each trial"
+        )
+
+    # -- evaluation -----------------------------------------------------------------------------
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate or predict with what the script's model has now."""
+        self._looks = True
+        return super().evaluation_loop(*args, **kwargs)
+
+    def prediction_step(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+        **kwargs: Any,
+    ) -> tuple[Any, Any, Any]:
+        """Run the stages on a batch of an evaluation or prediction."""
+        del model  # the copy of this process, whose weights may be old
+        with self._live.lock:
+            pipe, self._looks = self._settled(inputs, self._looks), False
+            return super().prediction_step(
+                pipe, inputs, prediction_loss_only, ignore_keys, **kwargs
+            )
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Evaluate as the Trainer does, and tell the observers of the run."""
+        metrics: dict[str, float] = super().evaluate(*args, **kwargs)
+        given = args[0] if args else kwargs.get("eval_dataset")
+        several = isinstance(self.eval_dataset if given is None else given, dict)
+        telling = None if self._pipe is None else self._pipe._telling
+        if telling is not None and self._pipe is not None and not several:  # each is told of
+            telling.evaluated(
+                self._pipe.step,
+                {
+                    name.removeprefix("eval_"): float(value)
+                    for name, value in metrics.items()
+                    if isinstance(value, int | float)
+                },
+            )
+        return metrics
+
+    # -- checkpoints ----------------------------------------------------------------------------
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save the state of the pipeline, from which it goes on with the same bits."""
+        if not self._is_open or not self._owns_optimizer:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        assert self._pipe is not None
+        with self._live.lock:
+            self._pipe.save(Path(output_dir) / STATE)
+        torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
+        groups = [
+            {k: v for k, v in group.items() if k != "params"}
+            for group in self._pipe.optimizer.param_groups
+        ]
+        torch.save(groups, os.path.join(output_dir, GROUPS))
+
+
+class PipelineTrainer(PipelineMixin):
     """The Trainer of transformers, whose model is trained by a pipeline.
 
     A script changes two lines: the import, and the name of the class with ``pipeline=``::
@@ -51,8 +501,9 @@ class PipelineTrainer(Trainer):
                                   pipeline={"stages": 4})
         trainer.train()
 
-    After `train`, ``trainer.model`` has the weights. The workers stay for `evaluate` and `predict`
-    until `close`, or the end of the script.
+    ``trainer.model`` has the weights of now whenever it is read, and what is changed in it goes to
+    the stages before the next mini-batch. The workers stay for `evaluate` and `predict` until
+    `close`, or the end of the script.
 
     Args:
         *args: As `transformers.Trainer` takes them.
@@ -65,357 +516,32 @@ class PipelineTrainer(Trainer):
         ConfigError: Something is asked for that a pipeline cannot do; nothing was started.
     """
 
-    def __init__(
-        self, *args: Any, pipeline: Mapping[str, Any] | None = None, **kwargs: Any
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        self._given = dict(pipeline or {})
-        for name in ("optimizer", "example", "checkpoint"):
-            if name in self._given:
-                raise ConfigError(
-                    f"{name} of the pipeline is what the Trainer makes: leave it out of pipeline="
-                )
-        if not isinstance(self._given.get("stages"), int | list | tuple | str):
-            raise ConfigError('give PipelineTrainer the number of stages: pipeline={"stages": 4}')
-        refuse(self, Trainer)
-        self._pipe: Pipeline | None = None
-        self._end: weakref.finalize[Any, Any] | None = None
 
-    # -- the pipeline ---------------------------------------------------------------------------
-
-    @property
-    def pipe(self) -> Pipeline:
-        """The pipeline, which is started when it is first asked for."""
-        if self._pipe is None or self._pipe.state.value != "open":
-            if self.optimizer is None or not isinstance(self.optimizer, torch.optim.Optimizer):
-                self.create_optimizer()
-            self._pipe = Pipeline(
-                self.model,
-                example=self._example(),
-                optimizer=self._unwrapped_optimizer(),
-                **options_of(self.args, self._given, self._weight_of),
-            )
-            self._end = weakref.finalize(self, self._pipe.close)
-            self.optimizer = self._pipe.optimizer
-        return self._pipe
-
-    def close(self) -> None:
-        """End the workers. Idempotent; `train`, `evaluate` and `predict` start others."""
-        if self._pipe is not None:
-            self._pipe.close()
-            self._pipe = None
-            self.optimizer = None
-
-    def _unwrapped_optimizer(self) -> torch.optim.Optimizer:
-        """Return the optimizer without what accelerate has wrapped it in."""
-        optimizer: Any = self.optimizer
-        return optimizer.optimizer if hasattr(optimizer, "accelerator_state") else optimizer
-
-    def _example(self) -> dict[str, Any]:
-        """Return a mini-batch, and leave the generators and the loader as they were."""
-        dataset = self.train_dataset if self.train_dataset is not None else self.eval_dataset
-        if isinstance(dataset, dict):
-            dataset = next(iter(dataset.values()))
-        if dataset is None:
-            raise ConfigError("the model is recorded on a mini-batch: give train_dataset")
-        collate = self.data_collator
-        if self.args.remove_unused_columns:
-            collate = self._get_collator_with_removed_columns(collate, description="training")
-        with _generators_kept():
-            try:
-                count = min(self._samples(), len(dataset))
-                items = [dataset[i] for i in range(count)]
-            except TypeError:  # an iterable dataset
-                items = [item for item, _ in zip(dataset, range(self._samples()), strict=False)]
-            return dict(collate(items))
-
-    def _samples(self) -> int:
-        """Return the number of samples of a mini-batch."""
-        return int(self._train_batch_size) * int(self.args.gradient_accumulation_steps)
-
-    def _weight_of(self, batch: Mapping[str, Any]) -> Any:
-        """Return what a micro-batch weighs: the labels that the Trainer counts."""
-        found = self._get_num_items_in_batch([batch], torch.device("cpu"))
-        return next(iter(batch.values())).shape[0] if found is None else found
-
-    def _as_fed(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a mini-batch as the pipeline takes it.
-
-        A model that takes ``num_items_in_batch`` gets what the Trainer counts; where a mini-batch
-        is cut, the pipeline tells it the sum of what its micro-batches weigh.
-        """
-        fed = dict(inputs)
-        if self.model_accepts_loss_kwargs and self.pipe.plan.per_update == 1:
-            items = self._get_num_items_in_batch([fed], torch.device("cpu"))
-            if items is not None:
-                fed["num_items_in_batch"] = items
-        return fed
-
-    def _weights_back(self) -> None:
-        """Give the model the weights that the stages have."""
-        self.model.load_state_dict(self.pipe.state_dict())
-
-    # -- training -------------------------------------------------------------------------------
-
-    def get_train_dataloader(self) -> Any:
-        """Return the loader, which yields the samples of a whole update at a time."""
-        size = self._train_batch_size
-        self._train_batch_size = self._samples()
-        try:
-            return super().get_train_dataloader()
-        finally:
-            self._train_batch_size = size
-
-    def _inner_training_loop(
-        self,
-        batch_size: int | None = None,
-        args: Any = None,
-        resume_from_checkpoint: str | None = None,
-        trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None,
-    ) -> Any:
-        """Train, with the Trainer's own state, callbacks and logs around the pipeline."""
-        if trial is not None:
-            raise ConfigError("PipelineTrainer cannot do hyperparameter_search: open one for each")
-        loader = self.get_train_dataloader()
-        accumulated = args.gradient_accumulation_steps
-        args.gradient_accumulation_steps = 1  # a mini-batch of the loader has them all
-        try:
-            epochs, per_epoch, _, samples, _, in_epoch, most = self.set_initial_training_values(
-                args, loader
-            )
-        finally:
-            args.gradient_accumulation_steps = accumulated
-        trained, skipped = self._init_training_state(
-            most, per_epoch, epochs, resume_from_checkpoint, trial
-        )
-        skipped //= accumulated if resume_from_checkpoint is not None else 1
-        self._begin_training(loader, most, resume_from_checkpoint)
-        start = time.time()
-        self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
-        run = _Run(self, start, in_epoch, ignore_keys_for_eval)
-        if args.eval_on_start:
-            self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
-        for epoch in range(trained, epochs):
-            self.control = self.callback_handler.on_epoch_begin(args, self.state, self.control)
-            first = epoch == trained and resume_from_checkpoint is not None
-            run.epoch(epoch, loader, skipped if first else 0, resume_from_checkpoint)
-            self.control = self.callback_handler.on_epoch_end(args, self.state, self.control)
-            run.log_save_evaluate()
-            if self.control.should_training_stop:
-                break
-        self._weights_back()
-        return self._finalize_training(trial, samples, start)
-
-    def _begin_training(self, loader: Any, most: int, resume: str | None) -> None:
-        """Start the pipeline and the schedule of the learning rate, or go on from a checkpoint."""
-        if self._created_lr_scheduler:
-            self.lr_scheduler = None
-            self._created_lr_scheduler = False
-        pipe = self.pipe
-        self.create_scheduler(num_training_steps=most)
-        if resume is not None:
-            state = Path(resume) / STATE
-            if state.is_dir():
-                pipe.load(newest_good(state)[0])
-            else:
-                _log.warning("%s has no state of a pipeline: the weights alone are taken", resume)
-                pipe.load_state_dict(dict(self.model.state_dict()))
-            scheduler = Path(resume) / "scheduler.pt"
-            if scheduler.is_file():
-                self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
-        for name in ("model", "optimizer", "lr_scheduler"):
-            setattr(self.callback_handler, name, getattr(self, name))
-        self.callback_handler.train_dataloader = loader
-        self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
-        self._initial_global_step = self._globalstep_last_logged = self.state.global_step
-        self._tr_loss = torch.tensor(0.0)
-        self._total_loss_scalar = 0.0
-
-    # -- evaluation -----------------------------------------------------------------------------
-
-    def prediction_step(
-        self,
-        model: Any,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> tuple[Any, Any, Any]:
-        """Run the stages on a batch of an evaluation or prediction."""
-        del model  # the copy of this process, whose weights are old
-        return super().prediction_step(self.pipe, inputs, prediction_loss_only, ignore_keys)
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate as the Trainer does, and tell the observers of the run."""
-        metrics: dict[str, float] = super().evaluate(*args, **kwargs)
-        given = args[0] if args else kwargs.get("eval_dataset")
-        several = isinstance(self.eval_dataset if given is None else given, dict)
-        if self.pipe._telling is not None and not several:  # of several, each is told of
-            self.pipe._telling.evaluated(
-                self.pipe.step,
-                {
-                    name.removeprefix("eval_"): float(value)
-                    for name, value in metrics.items()
-                    if isinstance(value, int | float)
-                },
-            )
-        return metrics
-
-    # -- checkpoints ----------------------------------------------------------------------------
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model with the weights of now, for `from_pretrained`; of PEFT, the adapter."""
-        if self._pipe is not None and self._pipe.state.value == "open":
-            self._weights_back()
-        super().save_model(output_dir, _internal_call)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Save the state of the pipeline, from which it goes on with the same bits."""
-        self.pipe.save(Path(output_dir) / STATE)
-        torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
-
-    def _load_best_model(self) -> None:
-        """Load the best checkpoint, into the stages too."""
-        super()._load_best_model()
-        self.pipe.load_state_dict(dict(self.model.state_dict()))
+def _state_of(pipe: Pipeline) -> dict[str, Any]:
+    """Return what the optimizer of a pipeline keeps for each parameter, by name."""
+    names = [name for group in pipe.optimizer.names() for name in group]
+    return {names[i]: state for i, state in pipe.optimizer.state_dict()["state"].items()}
 
 
-class _Run:
-    """The loop over the data: injects mini-batches, and passes results on to the Trainer.
+def _give_state(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], found: Mapping[str, Any]
+) -> None:
+    """Give an optimizer what is kept for some of its parameters.
 
     Args:
-        trainer: The trainer.
-        start: When training began.
-        in_epoch: The number of mini-batches in an epoch.
-        ignored: See ``ignore_keys_for_eval`` of `Trainer.train`.
+        optimizer: The optimizer.
+        names: The name of each parameter, by ``id``.
+        found: What is kept, by name.
     """
-
-    def __init__(
-        self, trainer: PipelineTrainer, start: float, in_epoch: int, ignored: list[str] | None
-    ) -> None:
-        self._trainer = trainer
-        self._start = start
-        self._in_epoch = in_epoch
-        self._ignored = ignored
-        self._pending: deque[tuple[PendingStep, float, float, Mapping[str, Any]]] = deque()
-        self._rate: float | None = None
-        self._epoch = 0.0
-
-    def epoch(self, number: int, loader: Any, skipped: int, resume: str | None) -> None:
-        """Train on a loader once."""
-        trainer = self._trainer
-        if hasattr(loader, "set_epoch"):
-            loader.set_epoch(number)
-        step = -1
-        for step, inputs in enumerate(_after(loader, skipped), skipped):
-            if step == skipped and resume is not None and (skipped or not number):
-                trainer._load_rng_state(resume)
-            self._inject(inputs, number + (step + 1) / self._in_epoch)
-            if self._is_due(step + 1 == self._in_epoch):
-                self._drain()
-            while len(self._pending) >= trainer.pipe._feeder.credits:
-                self._take()
-            if self._stops or trainer.state.global_step + len(self._pending) >= self._most:
-                break
-        self._drain()
-        if step < 0:
-            _log.warning("epoch %d has no samples; training stops", number)
-            trainer.control.should_training_stop = True
-
-    @property
-    def _most(self) -> int:
-        """The number of updates after which training ends."""
-        return int(self._trainer.state.max_steps)
-
-    @property
-    def _stops(self) -> bool:
-        """Whether a callback has asked to stop."""
-        control = self._trainer.control
-        return bool(control.should_epoch_stop or control.should_training_stop)
-
-    def _inject(self, inputs: Mapping[str, Any], epoch: float) -> None:
-        """Inject a mini-batch, and go on in the schedule of the learning rate."""
-        trainer = self._trainer
-        args, handler = trainer.args, trainer.callback_handler
-        trainer.control = handler.on_step_begin(args, trainer.state, trainer.control)
-        rate = trainer._get_learning_rate()
-        pending = trainer.pipe.submit(trainer._as_fed(inputs))
-        self._pending.append((pending, rate, epoch, inputs))
-        if not isinstance(trainer.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            trainer.lr_scheduler.step()
-
-    def _is_due(self, last: bool) -> bool:
-        """Whether the arguments ask for an evaluation or a checkpoint after what is injected."""
-        trainer = self._trainer
-        args, state = trainer.args, trainer.state
-        step = state.global_step + len(self._pending)
-        by_step = [
-            (args.eval_strategy, state.eval_steps),
-            (args.save_strategy, state.save_steps),
-        ]
-        due = any(
-            strategy in (IntervalStrategy.STEPS, SaveStrategy.STEPS) and every and not step % every
-            for strategy, every in by_step
-        )
-        return due or last or step >= self._most
-
-    def _drain(self) -> None:
-        """Take all results that are on their way."""
-        while self._pending:
-            self._take()
-
-    def _take(self) -> None:
-        """Wait for the oldest result, and tell the Trainer of it."""
-        trainer = self._trainer
-        args, handler = trainer.args, trainer.callback_handler
-        pending, self._rate, self._epoch, inputs = self._pending.popleft()
-        loss = torch.tensor(pending.result().loss)
-        if args.logging_nan_inf_filter and not torch.isfinite(loss):
-            since = 1 + trainer.state.global_step - trainer._globalstep_last_logged
-            trainer._tr_loss += trainer._tr_loss / since
-        else:
-            trainer._tr_loss += loss
-        trainer.current_flos += float(trainer.floating_point_ops(inputs))
-        trainer._track_num_input_tokens(inputs)
-        trainer.control = handler.on_pre_optimizer_step(args, trainer.state, trainer.control)
-        trainer.control = handler.on_optimizer_step(args, trainer.state, trainer.control)
-        trainer.state.global_step += 1
-        trainer.state.epoch = self._epoch
-        trainer.control = handler.on_step_end(args, trainer.state, trainer.control)
-        if trainer.control.should_save or trainer.control.should_evaluate:
-            wanted = trainer.control.should_save, trainer.control.should_evaluate
-            trainer.control.should_save = trainer.control.should_evaluate = False
-            self._drain()
-            trainer.control.should_save |= wanted[0]
-            trainer.control.should_evaluate |= wanted[1]
-        self.log_save_evaluate()
-
-    def log_save_evaluate(self) -> None:
-        """Let the Trainer log, evaluate and save, if the control says so."""
-        trainer = self._trainer
-        trainer._maybe_log_save_evaluate(
-            trainer._tr_loss,
-            None,
-            trainer.model,
-            None,
-            self._epoch,
-            self._ignored,
-            self._start,
-            learning_rate=self._rate,
-        )
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    packed = optimizer.state_dict()
+    packed["state"] |= {
+        i: found[names[id(p)]] for i, p in enumerate(parameters) if names.get(id(p)) in found
+    }
+    optimizer.load_state_dict(packed)
 
 
-def _after(loader: Any, skipped: int) -> Iterator[Any]:
-    """Yield the mini-batches of a loader after some of them."""
-    if not skipped:
-        yield from loader
-        return
-    from accelerate import skip_first_batches
-
-    yield from skip_first_batches(loader, skipped)
-
-
-@contextlib.contextmanager
+@contextmanager
 def _generators_kept() -> Iterator[None]:
     """Leave the random generators of this process as they are."""
     with kept_outside(), torch.random.fork_rng(devices=[]):

@@ -1,0 +1,62 @@
+"""``python -m pipedream_rt.hf``: what holds over a pipeline with the transformers installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from transformers import Trainer, TrainerCallback
+
+from pipedream_rt.hf.arguments import known_arguments
+from pipedream_rt.hf.epoch import EVENTS
+from pipedream_rt.hf.methods import NEVER_CALLED, REPLACED, SAME
+from pipedream_rt.hf.others import UNDERSTOOD
+
+
+def page() -> str:
+    """Return the tables of the page about the Trainer, as Markdown."""
+    return "\n".join(_lines()) + "\n"
+
+
+def _lines() -> Iterator[str]:
+    """Yield the lines of the tables."""
+    arguments = known_arguments()
+    yield from _table("Argument", ((n, *found) for n, found in arguments.items() if found[1]))
+    names = [name for name, (kind, _) in arguments.items() if kind == "same"]
+    yield from ("", f"The same, or the Trainer's own matter: {_listed(names)}.", "")
+    methods = [n for n in vars(Trainer) if callable(getattr(Trainer, n)) and n[:2] != "__"]
+    called = SAME | REPLACED.keys()
+    others = [name for name in methods if name not in called]
+    yield from _table(
+        "Own method",
+        ((n, "refused", NEVER_CALLED.get(n, "not known here")) for n in sorted(others)),
+    )
+    names = sorted(set(methods) - set(others))
+    yield from ("", f"Called as by a plain Trainer: {_listed(names)}.", "")
+    events = [name for name in vars(TrainerCallback) if name.startswith("on_")]
+    yield from _table(
+        "Event of a callback",
+        ((n, "other", EVENTS[n]) if n in EVENTS else (n, "same", "") for n in events),
+    )
+    yield ""
+    yield from _table(
+        "Trainer of others",
+        (
+            (f"{n.split('.')[0]}: {n.split('.')[-1]}", "other", u.other)
+            for n, u in UNDERSTOOD.items()
+        ),
+    )
+
+
+def _table(head: str, rows: Iterable[tuple[str, str, str]]) -> Iterator[str]:
+    """Yield the lines of a table."""
+    yield from (f"| {head} | over a pipeline | |", "|---|---|---|")
+    yield from (f"| `{name}` | {kind} | {text} |" for name, kind, text in rows)
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Return names as a list in a sentence."""
+    return ", ".join(f"`{name}`" for name in names)
+
+
+if __name__ == "__main__":
+    print(page(), end="")

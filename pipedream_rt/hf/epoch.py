@@ -1,0 +1,345 @@
+"""The updates of an epoch of a Trainer, over a pipeline.
+
+It is ``Trainer._run_epoch`` of transformers with one difference: where an update is computed there,
+it is injected here, and its loss comes later. What does not need the loss happens at the injection,
+in the Trainer's order: so callbacks see the step, the rates and, if they look, the weights of then,
+and a run that is stopped at a step ends with that step. What needs the loss, the log, is written
+when the loss and the norm of the gradients are there. Before an evaluation or a checkpoint, and in
+schedules that flush before a log too, everything is awaited.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers.optimization
+from accelerate import skip_first_batches
+from torch import Tensor
+from transformers import Trainer, TrainerCallback, TrainerControl
+
+from pipedream_rt.coordinator.results import PendingStep
+
+_log = logging.getLogger(__name__)
+
+_BEFORE_THE_STEP = ("on_substep_end", "on_pre_optimizer_step")
+_WITH_GRADIENTS = (*_BEFORE_THE_STEP, "on_optimizer_step")
+"""Events in which a plain Trainer has gradients; in the first of them, weights before the step."""
+
+EVENTS = {
+    **dict.fromkeys(_BEFORE_THE_STEP, "reading gradients, and changing weights, is refused"),
+    "on_optimizer_step": "reading gradients is refused",
+    "on_log": "in asynchronous schedules some steps later, with `global_step` and `epoch` of the "
+    "step of which it tells, as soon as loss and norm are there",
+}
+"""What is other in an event than in a plain Trainer."""
+
+_BY_METRICS = (
+    torch.optim.lr_scheduler.ReduceLROnPlateau,
+    getattr(transformers.optimization, "GreedyLR", torch.optim.lr_scheduler.ReduceLROnPlateau),
+)
+"""Schedulers that evaluations step."""
+
+
+@dataclass(slots=True)
+class _Log:
+    """A log that waits for what is to be written.
+
+    Attributes:
+        step: The step of which it is.
+        state: What the state of the Trainer has then.
+        rate: The learning rate of the step.
+        loss: The sum of the losses since the log before, once they are there.
+    """
+
+    step: int
+    state: dict[str, Any]
+    rate: float
+    loss: Tensor | None = None
+
+
+@dataclass(slots=True)
+class _Injected:
+    """A mini-batch on its way.
+
+    Attributes:
+        pending: The result that will come.
+        factor: By what the loss of each of its parts is divided.
+        since: The number of mini-batches since the last log, this one too.
+        log: The log that is due after it.
+    """
+
+    pending: PendingStep
+    factor: int
+    since: int
+    log: _Log | None = None
+
+
+class Updates:
+    """The updates of one call of ``train``.
+
+    Args:
+        trainer: The trainer, a `PipelineMixin`.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._on_way: deque[_Injected] = deque()
+        self._logs: deque[_Log] = deque()
+        self._logged = trainer.state.global_step
+        self._rate: float | None = None
+        self._of_norm, self._norm = -1, None
+        # Whether a method that the Trainer calls at each step is somebody's own.
+        names, cls = ("_maybe_log_save_evaluate", "_get_grad_norm"), type(trainer)
+        self._watched = any(getattr(cls, name) is not getattr(Trainer, name) for name in names)
+
+    def epoch(
+        self,
+        epoch: int,
+        loader: Any,
+        steps_in_epoch: int,
+        updates: int,
+        asked: Mapping[str, Any],
+        resumed: str | None,
+        skipped: int,
+    ) -> None:
+        """Train on a loader once.
+
+        Args:
+            epoch: The number of the epoch.
+            loader: The loader, which yields the parts of mini-batches.
+            steps_in_epoch: The number of parts in an epoch.
+            updates: The number of updates in an epoch.
+            asked: What logs and evaluations want to know: the ``trial``, the keys to ``ignore``,
+                and the time of the ``start``.
+            resumed: The checkpoint from which the epoch goes on, or from whose end; None for none.
+            skipped: The number of parts that were trained on before it.
+        """
+        trainer, args = self._trainer, self._trainer.args
+        each, step, first, states = args.gradient_accumulation_steps, -1, 0, False
+        if resumed is not None:
+            if skipped > 0 and not args.ignore_data_skip:
+                loader = skip_first_batches(loader, skipped)
+                step, first, states = skipped - 1, skipped // each, True
+            elif skipped == 0:
+                trainer._load_rng_state(resumed)
+        _set_epoch(loader, epoch)
+        items = iter(loader)
+        rest = steps_in_epoch % each or each
+        for update in range(first, updates):
+            count = each if update != updates - 1 else rest
+            parts, number = trainer.get_batch_samples(items, count, args.device)
+            trainer.current_gradient_accumulation_steps = len(parts)
+            if states:  # only now, since the parts that were skipped have drawn numbers too
+                trainer._load_rng_state(resumed)
+                states = False
+            if not parts:
+                continue
+            step += len(parts)
+            whole = (step + 1) % each == 0 or step + 1 == steps_in_epoch
+            self._update(parts, number, whole, epoch + (step + 1) / steps_in_epoch, asked)
+            if trainer.control.should_epoch_stop or trainer.control.should_training_stop:
+                break
+        if step < 0:
+            _log.warning(
+                "there was no sample in epoch %d, so training stops at step %d: the dataset has "
+                "fewer than max_steps=%d updates need",
+                epoch, trainer.state.global_step, trainer.state.max_steps,
+            )  # fmt: skip
+            trainer.control.should_training_stop = True
+        self.await_all(asked)
+        trainer.control = self._event("on_epoch_end")
+        self._log_save_evaluate(asked)
+
+    # -- injecting ------------------------------------------------------------------------------
+
+    def _update(
+        self, parts: Sequence[Any], number: Any, whole: bool, epoch: float, asked: Mapping[str, Any]
+    ) -> None:
+        """Inject a mini-batch, in the Trainer's order of things."""
+        trainer, state = self._trainer, self._trainer.state
+        for i, inputs in enumerate(parts):
+            if i == 0:
+                trainer.control = self._event("on_step_begin")
+            trainer.model.train()
+            if callable(train := getattr(trainer.optimizer, "train", None)):
+                train()
+            trainer.current_flos += float(trainer.floating_point_ops(inputs))
+            trainer._track_num_input_tokens(inputs)
+            if i < len(parts) - 1 or not whole:
+                trainer.control = self._event("on_substep_end")
+                if trainer.control.should_epoch_stop or trainer.control.should_training_stop:
+                    return
+        if not whole:
+            _log.warning(
+                "the last %d of the samples of a stream are less than gradient_accumulation_steps="
+                "%d mini-batches, so no update is made of them",
+                len(parts), trainer.args.gradient_accumulation_steps,
+            )  # fmt: skip
+            return
+        trainer.control = self._event("on_pre_optimizer_step")
+        pending, factor = trainer._submitted(parts, number)
+        self._on_way.append(_Injected(pending, factor, 1 + state.global_step - self._logged))
+        trainer.control = self._event("on_optimizer_step")
+        self._rate = trainer._get_learning_rate()
+        if not isinstance(trainer.lr_scheduler, _BY_METRICS):
+            trainer.lr_scheduler.step()
+        state.global_step += 1
+        state.epoch = epoch
+        trainer.control = self._event("on_step_end")
+        self._come_or_wait(self._rate, asked)
+
+    def _event(self, name: str) -> TrainerControl:
+        """Let the callbacks know of something."""
+        trainer = self._trainer
+        handler, live, theirs = (
+            trainer.callback_handler,
+            trainer._live,
+            getattr(TrainerCallback, name),
+        )
+        looks = name in _WITH_GRADIENTS and any(
+            getattr(type(callback), name, theirs) is not theirs for callback in handler.callbacks
+        )
+        event = "" if name not in _BEFORE_THE_STEP else name
+        with live.with_gradients(event) if looks else nullcontext():
+            control: TrainerControl = getattr(handler, name)(
+                trainer.args, trainer.state, trainer.control
+            )
+        return control
+
+    # -- results --------------------------------------------------------------------------------
+
+    def _come_or_wait(self, rate: float, asked: Mapping[str, Any]) -> None:
+        """Take the results that have come; or all of them, where the control asks for more."""
+        trainer, control = self._trainer, self._trainer.control
+        logs = control.should_log and trainer.state.global_step > self._logged
+        waits = control.should_evaluate or control.should_save
+        if waits or ((logs or self._watched) and trainer.pipe.plan.flushes):
+            self.await_all(asked)
+            self._log_save_evaluate(asked)
+            return
+        if logs:
+            self._logged = trainer.state.global_step
+            self._on_way[-1].log = _Log(self._logged, self._state(), rate)
+        control.should_log = False
+        while self._on_way and self._on_way[0].pending.outcome is not None:
+            self._take()
+        self._write(asked, wait=False)
+        if self._watched:
+            self._log_save_evaluate(asked)
+
+    def await_all(self, asked: Mapping[str, Any]) -> None:
+        """Wait for everything that is on its way, and write the logs of it."""
+        while self._on_way:
+            self._take()
+        self._write(asked, wait=True)
+
+    def _take(self) -> None:
+        """Wait for the oldest result, and add its losses up as the Trainer does."""
+        trainer, injected = self._trainer, self._on_way.popleft()
+        with trainer._live.lock:
+            result, share = injected.pending.result(), 1 / injected.factor
+        shares = [each for each in injected.pending.shares if each]
+        for loss, of_loss in zip(result.losses, shares, strict=True):
+            value = torch.tensor(loss)
+            value = value / injected.factor if of_loss == share else value * of_loss
+            if trainer.args.logging_nan_inf_filter and not torch.isfinite(value):
+                value = trainer._tr_loss / injected.since
+            trainer._tr_loss += value
+        if injected.log is not None:
+            injected.log.loss = trainer._tr_loss.clone()
+            trainer._tr_loss -= trainer._tr_loss
+            self._logs.append(injected.log)
+
+    def _write(self, asked: Mapping[str, Any], *, wait: bool) -> None:
+        """Write the logs whose norms are known; all of them after a wait."""
+        trainer = self._trainer
+        if not self._logs:
+            return
+        if wait:
+            with trainer._live.lock:
+                trainer.pipe.flush()
+        norms = trainer._norms()
+        while self._logs:
+            log = self._logs[0]
+            norm = norms.get(log.step)
+            if norm is None and not wait:
+                return
+            self._logs.popleft()
+            with self._as_of(log):
+                self._say(log, norm, asked)
+
+    def _say(self, log: _Log, norm: float | None, asked: Mapping[str, Any]) -> None:
+        """Let the Trainer write one log, and nothing else."""
+        trainer, control = self._trainer, self._trainer.control
+        others = control.should_evaluate, control.should_save
+        control.should_log, control.should_evaluate, control.should_save = True, False, False
+        self._let(log.loss, self._shown(norm), log.rate, asked)
+        control = trainer.control
+        control.should_evaluate |= others[0]
+        control.should_save |= others[1]
+
+    def _log_save_evaluate(self, asked: Mapping[str, Any]) -> None:
+        """Let the Trainer log, evaluate and save what the control says."""
+        trainer, step = self._trainer, self._trainer.state.global_step
+        logs = trainer.control.should_log and step > self._logged
+        if self._of_norm != step and (logs or (self._watched and trainer.pipe.plan.flushes)):
+            with trainer._live.lock:
+                trainer.pipe.flush()
+            self._of_norm, self._norm = step, self._shown(trainer._norms().get(step))
+        if logs:
+            self._logged = step
+        norm = self._norm if self._of_norm == step else None
+        self._let(trainer._tr_loss, norm, self._rate, asked)
+
+    def _let(self, loss: Any, norm: Any, rate: float | None, asked: Mapping[str, Any]) -> None:
+        """Call the Trainer's method that logs, evaluates and saves."""
+        trainer = self._trainer
+        trainer._maybe_log_save_evaluate(
+            loss,
+            norm,
+            trainer.model,
+            asked["trial"],
+            trainer.state.epoch,
+            asked["ignore"],
+            asked["start"],
+            learning_rate=rate,
+        )
+
+    def _shown(self, norm: float | None) -> Any:
+        """Return a norm as the Trainer shows it; None if it is not known."""
+        if norm is None:
+            return None
+        with self._trainer._live.with_gradients():
+            return self._trainer._get_grad_norm(self._trainer.model, grad_norm=torch.tensor(norm))
+
+    def _state(self) -> dict[str, Any]:
+        """Return what the state of the Trainer has now, of what a log tells."""
+        state = self._trainer.state
+        names = ("global_step", "epoch", "num_input_tokens_seen")
+        return {name: getattr(state, name) for name in names}
+
+    @contextmanager
+    def _as_of(self, log: _Log) -> Iterator[None]:
+        """Let the state of the Trainer be that of a log while the body runs."""
+        state, now = self._trainer.state, self._state()
+        for name, value in log.state.items():
+            setattr(state, name, value)
+        try:
+            yield
+        finally:
+            for name, value in now.items():
+                setattr(state, name, value)
+
+
+def _set_epoch(loader: Any, epoch: int) -> None:
+    """Tell a loader, and a sampler inside of accelerate's wrapper, the number of the epoch."""
+    inner = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)
+    for each in (loader, inner):
+        if (told := getattr(each, "set_epoch", None)) is not None:
+            told(epoch)

@@ -1,0 +1,92 @@
+"""Trainers that others have written over `transformers.Trainer`, and were tried over a pipeline."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Understood:
+    """What has to be known of a class whose ``compute_loss`` or ``training_step`` is its own.
+
+    Attributes:
+        other: What is other than without a pipeline, for people.
+        tells: What the model is told beside the mini-batch.
+        module: Returns the module that is trained, of a trainer; None for its model.
+        unless: Returns why a trainer cannot be done; empty if it can.
+    """
+
+    other: str
+    tells: Mapping[str, Any] = field(default_factory=dict)
+    module: Callable[[Any], nn.Module] | None = None
+    unless: Callable[[Any], str] = lambda trainer: ""
+
+
+class SentenceLoss(nn.Module):
+    """A loss of sentence-transformers, which calls the model that it has, as a model with a loss.
+
+    Args:
+        loss: The loss.
+        collect: Returns features and labels of a mini-batch.
+    """
+
+    def __init__(self, loss: nn.Module, collect: Callable[[Mapping[str, Any]], Any]) -> None:
+        super().__init__()
+        self.loss, self._collect = loss, collect
+
+    def forward(self, **inputs: Any) -> dict[str, Tensor]:
+        """Return the loss of a mini-batch."""
+        found = self.loss(*self._collect(inputs))
+        parts = list(found.values()) if isinstance(found, dict) else []
+        return {"loss": torch.stack(parts).sum() if parts else found}
+
+
+def _sentence_loss(trainer: Any) -> nn.Module:
+    """Return the loss of a trainer of sentence-transformers, around its model."""
+    collect, model = type(trainer).collect_features, trainer.model
+    # The model keeps logs of the run for its card, and what a forward may read must not change.
+    quiet = copy.copy(model)
+    quiet.model_card_data = None
+    same = {id(t): t for t in (*trainer.loss.parameters(), *trainer.loss.buffers())}
+    loss = copy.deepcopy(trainer.loss, {**same, id(model): quiet})
+    return SentenceLoss(loss, lambda inputs: collect(None, inputs))
+
+
+def _several_losses(trainer: Any) -> str:
+    """Say so if a trainer of sentence-transformers has a loss for each of several datasets."""
+    return "a loss for each dataset" if isinstance(trainer.loss, dict) else ""
+
+
+def _other_losses(trainer: Any) -> str:
+    """Say so if an SFTTrainer has another loss than the likelihood."""
+    if trainer.args.loss_type != "nll":
+        return f"loss_type={trainer.args.loss_type!r}; 'nll' can be done"
+    return "the auxiliary loss of a mixture of experts" if trainer.aux_loss_enabled else ""
+
+
+UNDERSTOOD: Mapping[str, Understood] = {
+    "trl.trainer.sft_trainer.SFTTrainer": Understood(
+        other="`entropy`, `mean_token_accuracy` and `num_tokens` are in the logs of evaluations "
+        "alone; `loss_type` must be `nll`",
+        tells={"use_cache": False, "fused_lm_head": True},
+        unless=_other_losses,
+    ),
+    "sentence_transformers.base.trainer.BaseTrainer": Understood(
+        other="the components of a loss are not logged; evaluations run in the script; a loss over "
+        "pairs of a mini-batch needs `micro_batches=1`",
+        module=_sentence_loss,
+        unless=_several_losses,
+    ),
+}
+"""By the full name of a class."""
+
+
+def understood(cls: type) -> Understood | None:
+    """Return what is known of a class; None for nothing."""
+    return UNDERSTOOD.get(f"{cls.__module__}.{cls.__qualname__}")

@@ -1,0 +1,798 @@
+"""``trainer.model`` is the model: who reads it sees the weights of now, who changes it is heard."""
+
+import copy
+import threading
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+pytest.importorskip("accelerate", reason="needs the extra hf")
+
+from support.trainers import (  # noqa: E402
+    FLUSHED,
+    as_plain,
+    calm,  # noqa: F401 - a fixture
+    llama,
+    logs_of,
+    padded,
+    rows,
+    same,
+    trainer_of,
+    weights_of,
+)
+from torch.nn.utils import prune  # noqa: E402
+from transformers import (  # noqa: E402
+    LlamaForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainerCallback,
+)
+
+from pipedream_rt import ConfigError  # noqa: E402
+from pipedream_rt.hf import PipelineMixin, PipelineTrainer  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+ASYNCHRONOUS = {"schedule": "async-1f1b", "micro_batches": 2, "stages": 3}
+
+
+class Calls(TrainerCallback):
+    """Calls functions at events; each gets the model, the state and what was seen so far."""
+
+    def __init__(self, seen, **events):
+        self.seen, self.events = seen, events
+
+    def _call(self, event, state, given):
+        if event in self.events:
+            self.events[event](given["model"], state, self.seen, given)
+
+
+def _event(name):
+    def event(self, args, state, control, **given):
+        self._call(name, state, {**given, "control": control})
+
+    return event
+
+
+for _name in [each for each in vars(TrainerCallback) if each.startswith("on_")]:
+    setattr(Calls, _name, _event(_name))
+
+
+def total(model):
+    return sum(float(p.detach().double().abs().sum()) for p in model.parameters())
+
+
+def with_callback(folder, options=None, pipeline=None, **events):
+    """Return what trains a trainer of a class with a callback, and returns all that there is."""
+
+    def does(cls):
+        seen = []
+        with trainer_of(
+            cls, folder / cls.__name__, callbacks=[Calls(seen, **events)], pipeline=pipeline,
+            options={"logging_steps": 1, "eval_strategy": "epoch", **(options or {})},
+        ) as trainer:  # fmt: skip
+            trainer.train()
+            return weights_of(trainer), logs_of(trainer), seen, trainer.state.global_step
+
+    return does
+
+
+def generates(model, state, seen, given):
+    ids = torch.tensor([[5, 6, 7]])
+    seen.append(model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0))
+
+
+def in_a_thread(model, state, seen, given):
+    thread = threading.Thread(target=lambda: seen.append(total(model)))
+    thread.start()
+    thread.join()
+
+
+def averages(model, state, seen, given):
+    if not state.global_step:
+        seen.append(torch.optim.swa_utils.AveragedModel(model))
+    seen[0].update_parameters(model)
+
+
+READS = {
+    "generate": {"on_evaluate": generates},
+    "copy": {"on_step_end": lambda m, s, seen, g: seen.append(copy.deepcopy(m).state_dict())},
+    "parts": {"on_step_end": lambda m, s, seen, g: seen.append(m.lm_head.weight.sum().item())},
+    "numpy": {"on_log": lambda m, s, seen, g: seen.append(m.lm_head.weight.data.numpy().sum())},
+    "thread": {"on_step_end": in_a_thread},
+    "before the step": {"on_pre_optimizer_step": lambda m, s, seen, g: seen.append(total(m))},
+    "behind the step": {"on_optimizer_step": lambda m, s, seen, g: seen.append(total(m))},
+    "gradients behind a step": {
+        "on_step_end": lambda m, s, seen, g: seen.append([p.grad is None for p in m.parameters()])
+    },
+    "optimizer": {
+        "on_epoch_end": lambda m, s, seen, g: seen.append(
+            copy.deepcopy(g["optimizer"].state_dict()["state"])
+        )
+    },
+    "rate": {
+        "on_step_end": lambda m, s, seen, g: seen.append(
+            [g["lr_scheduler"].get_last_lr(), g["optimizer"].param_groups[0]["lr"]]
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_who_reads_the_model_in_a_callback_sees_the_weights_of_now(name, tmp_path):
+    *_, seen, steps = as_plain(with_callback(tmp_path, **READS[name]))
+    assert seen
+    assert steps == 12
+
+
+def clamps(model, state, seen, given):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(-0.05, 0.05)
+
+
+def clamps_data(model, state, seen, given):
+    if state.global_step % 3 == 0:
+        for parameter in model.parameters():
+            parameter.data.clamp_(-0.05, 0.05)
+
+
+def freezes(model, state, seen, given):
+    model.model.embed_tokens.requires_grad_(not state.epoch)
+
+
+def thaws(model, state, seen, given):
+    model.model.layers[0].requires_grad_(bool(state.epoch))
+
+
+def prunes(model, state, seen, given):
+    if state.epoch == 1:
+        prune.l1_unstructured(model.lm_head, "weight", 0.5)
+
+
+def other_weights(model, state, seen, given):
+    """Evaluate with half of the weights, and go on with all of them."""
+    if state.global_step == 4:
+        seen.append(copy.deepcopy(model.state_dict()))
+        given["control"].should_evaluate = True
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+
+
+def own_weights(model, state, seen, given):
+    if state.global_step == 4:
+        model.load_state_dict(seen[0])
+
+
+def hooks(model, state, seen, given):
+    model.lm_head.weight.register_hook(lambda gradient: gradient * 0.5)
+
+
+def decays(model, state, seen, given):
+    for group in given["optimizer"].param_groups:
+        group["weight_decay"] = 0.1 * state.global_step
+
+
+CHANGES = {
+    "clamp": {"on_step_end": clamps},
+    "clamp data": {"on_step_begin": clamps_data},
+    "freeze": {"on_epoch_begin": freezes},
+    "thaw": {"on_train_begin": thaws, "on_epoch_begin": thaws},
+    "prune": {"on_epoch_begin": prunes},
+    "other weights": {"on_step_end": other_weights, "on_evaluate": own_weights},
+    "hooks before": {"on_train_begin": hooks},
+    "groups": {"on_step_end": decays},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_who_changes_the_model_in_a_callback_is_heard(name, tmp_path):
+    changed, *_ = as_plain(with_callback(tmp_path, **CHANGES[name]))
+    plain, *_ = with_callback(tmp_path / "without")(Trainer)
+    if name != "other weights":
+        keys = changed.keys() & plain.keys()
+        assert any(not torch.equal(changed[key], plain[key]) for key in keys)
+
+
+def reads_gradients(model, state, seen, given):
+    seen.append(model.lm_head.weight.grad.norm())
+
+
+REFUSED = {
+    "gradients": ({"on_pre_optimizer_step": reads_gradients}, "grad_norm in the logs"),
+    "gradients of a part": ({"on_substep_end": reads_gradients}, "grad_norm in the logs"),
+    "gradients behind": ({"on_optimizer_step": reads_gradients}, "grad_norm in the logs"),
+    "weights": ({"on_pre_optimizer_step": clamps}, "do it in on_step_begin or on_step_end"),
+    "hooks": ({"on_step_end": hooks}, "register hooks before training"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_callback_cannot_have_is_refused_with_what_to_do(name, tmp_path):
+    events, message = REFUSED[name]
+    does = with_callback(
+        tmp_path, {"gradient_accumulation_steps": 2}, pipeline={"micro_batches": 2}, **events
+    )
+    with pytest.raises(ConfigError, match=message):
+        does(PipelineTrainer)
+
+
+@pytest.mark.parametrize("event", ["on_step_end", "on_log"])
+def test_a_run_that_a_callback_stops_ends_at_that_step(event, tmp_path):
+    def stops(model, state, seen, given):
+        given["control"].should_training_stop = state.global_step >= 5
+
+    *_, steps = as_plain(with_callback(tmp_path, **{event: stops}))
+    assert steps == 5
+    if event == "on_step_end":
+        *_, steps = with_callback(tmp_path, pipeline=ASYNCHRONOUS, **{event: stops})(
+            PipelineTrainer
+        )
+        assert steps == 5
+
+
+def test_reading_changes_no_bit_of_an_asynchronous_run(tmp_path):
+    def reads(model, state, seen, given):
+        if state.global_step % 2:
+            seen.append(total(model))
+
+    ends = [
+        with_callback(tmp_path, pipeline=ASYNCHRONOUS, **events)(PipelineTrainer)
+        for events in ({}, {"on_step_end": reads})
+    ]
+    same(ends[0][:2], ends[1][:2])
+    assert len(set(ends[1][2])) == 6
+
+
+def test_logs_of_an_asynchronous_run_tell_of_their_own_steps(tmp_path):
+    seen = []
+
+    def notes(model, state, _, given):
+        seen.append((state.global_step, state.epoch, given["logs"].get("grad_norm")))
+
+    *_, logs, _, _ = with_callback(tmp_path, pipeline=ASYNCHRONOUS, on_log=notes)(PipelineTrainer)
+    losses = [row for row in logs if "loss" in row]
+    assert [row["step"] for row in losses] == list(range(1, 13))
+    assert all(row["grad_norm"] > 0 for row in losses)
+    assert [s for s in seen if s[2]] == [(r["step"], r["epoch"], r["grad_norm"]) for r in losses]
+
+
+# -- between calls ------------------------------------------------------------------------------
+
+
+def test_weights_are_loaded_and_changed_between_calls(tmp_path):
+    def does(cls):
+        with trainer_of(cls, tmp_path / cls.__name__) as trainer:
+            found = [trainer.evaluate()["eval_loss"]]
+            trainer.train()
+            found.append(trainer.evaluate()["eval_loss"])
+            trainer.model.load_state_dict(llama(7).state_dict())
+            found.append(trainer.evaluate()["eval_loss"])
+            trainer.train()
+            found += [logs_of(trainer), weights_of(trainer)]
+            with torch.no_grad():
+                trainer.model.lm_head.weight.mul_(2)
+            found.append(trainer.predict(rows(4)).predictions)
+            folder = str(tmp_path / f"model-{cls.__name__}")
+            trainer.save_model(folder)
+            return [*found, LlamaForCausalLM.from_pretrained(folder).state_dict()]
+
+    found = as_plain(does)
+    assert len({*found[:3]}) == 3
+
+
+def test_another_model_is_set(tmp_path):
+    def does(cls):
+        with trainer_of(cls, tmp_path / cls.__name__) as trainer:
+            trainer.train()
+            trainer.model = trainer.model_wrapped = llama(5)
+            trainer.optimizer = trainer.lr_scheduler = None
+            loss = trainer.evaluate()["eval_loss"]
+            trainer.train()
+            return loss, logs_of(trainer), weights_of(trainer)
+
+    as_plain(does)
+
+
+def test_a_model_that_is_made_for_each_training(tmp_path):
+    def does(cls):
+        with trainer_of(cls, tmp_path / cls.__name__, model_init=lambda: llama()) as trainer:
+            found = []
+            for _ in range(2):
+                trainer.train()
+                found += [logs_of(trainer), weights_of(trainer)]
+            return found
+
+    found = as_plain(does)
+    same(found[1], found[3])
+
+
+def test_layers_are_thawed_between_two_trainings(tmp_path):
+    def does(cls):
+        model = llama()
+        model.model.requires_grad_(False)
+        with trainer_of(cls, tmp_path / cls.__name__, model=model) as trainer:
+            trainer.train()
+            model.requires_grad_(True)
+            trainer.optimizer = trainer.lr_scheduler = None
+            trainer.train()
+            return logs_of(trainer), weights_of(trainer)
+
+    as_plain(does)
+
+
+def test_an_optimizer_keeps_its_state_over_a_close(tmp_path):
+    def does(cls):
+        model = llama()
+        groups = [
+            {"params": model.model.parameters(), "lr": 1e-3},
+            {"params": [model.lm_head.weight]},
+        ]
+        optimizer = torch.optim.NAdam(groups, lr=1e-2)
+        warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
+        later = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, later], [3])
+        with trainer_of(
+            cls, tmp_path / cls.__name__, model=model, optimizers=(optimizer, schedule)
+        ) as trainer:
+            trainer.train()
+            if cls is PipelineTrainer:
+                trainer.close()
+                assert trainer.optimizer is optimizer
+            trainer.train()
+            found = logs_of(trainer), weights_of(trainer)
+        return (*found, optimizer.state_dict())
+
+    as_plain(does)
+
+
+def test_metrics_and_own_methods_read_the_model(tmp_path):
+    class Reads:
+        def evaluation_loop(self, *args, **kwargs):
+            found = super().evaluation_loop(*args, **kwargs)
+            found.metrics["eval_total"] = total(self.model)
+            return found
+
+    def does(cls):
+        own, box = type("Own", (Reads, cls), {}), []
+        with trainer_of(
+            own, tmp_path / cls.__name__, options={"eval_strategy": "steps", "eval_steps": 2},
+            compute_metrics=lambda _: {"weights": total(box[0].model)},
+        ) as trainer:  # fmt: skip
+            box.append(trainer)
+            trainer.train()
+            return logs_of(trainer)
+
+    as_plain(does)
+
+
+def test_the_model_is_whole_where_workers_have_ended(tmp_path, caplog):
+    def ends(model, state, seen, given):
+        if state.global_step == 3:
+            raise KeyError("the callback")
+
+    seen = []
+    with trainer_of(
+        PipelineTrainer, tmp_path, callbacks=[Calls(seen, on_step_end=ends)]
+    ) as trainer:
+        with pytest.raises(KeyError, match="the callback"):
+            trainer.train()
+        three = weights_of(trainer)
+        assert any(
+            not torch.equal(three[key], value) for key, value in llama().state_dict().items()
+        )
+        trainer.pop_callback(Calls)
+        trainer.train()
+        assert all(type(p) is torch.nn.Parameter for p in trainer.model.parameters())
+        trainer.pipe.submit(next(iter(trainer.get_train_dataloader())))
+        trainer._live.grow_old()
+        trainer.pipe.close()
+        trainer.model.lm_head.weight.sum()
+    assert "has older weights than its run had at the end" in caplog.text
+
+
+# -- what else a script changes -----------------------------------------------------------------
+
+
+class Net(torch.nn.Module):
+    """A model with a loss of its own, BatchNorm, a buffer that is saved nowhere, and a state."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = torch.nn.Embedding(32, 8)
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.drop = torch.nn.Identity()
+        self.out = torch.nn.Linear(8, 32)
+        self.register_buffer("scale", torch.ones(()), persistent=False)
+
+    def forward(self, input_ids, labels):
+        hidden = self.norm(self.embed(input_ids).mean(1)) * self.scale
+        logits = self.out(self.drop(hidden))
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels[:, 0]), "logits": logits}
+
+
+class Still(Net):
+    """A net whose BatchNorm stays in eval mode."""
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+
+def with_net(folder, make=Net, between=None, pipeline=None, options=None, **events):
+    """Return what trains a net twice, with something between, and returns all that there is."""
+
+    def does(cls):
+        seen, model = [], make()
+        with trainer_of(
+            cls, folder / cls.__name__, model=model, callbacks=[Calls(seen, **events)],
+            options={"max_grad_norm": 0.0, "remove_unused_columns": False, **(options or {})},
+            pipeline=pipeline,
+        ) as trainer:  # fmt: skip
+            for _ in range(2):
+                trainer.train()
+                seen += [logs_of(trainer), weights_of(trainer), trainer.evaluate()["eval_loss"]]
+                if between is not None:
+                    between(trainer)
+        return seen
+
+    return does
+
+
+def at_five(change):
+    def event(model, state, seen, given):
+        if state.global_step == 5:
+            change(model)
+
+    return event
+
+
+def new_weight(model):
+    model.out.weight = torch.nn.Parameter(torch.full((32, 8), 0.01))
+
+
+def new_layer(model):
+    model.out = torch.nn.Linear(8, 32)
+    torch.nn.init.zeros_(model.out.weight)
+
+
+def new_activation(model):
+    model.drop = torch.nn.ReLU()
+
+
+def scaled(model):
+    model.scale.mul_(2.0)
+
+
+def assigned(model):
+    new = {name: torch.full_like(value, 0.02) for name, value in model.state_dict().items()}
+    model.load_state_dict(new, assign=True)
+
+
+def halved(module, given, output):
+    return output * 0.5
+
+
+IN_A_CALLBACK = {
+    "a buffer that is saved nowhere": scaled,
+    "another activation": new_activation,
+    "a hook of a layer": lambda model: model.drop.register_forward_hook(halved),
+    "a mode": lambda model: model.norm.eval(),
+    "a read, then a hook of a weight": lambda model: (
+        model.out.weight.sum(),
+        model.out.weight.register_hook(lambda gradient: gradient * 0.5),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_A_CALLBACK)
+def test_a_callback_changes_what_is_no_weight(name, tmp_path):
+    as_plain(with_net(tmp_path, on_step_end=at_five(IN_A_CALLBACK[name])))
+
+
+@pytest.mark.parametrize("change", [new_weight, new_layer, assigned], ids=lambda f: f.__name__)
+def test_parameters_that_the_optimizer_does_not_know_are_refused(change, tmp_path):
+    """A plain Trainer would not train them, without a word."""
+    with pytest.raises(ConfigError, match="has a parameter that is not one of the model's"):
+        with_net(tmp_path, on_step_end=at_five(change))(PipelineTrainer)
+
+
+BETWEEN = {
+    "an argument": lambda trainer: setattr(trainer.args, "max_grad_norm", 0.01),
+    "another activation": lambda trainer: new_activation(trainer.model),
+    "a hook": lambda trainer: trainer.model.out.weight.register_hook(lambda gradient: -gradient),
+    "a buffer that is saved nowhere": lambda trainer: scaled(trainer.model),
+    "a moment": lambda trainer: trainer.optimizer.load_state_dict(
+        {**trainer.optimizer.state_dict(), "state": {}}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_something_else_changes_between_two_trainings(name, tmp_path):
+    as_plain(with_net(tmp_path, between=BETWEEN[name]))
+
+
+@pytest.mark.parametrize("make", [Net, Still])
+def test_modes_are_those_of_training_whatever_was_evaluated_before(make, tmp_path):
+    options = {"eval_on_start": True, "eval_strategy": "steps", "eval_steps": 3}
+    as_plain(with_net(tmp_path, make, options=options))
+
+
+@pytest.mark.parametrize("event", ["on_substep_end", "on_step_begin"])
+def test_a_stop_before_the_update_is_none_of_it(event, tmp_path):
+    """The loss of a part that a plain Trainer has computed by then is not in the mean of all."""
+
+    def stops(model, state, seen, given):
+        given["control"].should_training_stop = state.global_step >= 2
+
+    def does(cls):
+        with trainer_of(
+            cls, tmp_path / cls.__name__, callbacks=[Calls([], **{event: stops})],
+            options={"gradient_accumulation_steps": 2}, pipeline={"micro_batches": 2},
+        ) as trainer:  # fmt: skip
+            trainer.train()
+            return weights_of(trainer), trainer.state.global_step, logs_of(trainer)[:-1]
+
+    *_, steps, logs = as_plain(does)
+    assert steps == 2
+    assert logs
+
+
+def test_a_gradient_that_the_script_sets_is_refused(tmp_path):
+    def sets(model):
+        model.out.bias.grad = torch.ones(32)
+
+    for event in ("on_step_begin", "on_step_end"):
+        with pytest.raises(ConfigError, match="a hook that a parameter has before training"):
+            with_net(tmp_path, **{event: at_five(sets)})(PipelineTrainer)
+
+    def reads_then_sets(model):
+        float(model.out.bias.sum())
+        sets(model)
+
+    with pytest.raises(ConfigError, match=r"out\.bias has a gradient in the script"):
+        with_net(tmp_path, on_step_begin=at_five(reads_then_sets))(PipelineTrainer)
+
+
+def test_what_a_callback_changes_after_a_resume_stays(tmp_path):
+    def changes(model, state, seen, given):
+        seen.append([g["lr"] for g in given["optimizer"].param_groups])
+        if state.global_step == 4:
+            given["optimizer"].param_groups[0]["weight_decay"] = 0.3
+            with torch.no_grad():
+                model.lm_head.weight.mul_(0.5)
+
+    def does(cls):
+        folder, seen = tmp_path / cls.__name__, []
+        saved = {"save_strategy": "steps", "save_steps": 4}
+        with trainer_of(cls, folder, options=saved) as trainer:
+            trainer.train()
+        events = {"on_train_begin": changes, "on_step_begin": lambda *a: seen.append(a[1].epoch)}
+        with trainer_of(
+            cls, folder / "again", model=llama(8), callbacks=[Calls(seen, **events)]
+        ) as trainer:
+            trainer.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+            found = [weights_of(trainer), logs_of(trainer)]
+        with trainer_of(cls, folder / "end", model=llama(8)) as trainer:
+            trainer.train(resume_from_checkpoint=str(folder / "checkpoint-12"))
+            trainer.model.load_state_dict(llama(3).state_dict())
+            found.append(trainer.evaluate()["eval_loss"])
+            trainer.train()
+            return [*found, weights_of(trainer), seen]
+
+    as_plain(does)
+
+
+def test_a_read_that_is_interrupted_can_be_done_again(tmp_path, monkeypatch):
+    with trainer_of(PipelineTrainer, tmp_path) as trainer:
+        trainer.train()
+        expected = weights_of(trainer)
+        trainer._live.grow_old()
+        with monkeypatch.context() as broken:
+            broken.setattr(trainer._live, "_fetch", _interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                trainer.model.lm_head.weight.sum()
+        with torch.no_grad(), trainer._live.unread():
+            trainer.model.lm_head.weight.zero_()
+        same(weights_of(trainer), expected)
+
+
+def _interrupted():
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("pipeline", [FLUSHED, ASYNCHRONOUS], ids=["flushed", "asynchronous"])
+def test_another_thread_reads_the_model_while_it_trains(pipeline, tmp_path):
+    ended, found = threading.Event(), []
+
+    def reads():
+        while not ended.is_set():
+            found.append(total(trainer.model))
+
+    with trainer_of(PipelineTrainer, tmp_path, pipeline=pipeline) as trainer:
+        thread = threading.Thread(target=reads)
+        thread.start()
+        try:
+            trainer.train()
+        finally:
+            ended.set()
+            thread.join()
+        weights = weights_of(trainer)
+    with trainer_of(PipelineTrainer, tmp_path, pipeline=pipeline) as trainer:
+        trainer.train()
+        same(weights_of(trainer), weights)
+    assert found
+
+
+def test_a_trainer_can_be_copied_before_it_trains(tmp_path):
+    with trainer_of(PipelineTrainer, tmp_path) as trainer:
+        other = copy.deepcopy(trainer)
+        trainer.train()
+        other.train()
+        same(weights_of(trainer), weights_of(other))
+        other.close()
+
+
+def test_a_frozen_model_is_evaluated_and_an_odd_optimizer_refused(tmp_path):
+    def does(cls):
+        with trainer_of(cls, tmp_path / cls.__name__) as trainer:
+            trainer.train()
+            trainer.model.requires_grad_(False)
+            return trainer.evaluate()["eval_loss"]
+
+    as_plain(does)
+    model = llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step = lambda closure=None: None
+    with (
+        trainer_of(PipelineTrainer, tmp_path, model=model, optimizers=(optimizer, None)) as trainer,
+        pytest.raises(ConfigError, match="step was replaced on the object"),
+    ):
+        trainer.train()
+
+
+# -- streams ------------------------------------------------------------------------------------
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Rows that come one after another; some streams know how many, or begin once."""
+
+    def __init__(self, count, once=False):
+        self.count, self._once = count, iter(rows(count)) if once else None
+
+    def __iter__(self):
+        return iter(rows(self.count)) if self._once is None else self._once
+
+
+class Sized(Stream):
+    """A stream that knows its length."""
+
+    def __len__(self):
+        return self.count
+
+
+STREAMS = {
+    "stream": (lambda: Stream(22), {"max_steps": 9}),
+    "accumulated": (lambda: Stream(24), {"max_steps": 5, "gradient_accumulation_steps": 2}),
+    "length": (lambda: Sized(22), {}),
+    "length, accumulated": (lambda: Sized(22), {"gradient_accumulation_steps": 2}),
+    "once": (lambda: Stream(22, once=True), {"max_steps": 5}),
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_stream_loses_no_row(name, tmp_path):
+    def does(cls):
+        make, options = STREAMS[name]
+        parts = options.get("gradient_accumulation_steps", 1)
+        with trainer_of(
+            cls, tmp_path / cls.__name__, train=make(), options={"logging_steps": 1, **options},
+            pipeline={"micro_batches": parts},
+        ) as trainer:  # fmt: skip
+            trainer.train()
+            return weights_of(trainer), logs_of(trainer), trainer.state.global_step
+
+    as_plain(does)
+
+
+def test_a_stream_that_is_shorter_after_a_resume(tmp_path):
+    def does(cls):
+        folder, options = tmp_path / cls.__name__, {"max_steps": 10}
+        saved = {**options, "save_strategy": "steps", "save_steps": 4}
+        with trainer_of(cls, folder, train=Stream(22), options=saved) as trainer:
+            trainer.train()
+        with trainer_of(cls, folder / "again", train=Stream(12), options=options) as trainer:
+            trainer.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+            return weights_of(trainer), logs_of(trainer)
+
+    as_plain(does)
+
+
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+@pytest.mark.parametrize("pipeline", [FLUSHED, ASYNCHRONOUS], ids=["flushed", "asynchronous"])
+def test_a_resumed_run_masks_what_the_whole_run_masks(strategy, pipeline, tmp_path):
+    def masks(items):
+        found = padded(items)
+        found["labels"][torch.rand(found["labels"].shape) < 0.3] = -100
+        return found
+
+    saved = {"save_strategy": strategy, "save_steps": 4}
+    given = {"data_collator": masks, "pipeline": pipeline}
+
+    def does(cls):
+        folder = tmp_path / cls.__name__
+        with trainer_of(cls, folder, options=saved, **given) as trainer:
+            trainer.train()
+            whole = weights_of(trainer)
+        torch.manual_seed(99)
+        with trainer_of(cls, folder / "again", model=llama(8), **given) as trainer:
+            step = 6 if strategy == "epoch" else 4
+            trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
+            return whole, weights_of(trainer), logs_of(trainer)
+
+    if pipeline is FLUSHED:
+        whole, resumed, _ = as_plain(does)
+    else:
+        whole, resumed, _ = does(PipelineTrainer)
+    if strategy == "epoch":  # within one, transformers draws the numbers of a batch again
+        same(whole, resumed)
+
+
+# -- Trainers of others -------------------------------------------------------------------------
+
+
+def test_generation_in_the_evaluation_of_a_seq2seq_trainer(tmp_path):
+    class Piped(PipelineMixin, Seq2SeqTrainer):
+        """A Seq2SeqTrainer over a pipeline."""
+
+    def does(cls):
+        torch.manual_seed(0)
+        model = transformers.T5ForConditionalGeneration(
+            transformers.T5Config(
+                d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, vocab_size=32,
+                decoder_start_token_id=0, dropout_rate=0.0, eos_token_id=1, pad_token_id=0,
+            )
+        )  # fmt: skip
+        args = Seq2SeqTrainingArguments(
+            str(tmp_path / cls.__name__), num_train_epochs=1, per_device_train_batch_size=4,
+            report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True, learning_rate=1e-2,
+            predict_with_generate=True, generation_max_length=6, eval_strategy="epoch",
+        )  # fmt: skip
+        seen = []
+        trainer = cls(
+            model=model, args=args, train_dataset=rows(), eval_dataset=rows(6, 2),
+            compute_metrics=lambda found: seen.append(found.predictions) or {},
+            **({"pipeline": FLUSHED} if cls is Piped else {}),
+        )  # fmt: skip
+        trainer.train()
+        seen.append(trainer.predict(rows(3, seed=4), max_length=5).predictions)
+        if cls is Piped:
+            trainer.close()
+        return seen
+
+    assert len(as_plain(does, Seq2SeqTrainer, Piped)) == 3
+
+
+def test_a_trainer_of_others_that_computes_its_own_loss_is_refused(tmp_path):
+    class Prefers(Trainer):
+        """A Trainer that calls its model twice."""
+
+        def compute_loss(self, model, inputs, **kwargs):
+            return model(**inputs)["loss"] - model(**inputs)["loss"]
+
+    own = type("Piped", (PipelineMixin, Prefers), {})
+    with (
+        pytest.raises(ConfigError, match=r"cannot do Prefers\.compute_loss: .* loss of its own"),
+        trainer_of(own, tmp_path),
+    ):
+        pass

@@ -1,0 +1,405 @@
+"""All that a user of transformers' Trainer knows: over a pipeline the same bits, or refused.
+
+Its arguments, its methods and the events of its callbacks, as the installed version has them.
+"""
+
+import dataclasses
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+pytest.importorskip("accelerate", reason="needs the extra hf")
+
+from support.trainers import (  # noqa: E402
+    as_plain,
+    bert,
+    calm,  # noqa: F401 - a fixture
+    classes,
+    logs_of,
+    padded,
+    rows,
+    same,
+    trainer_of,
+    weights_of,
+)
+from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+from transformers.trainer_utils import SchedulerType  # noqa: E402
+
+from pipedream_rt import ConfigError  # noqa: E402
+from pipedream_rt.hf import PipelineTrainer  # noqa: E402
+from pipedream_rt.hf.__main__ import page  # noqa: E402
+from pipedream_rt.hf.arguments import known_arguments  # noqa: E402
+from pipedream_rt.hf.methods import NEVER_CALLED, REPLACED, SAME  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+
+def trained(folder, **given):
+    """Return what trains a trainer of a class, and returns its weights and logs."""
+
+    def does(cls):
+        with trainer_of(cls, folder / cls.__name__, **given) as trainer:
+            trainer.train()
+            return weights_of(trainer), logs_of(trainer), trainer.state.global_step
+
+    return does
+
+
+# -- arguments ----------------------------------------------------------------------------------
+
+UNEQUAL = {"train": rows(22, least=4), "evaluated": rows(6, 2, least=4), "data_collator": padded}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
+SAVED = {"save_strategy": "steps", "save_steps": 2}
+
+TRIED = {
+    "output_dir": {},
+    "per_device_train_batch_size": {"per_device_train_batch_size": 3},
+    "num_train_epochs": {"num_train_epochs": 1.5, "gradient_accumulation_steps": 2},
+    "max_steps": {"max_steps": 7},
+    "learning_rate": {"learning_rate": 1e-3},
+    "lr_scheduler_type": {"lr_scheduler_type": "cosine"},
+    "lr_scheduler_kwargs": {
+        "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-3},
+    },
+    "warmup_steps": {"warmup_steps": 3},
+    "optim": {"optim": "adafactor"},
+    "optim_args": {"optim": "sgd", "optim_args": "momentum=0.9"},
+    "weight_decay": {"weight_decay": 0.1},
+    "adam_beta1": {"adam_beta1": 0.5},
+    "adam_beta2": {"adam_beta2": 0.5},
+    "adam_epsilon": {"adam_epsilon": 1e-3},
+    "gradient_accumulation_steps": {"gradient_accumulation_steps": 3},
+    "average_tokens_across_devices": {"average_tokens_across_devices": False},
+    "max_grad_norm": {"max_grad_norm": 0.5, "logging_steps": 1},
+    "bf16": {"bf16": True},
+    "bf16_full_eval": {"bf16_full_eval": True, **EVALUATED},
+    "fp16_full_eval": {"fp16_full_eval": True, **EVALUATED},
+    "tf32": {"tf32": None},
+    "activation_checkpointing": {"activation_checkpointing": True},
+    "gradient_checkpointing": {"gradient_checkpointing": True},
+    "use_cache": {"use_cache": True},
+    "torch_empty_cache_steps": {"torch_empty_cache_steps": 2},
+    "logging_strategy": {"logging_strategy": "epoch"},
+    "logging_steps": {"logging_steps": 5},
+    "logging_first_step": {"logging_first_step": True},
+    "logging_nan_inf_filter": {"logging_nan_inf_filter": False},
+    "include_num_input_tokens_seen": {"include_num_input_tokens_seen": "all", "logging_steps": 1},
+    "eval_strategy": {"eval_strategy": "epoch"},
+    "eval_steps": {"eval_strategy": "steps", "eval_steps": 3},
+    "eval_delay": {**EVALUATED, "eval_delay": 5},
+    "per_device_eval_batch_size": {**EVALUATED, "per_device_eval_batch_size": 2},
+    "prediction_loss_only": {**EVALUATED, "prediction_loss_only": True},
+    "eval_on_start": {**EVALUATED, "eval_on_start": True},
+    "eval_do_concat_batches": {**EVALUATED, "eval_do_concat_batches": False},
+    "eval_use_gather_object": {**EVALUATED, "eval_use_gather_object": True},
+    "eval_accumulation_steps": {**EVALUATED, "eval_accumulation_steps": 1},
+    "save_strategy": {
+        "save_strategy": "best", "metric_for_best_model": "loss", **EVALUATED,
+    },
+    "save_steps": SAVED,
+    "save_only_model": {**SAVED, "save_only_model": True},
+    "save_total_limit": {**SAVED, "save_total_limit": 1},
+    "load_best_model_at_end": {**SAVED, **EVALUATED, "load_best_model_at_end": True},
+    "metric_for_best_model": {
+        **SAVED, **EVALUATED, "load_best_model_at_end": True, "metric_for_best_model": "eval_loss",
+    },
+    "greater_is_better": {
+        **SAVED, **EVALUATED, "load_best_model_at_end": True, "greater_is_better": True,
+    },
+    "full_determinism": {"full_determinism": False},
+    "seed": {"seed": 11},
+    "data_seed": {"data_seed": 11},
+    "dataloader_drop_last": {"dataloader_drop_last": True, "gradient_accumulation_steps": 2},
+    "dataloader_num_workers": {"dataloader_num_workers": 1},
+    "dataloader_pin_memory": {"dataloader_pin_memory": False},
+    "remove_unused_columns": {"remove_unused_columns": False},
+    "label_names": {"label_names": ["labels"], **EVALUATED},
+    "train_sampling_strategy": {"train_sampling_strategy": "group_by_length"},
+    "skip_memory_metrics": {"skip_memory_metrics": True},
+    "use_cpu": {"use_cpu": True},
+}  # fmt: skip
+"""An example for each argument that can change something in one process without network."""
+
+ELSEWHERE = """
+    optim_target_modules activation_checkpointing_kwargs gradient_checkpointing_kwargs torch_compile
+    torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config log_on_each_node
+    log_level log_level_replica disable_tqdm report_to run_name project trackio_space_id
+    trackio_bucket_id trackio_static_space_id include_for_metrics batch_eval_metrics
+    save_on_each_node enable_jit_checkpoint push_to_hub hub_token hub_private_repo hub_model_id
+    hub_strategy hub_always_push hub_revision ignore_data_skip
+    restore_callback_states_from_checkpoint accelerator_config dataloader_persistent_workers
+    dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order
+    length_column_name ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers
+    ddp_static_graph ddp_backend ddp_timeout fsdp_config do_train do_eval do_predict
+    resume_from_checkpoint local_rank
+"""
+"""Arguments of the network, of other processes, of the screen, or of a resume; see below."""
+
+REFUSED = {
+    "fp16": {"fp16": True},
+    "label_smoothing_factor": {"label_smoothing_factor": 0.1},
+    "neftune_noise_alpha": {"neftune_noise_alpha": 1.0},
+    "auto_find_batch_size": {"auto_find_batch_size": True},
+    "debug": {"debug": "underflow_overflow"},
+    "optim": {"optim": "adalomo"},
+    "gradient_accumulation_steps": {"gradient_accumulation_steps": 3},
+}
+
+
+def test_every_argument_is_known_and_tried():
+    names = {each.name for each in dataclasses.fields(TrainingArguments)}
+    unknown = [name for name, (kind, _) in known_arguments().items() if kind == "unknown"]
+    assert not unknown
+    refused = {name for name, (kind, _) in known_arguments().items() if kind == "refused"}
+    assert names - refused <= TRIED.keys() | set(ELSEWHERE.split())
+
+
+@pytest.mark.parametrize("name", TRIED)
+def test_an_argument_gives_the_bits_and_logs_of_the_plain_trainer(name, tmp_path):
+    options = {"max_grad_norm": 0.0, **TRIED[name]}
+    if not hasattr(arguments_of(tmp_path), name):
+        pytest.skip(f"this transformers has no {name}")
+    parts = options.get("gradient_accumulation_steps", 1)
+    given = UNEQUAL if name == "train_sampling_strategy" else {}
+    as_plain(trained(tmp_path, options=options, pipeline={"micro_batches": parts}, **given))
+
+
+def arguments_of(folder, **options):
+    from support.trainers import arguments
+
+    return arguments(folder, **options)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_argument_is_refused_by_name(name, tmp_path):
+    given = {"micro_batches": 2} if name == "gradient_accumulation_steps" else {}
+    with (
+        pytest.raises(ConfigError, match=name),
+        trainer_of(PipelineTrainer, tmp_path, options=REFUSED[name], pipeline=given),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(("name", "value"), [("deepspeed", {}), ("fsdp", ["full_shard"])])
+def test_other_parallelism_is_refused_before_transformers_has_an_error(name, value, tmp_path):
+    args = arguments_of(tmp_path)
+    setattr(args, name, value or {"zero_optimization": {"stage": 2}})
+    with pytest.raises(ConfigError, match=f"cannot do {name}: the pipeline takes its place"):
+        PipelineTrainer(model=bert(), args=args, train_dataset=classes(), pipeline={"stages": 2})
+
+
+def test_an_argument_that_a_new_version_brings_is_refused(tmp_path, monkeypatch):
+    args = arguments_of(tmp_path)
+    from pipedream_rt.hf import arguments
+
+    monkeypatch.setattr(arguments, "_KNOWN", arguments._KNOWN - {"weight_decay"})
+    PipelineTrainer(model=bert(), args=args, train_dataset=classes(), pipeline={"stages": 2})
+    args.weight_decay = 0.5
+    with pytest.raises(ConfigError, match="weight_decay: this argument of transformers"):
+        PipelineTrainer(model=bert(), args=args, train_dataset=classes(), pipeline={"stages": 2})
+
+
+OF_SCHEDULES = {
+    "polynomial": {"lr_end": 1e-5},
+    "cosine_with_min_lr": {"min_lr": 1e-3},
+    "cosine_warmup_with_min_lr": {"min_lr": 1e-3},
+    "warmup_stable_decay": {"num_decay_steps": 3, "num_stable_steps": 3},
+}
+
+
+@pytest.mark.parametrize("kind", [each.value for each in SchedulerType])
+def test_every_schedule_of_the_learning_rate_is_the_same(kind, tmp_path):
+    options = {
+        "lr_scheduler_type": kind, "lr_scheduler_kwargs": OF_SCHEDULES.get(kind),
+        "warmup_steps": 2, "logging_steps": 1, "metric_for_best_model": "eval_loss", **EVALUATED,
+    }  # fmt: skip
+    as_plain(trained(tmp_path, options=options))
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["lengths", "classes"])
+def test_accumulated_batches_keep_their_shapes_and_weights(kind, parts, tmp_path):
+    given = dict(UNEQUAL)
+    if kind == "classes":
+        given = {"model": bert(), "train": classes(), "evaluated": classes(6, 2)}
+    options = {"gradient_accumulation_steps": parts, "max_grad_norm": 0.0, "logging_steps": 1}
+
+    def does(cls):
+        fresh = {**given, **({"model": bert()} if kind == "classes" else {})}
+        return trained(tmp_path, options=options, pipeline={"micro_batches": parts}, **fresh)(cls)
+
+    as_plain(does)
+
+
+@pytest.mark.parametrize("count", [4, 5, 7])
+def test_batches_that_are_cut_further_train_the_same_up_to_rounding(count, tmp_path):
+    """A model that divides by the number that it is told, and one that takes no notice of it."""
+    for model, train in ((None, rows()), (bert, classes())):
+        found = []
+        for cls in (Trainer, PipelineTrainer):
+            options = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.0, "optim": "sgd"}
+            with trainer_of(
+                cls, tmp_path / cls.__name__, model=model and model(), train=train, options=options,
+                pipeline={"micro_batches": count},
+            ) as trainer:  # fmt: skip
+                trainer.train()
+                found.append((weights_of(trainer), logs_of(trainer)))
+        for name, value in found[0][0].items():
+            torch.testing.assert_close(found[1][0][name], value, rtol=1e-4, atol=1e-6)
+        losses = [[row["loss"] for row in logs if "loss" in row] for _, logs in found]
+        assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+# -- methods ------------------------------------------------------------------------------------
+
+ANOTHER_NUMBER = {
+    "_load_optimizer_and_scheduler": "the state of the pipeline has both",
+    "_load_scaler": "no losses are scaled here",
+    "_get_num_items_in_batch": "micro-batches are weighed by it too",
+    "get_sp_size": "_get_num_items_in_batch calls it",
+    "get_cp_size": "_get_num_items_in_batch calls it",
+}
+"""Methods that are not called as often as by a plain Trainer, and why."""
+
+
+def counting(cls, calls):
+    """Return a class whose methods all count, and call those of a class."""
+
+    def counts(name):
+        def method(self, *args, **kwargs):
+            calls[name] = calls.get(name, 0) + 1
+            return getattr(super(own, self), name)(*args, **kwargs)
+
+        return method
+
+    names = [
+        name
+        for name in SAME | REPLACED.keys()
+        if inspect.isfunction(vars(Trainer).get(name)) and name not in ("__init__", "end")
+    ]
+    own = type(f"Counting{cls.__name__}", (cls,), {name: counts(name) for name in names})
+    return own
+
+
+def test_own_methods_are_called_as_often_as_by_a_plain_trainer(tmp_path):
+    """With evaluations, checkpoints, the best model, a resume, a prediction and a saved model."""
+    found = []
+    for cls in (Trainer, PipelineTrainer):
+        calls, folder = {}, tmp_path / cls.__name__
+        own = counting(cls, calls)
+        options = {
+            **SAVED, **EVALUATED, "load_best_model_at_end": True, "gradient_accumulation_steps": 2,
+            "include_num_input_tokens_seen": "all",
+        }  # fmt: skip
+        given = {"options": options, "pipeline": {"micro_batches": 2}}
+        with trainer_of(own, folder, **given) as trainer:
+            trainer.train()
+            trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+            trainer.evaluate()
+            trainer.predict(rows(5, seed=9))
+            trainer.save_model(str(folder / "model"))
+            found.append((calls, logs_of(trainer), weights_of(trainer)))
+    calls = [{k: v for k, v in each.items() if k not in ANOTHER_NUMBER} for each, *_ in found]
+    assert calls[0] == calls[1]
+    assert len(calls[0]) > 40
+    assert found[1][0]["_prepare_inputs"] > 0
+    same(found[0][2], found[1][2])
+
+
+def test_every_method_is_known_and_those_that_are_replaced_are_as_expected():
+    names = {n for n in vars(Trainer) if callable(getattr(Trainer, n)) and n[:2] != "__"}
+    assert not names - SAME - NEVER_CALLED.keys() - REPLACED.keys()
+    for name, expected in REPLACED.items():
+        assert tuple(inspect.signature(getattr(Trainer, name)).parameters) == expected
+
+
+@pytest.mark.parametrize("name", NEVER_CALLED)
+def test_methods_that_are_never_called_are_refused_by_name(name, tmp_path):
+    own = type("Own", (PipelineTrainer,), {name: lambda self, *args, **kwargs: None})
+    with pytest.raises(ConfigError, match=f"cannot do an own {name}: "), trainer_of(own, tmp_path):
+        pass
+
+
+def test_a_method_that_a_new_version_brings_is_refused_if_somebody_has_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(Trainer, "of_tomorrow", lambda self: None, raising=False)
+    with trainer_of(PipelineTrainer, tmp_path):
+        pass
+    own = type("Own", (PipelineTrainer,), {"of_tomorrow": lambda self: None})
+    with (
+        pytest.raises(ConfigError, match="an own of_tomorrow: it is a method of transformers"),
+        trainer_of(own, tmp_path),
+    ):
+        pass
+    monkeypatch.setattr(Trainer, "_run_epoch", lambda self, other: None)
+    with (
+        pytest.raises(ConfigError, match=r"_run_epoch takes .*take a version of transformers"),
+        trainer_of(PipelineTrainer, tmp_path),
+    ):
+        pass
+
+
+def test_a_method_that_is_put_on_the_object_is_refused_when_training_begins(tmp_path):
+    with trainer_of(PipelineTrainer, tmp_path) as trainer:
+        trainer.compute_loss = lambda *args, **kwargs: None
+        with pytest.raises(ConfigError, match="an own compute_loss"):
+            trainer.train()
+        del trainer.compute_loss
+
+
+# -- events -------------------------------------------------------------------------------------
+
+EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["flags", "weights"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_every_event_comes_in_the_same_order_and_sees_the_same(reads, parts, tmp_path):
+    def recorder(seen):
+        def of(name):
+            def event(self, args, state, control, model=None, **given):
+                rates = [g["lr"] for g in getattr(given["optimizer"], "param_groups", ())]
+                flags = (control.should_log, control.should_evaluate, control.should_save)
+                total = 0.0
+                if reads:
+                    total = sum(float(p.detach().double().abs().sum()) for p in model.parameters())
+                step = (name, state.global_step, state.epoch, rates, flags, model.training)
+                seen.append([*step, control.should_training_stop, total])
+
+            return event
+
+        return type("Records", (TrainerCallback,), {name: of(name) for name in EVENTS})()
+
+    options = {
+        **EVALUATED, **SAVED, "gradient_accumulation_steps": parts, "logging_steps": 1,
+        "eval_on_start": True,
+    }  # fmt: skip
+
+    def does(cls):
+        seen = []
+        with trainer_of(
+            cls, tmp_path / cls.__name__, options=options, callbacks=[recorder(seen)],
+            pipeline={"micro_batches": parts},
+        ) as trainer:  # fmt: skip
+            trainer.train()
+            trainer.predict(rows(3))
+            return seen, logs_of(trainer)
+
+    seen, _ = as_plain(does)
+    left_out = {"on_push_begin", *(["on_substep_end"] if parts == 1 else [])}
+    assert {name for name, *_ in seen} == set(EVENTS) - left_out
+
+
+# -- the page -----------------------------------------------------------------------------------
+
+
+def test_the_page_has_the_table_of_the_versions_that_are_tested():
+    text = (Path(__file__).parent.parent / "docs" / "guide" / "trainer.md").read_text()
+    _, _, rest = text.partition("<!-- what python -m pipedream_rt.hf prints: begin -->\n")
+    assert rest.partition("<!-- end -->")[0].strip() == page().strip()

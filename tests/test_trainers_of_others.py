@@ -1,0 +1,154 @@
+"""Trainers that others have written, over a pipeline: those of TRL and of sentence-transformers."""
+
+import random
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+pytest.importorskip("accelerate", reason="needs the extra hf")
+datasets = pytest.importorskip("datasets", reason="needs the extra hf")
+
+from support.trainers import (  # noqa: E402
+    FLUSHED,
+    as_plain,
+    calm,  # noqa: F401 - a fixture
+    llama,
+    logs_of,
+    weights_of,
+)
+
+from pipedream_rt import ConfigError  # noqa: E402
+from pipedream_rt.hf import PipelineMixin  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+WORDS = [f"w{i}" for i in range(28)]
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    """No thread that tells others of the run, and no network."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)
+    monkeypatch.setenv("TRL_TELEMETRY", "0")
+
+
+def tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    special = ["<pad>", "<eos>", "<unk>", "<bos>"]
+    vocabulary = {word: i for i, word in enumerate([*WORDS, *special])}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
+        bos_token="<bos>", sep_token="<eos>", cls_token="<bos>",
+    )  # fmt: skip
+
+
+def sentences(count, seed=0):
+    generator = random.Random(seed)
+    return [" ".join(generator.choices(WORDS, k=generator.randrange(4, 10))) for _ in range(count)]
+
+
+def options_of(folder, parts):
+    return {
+        "output_dir": str(folder), "num_train_epochs": 2, "per_device_train_batch_size": 4,
+        "report_to": [], "use_cpu": True, "logging_steps": 2, "save_strategy": "no",
+        "disable_tqdm": True, "learning_rate": 1e-2, "max_grad_norm": 0.0,
+        "eval_strategy": "epoch", "gradient_accumulation_steps": parts,
+    }  # fmt: skip
+
+
+def ended(trainer, cls):
+    """Train, and return logs and weights; a pipeline is closed."""
+    trainer.train()
+    found = logs_of(trainer), weights_of(trainer)
+    if issubclass(cls, PipelineMixin):
+        trainer.close()
+    return found
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_an_sft_trainer_has_the_same_weights_losses_and_metrics_of_evaluations(parts, tmp_path):
+    trl = pytest.importorskip("trl", reason="needs trl")
+    own = type("Piped", (PipelineMixin, trl.SFTTrainer), {})
+    data = datasets.Dataset.from_list([{"text": text} for text in sentences(24)])
+
+    def does(cls):
+        options = {**options_of(tmp_path / cls.__name__, parts), "max_length": 16, "bf16": False}
+        options |= {"gradient_checkpointing": False}
+        trainer = cls(
+            model=llama(), args=trl.SFTConfig(**options), train_dataset=data,
+            eval_dataset=data.select(range(6)), processing_class=tokenizer(),
+            **({"pipeline": {**FLUSHED, "micro_batches": parts}} if cls is own else {}),
+        )  # fmt: skip
+        logs, weights = ended(trainer, cls)
+        of_training = ("entropy", "mean_token_accuracy", "num_tokens", "eval_num_tokens")
+        return [{k: v for k, v in row.items() if k not in of_training} for row in logs], weights
+
+    logs, _ = as_plain(does, trl.SFTTrainer, own)
+    assert any("eval_mean_token_accuracy" in row for row in logs)
+
+
+def test_an_sft_trainer_with_another_loss_is_refused(tmp_path):
+    trl = pytest.importorskip("trl", reason="needs trl")
+    own = type("Piped", (PipelineMixin, trl.SFTTrainer), {})
+    args = trl.SFTConfig(**options_of(tmp_path, 1), loss_type="dft", bf16=False)
+    data = datasets.Dataset.from_list([{"text": text} for text in sentences(8)])
+    with pytest.raises(ConfigError, match="cannot do loss_type='dft'; 'nll' can be done"):
+        own(model=llama(), args=args, train_dataset=data, eval_dataset=data,
+            processing_class=tokenizer(), pipeline=FLUSHED)  # fmt: skip
+
+
+def test_dpo_which_needs_several_forwards_is_refused_before_anything(tmp_path):
+    trl = pytest.importorskip("trl", reason="needs trl")
+    own = type("Piped", (PipelineMixin, trl.DPOTrainer), {})
+    with pytest.raises(ConfigError, match=r"DPOTrainer\.compute_loss: .* as many forwards"):
+        own(model=llama(), args=trl.DPOConfig(str(tmp_path), bf16=False), pipeline=FLUSHED)
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [("CosineSimilarityLoss", 1), ("CosineSimilarityLoss", 2), ("MultipleNegativesRankingLoss", 1)],
+)
+def test_a_trainer_of_sentence_transformers(kind, parts, tmp_path):
+    of_sentences = pytest.importorskip(
+        "sentence_transformers", reason="needs sentence-transformers"
+    )
+    from sentence_transformers import losses, models
+
+    trainers = of_sentences.SentenceTransformerTrainer
+    own = type("Piped", (PipelineMixin, trainers), {})
+    rows = [
+        {"one": one, "other": other, "score": i / 24}
+        for i, (one, other) in enumerate(zip(sentences(24), sentences(24, 1), strict=True))
+    ]
+    data = datasets.Dataset.from_list(rows)
+    if kind != "CosineSimilarityLoss":
+        data = data.remove_columns(["score"])
+
+    def does(cls):
+        folder = tmp_path / cls.__name__
+        torch.manual_seed(0)
+        config = transformers.BertConfig(
+            hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32,
+            vocab_size=32, max_position_embeddings=32, hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )  # fmt: skip
+        transformers.BertModel(config).save_pretrained(folder / "bert")
+        tokenizer().save_pretrained(folder / "bert")
+        words = models.Transformer(str(folder / "bert"))
+        model = of_sentences.SentenceTransformer(
+            modules=[words, models.Pooling(words.get_word_embedding_dimension())], device="cpu"
+        )
+        args = of_sentences.SentenceTransformerTrainingArguments(**options_of(folder, parts))
+        trainer = cls(
+            model=model, args=args, train_dataset=data, eval_dataset=data.select(range(8)),
+            loss=getattr(losses, kind)(model),
+            **({"pipeline": {**FLUSHED, "micro_batches": parts}} if cls is own else {}),
+        )  # fmt: skip
+        return (*ended(trainer, cls), model.encode(["w1 w2"]))
+
+    as_plain(does, trainers, own)
