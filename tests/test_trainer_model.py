@@ -251,6 +251,25 @@ def test_reading_changes_no_bit_of_an_asynchronous_run(tmp_path):
     assert len(set(ends[1][2])) == 6
 
 
+@pytest.mark.parametrize("pipeline", [FLUSHED, ASYNCHRONOUS], ids=["flushed", "asynchronous"])
+def test_a_run_whose_callbacks_do_not_read_fetches_no_weights_before_its_end(
+    pipeline, tmp_path, monkeypatch
+):
+    fetches, fetched = [], PipelineMixin._fetched
+
+    def counts(trainer):
+        fetches.append(trainer.state.global_step)
+        return fetched(trainer)
+
+    monkeypatch.setattr(PipelineMixin, "_fetched", counts)
+
+    def looks(model, state, seen, given):
+        seen.append((state.epoch, model.num_parameters(), model.lm_head.weight.shape))
+
+    with_callback(tmp_path, pipeline=pipeline, on_step_end=looks, on_log=looks)(PipelineTrainer)
+    assert fetches == [12]
+
+
 def test_logs_of_an_asynchronous_run_tell_of_their_own_steps(tmp_path):
     seen = []
 

@@ -212,7 +212,7 @@ class PipelineMixin(Trainer):
         if is_ours and looks and not live.is_old:
             is_ours = live.signature() == self._made_for
         # Buffers that are in no state dict travel with a model alone.
-        if not is_ours or not changed <= live.model.state_dict().keys():
+        if not is_ours or (changed and not changed <= live.model.state_dict().keys()):
             self._open(example, trains)
         elif changed and resume is None:
             assert self._pipe is not None
@@ -330,6 +330,8 @@ class PipelineMixin(Trainer):
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
+        # As accelerate's prepare() does: evaluations would move the model, which reads all of it.
+        self.accelerator._models.append(self.model)
         self._updates = Updates(self)
         return self.model, train_dataloader
 
@@ -451,9 +453,13 @@ class PipelineMixin(Trainer):
         del model  # the copy of this process, whose weights may be old
         with self._live.lock:
             pipe, self._looks = self._settled(inputs, self._looks), False
-            return super().prediction_step(
-                pipe, inputs, prediction_loss_only, ignore_keys, **kwargs
-            )
+        live = self._live
+
+        def stages(*args: Any, **kwargs: Any) -> Any:
+            with live.lock, live.unread():
+                return pipe(*args, **kwargs)
+
+        return super().prediction_step(stages, inputs, prediction_loss_only, ignore_keys, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate as the Trainer does, and tell the observers of the run."""

@@ -20,7 +20,7 @@ VOCABULARY = 32
 FLUSHED = {"stages": 2, "schedule": "1f1b", "workers": "serial"}
 """A pipeline whose bits are those of a plain Trainer, where it cuts no batch."""
 
-_OF_TIME = ("runtime", "second", "total_flos", "model_preparation_time")
+_OF_TIME = ("runtime", "second", "total_flos")
 
 
 def llama(seed: int = 0, **options: Any) -> transformers.LlamaForCausalLM:
