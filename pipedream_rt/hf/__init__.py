@@ -8,7 +8,7 @@ except ModuleNotFoundError as error:
     if error.name not in ("transformers", "accelerate"):
         raise
     raise ModuleNotFoundError(
-        f"PipelineTrainer needs transformers 5 or newer and accelerate, and there is no "
+        f"PipelineTrainer needs transformers 5.8 or newer and accelerate, and there is no "
         f"{error.name}: pip install transformers accelerate",
         name=error.name,
     ) from error
