@@ -135,6 +135,8 @@ class Cutter:
             self._cut(part, k // batch.of + (i < k % batch.of), training, adds)
             for i, part in enumerate(batch.parts)
         ]
+        if batch.of == 1 and batch.factor == 1:
+            return found[0]
         pairs: list[tuple[Part | None, float]] = [
             (part, share * batch.factor)
             for cut in found
@@ -143,8 +145,6 @@ class Cutter:
         ]
         pairs += [(None, 0.0)] * (k - len(pairs))
         parts, shares = map(list, zip(*pairs, strict=True))
-        if batch.of == 1 and batch.factor == 1:
-            return found[0]
         return found[0]._replace(parts=parts, shares=shares, first_part=found[0])
 
     def _cut(self, batch: Batch, k: int, training: bool | None, adds: bool = False) -> CutBatch:

@@ -196,12 +196,8 @@ class Updates:
 
     def _event(self, name: str) -> TrainerControl:
         """Let the callbacks know of something."""
-        trainer = self._trainer
-        handler, live, theirs = (
-            trainer.callback_handler,
-            trainer._live,
-            getattr(TrainerCallback, name),
-        )
+        trainer, theirs = self._trainer, getattr(TrainerCallback, name)
+        handler, live = trainer.callback_handler, trainer._live
         looks = name in _WITH_GRADIENTS and any(
             getattr(type(callback), name, theirs) is not theirs for callback in handler.callbacks
         )
@@ -261,10 +257,7 @@ class Updates:
         trainer = self._trainer
         if not self._logs:
             return
-        if wait:
-            with trainer._live.lock:
-                trainer.pipe.flush()
-        norms = trainer._norms()
+        norms = trainer._norms(flush=wait)
         while self._logs:
             log = self._logs[0]
             norm = norms.get(log.step)
@@ -289,9 +282,8 @@ class Updates:
         trainer, step = self._trainer, self._trainer.state.global_step
         logs = trainer.control.should_log and step > self._logged
         if self._of_norm != step and (logs or (self._watched and trainer.pipe.plan.flushes)):
-            with trainer._live.lock:
-                trainer.pipe.flush()
-            self._of_norm, self._norm = step, self._shown(trainer._norms().get(step))
+            norms = trainer._norms(flush=True)
+            self._of_norm, self._norm = step, self._shown(norms.get(step))
         if logs:
             self._logged = step
         norm = self._norm if self._of_norm == step else None

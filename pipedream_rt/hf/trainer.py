@@ -32,6 +32,7 @@ from pipedream_rt.hf.others import Understood, understood
 from pipedream_rt.job.batches import Accumulated, batch_of
 from pipedream_rt.job.cutting import samples_in
 from pipedream_rt.job.forwards import TOTAL
+from pipedream_rt.job.given_optimizer import refuse_patched_step
 from pipedream_rt.models.undisturbed import kept_outside
 from pipedream_rt.pipeline import Pipeline
 
@@ -170,6 +171,8 @@ class PipelineMixin(Trainer):
                 self.optimizer = self.callback_handler.optimizer = made
         self._steps += pipe.step
         pipe.close()
+        if self._end is not None:
+            self._end.detach()  # or it would keep a pipeline that has ended
 
     def _trained(self) -> torch.nn.Module:
         """Return the module that is trained: the model, or what others have around it."""
@@ -215,8 +218,7 @@ class PipelineMixin(Trainer):
         if not is_ours or (changed and not changed <= live.model.state_dict().keys()):
             self._open(example, trains)
         elif changed and resume is None:
-            assert self._pipe is not None
-            self._pipe.load_state_dict(dict(live.model.state_dict()))
+            self._push()
         if resume is not None and (trains or self._made is not None):
             self._load(resume)
         if looks and not trains:
@@ -229,8 +231,6 @@ class PipelineMixin(Trainer):
         pipe, live = self._pipe, self._live
         assert pipe is not None
         self._resume = None
-        with live.unread():
-            mine = {name: value.clone() for name, value in live.model.state_dict().items()}
         before = [{**group} for group in pipe.optimizer.param_groups]
         try:
             pipe.load(newest_good(resume.folder)[0])
@@ -242,9 +242,14 @@ class PipelineMixin(Trainer):
         for group, given in zip(pipe.optimizer.param_groups, before, strict=True):
             group.update(given if resume.groups else {})
         if resume.weights != live.digest():
-            pipe.load_state_dict(mine)
+            self._push()
         else:
             live.grow_old()
+
+    def _push(self) -> None:
+        """Give the stages the weights that the script's model has."""
+        assert self._pipe is not None
+        self._pipe.load_state_dict(dict(self._live.model.state_dict()))
 
     def _open(self, example: Mapping[str, Any], trains: bool) -> None:
         """Start a pipeline with the model and the optimizer that there are."""
@@ -318,12 +323,8 @@ class PipelineMixin(Trainer):
         optimizer: Any = self.optimizer
         self._resume = None if optimizer is None else self._resume  # it was of another one
         self.create_optimizer()
-        patched = vars(self.optimizer).get("step")
-        if patched is not None and not hasattr(patched, "_wrapped_by_lr_sched"):
-            raise ConfigError(
-                "the optimizer's step was replaced on the object, which the stages would not know; "
-                "override it in a subclass"
-            )
+        optimizer = self.optimizer
+        refuse_patched_step(optimizer)  # of which a scheduler of torch has a raw error
         self.create_scheduler(num_training_steps=max_steps)
         if resume_from_checkpoint is not None:
             self._go_on_from(resume_from_checkpoint)
@@ -411,10 +412,16 @@ class PipelineMixin(Trainer):
             self._live.grow_old()
         return pending, factor
 
-    def _norms(self) -> dict[int, float]:
-        """Return the norms of the gradients of the last updates, by the step of the Trainer."""
+    def _norms(self, flush: bool) -> dict[int, float]:
+        """Return the norms of the gradients of the last updates, by the step of the Trainer.
+
+        Args:
+            flush: Whether to wait for all updates.
+        """
         assert self._pipe is not None
         with self._live.lock:
+            if flush:
+                self._pipe.flush()
             first = self._pipe.statistics()[0].get("grad_norms", ())
         ahead = self.state.global_step - self._pipe.step
         return {number + 1 + ahead: norm for number, norm in first}

@@ -140,14 +140,19 @@ def _by_rules(
     return [*groups, (left, {})] if left else groups
 
 
-def _parts_of(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> Parts:
-    """Take an optimizer of the user's apart."""
+def refuse_patched_step(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose step was replaced on the object, by anything but a scheduler."""
     patched = vars(optimizer).get("step")
     if patched is not None and not hasattr(patched, "_wrapped_by_lr_sched"):
         raise ConfigError(
             "the optimizer's step was replaced on the object, which the stages would not know; "
             "override it in a subclass"
         )
+
+
+def _parts_of(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> Parts:
+    """Take an optimizer of the user's apart."""
+    refuse_patched_step(optimizer)
     hooks = [name for name, value in vars(optimizer).items() if name.endswith("_hooks") and value]
     if hooks:
         raise ConfigError(
