@@ -10,6 +10,7 @@ transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 pytest.importorskip("accelerate", reason="needs the extra hf")
 
 from support.trainers import (  # noqa: E402
+    CALM,
     FLUSHED,
     as_plain,
     calm,  # noqa: F401 - a fixture
@@ -33,11 +34,7 @@ from transformers import (  # noqa: E402
 from pipedream_rt import ConfigError  # noqa: E402
 from pipedream_rt.hf import PipelineMixin, PipelineTrainer  # noqa: E402
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = CALM
 
 ASYNCHRONOUS = {"schedule": "async-1f1b", "micro_batches": 2, "stages": 3}
 

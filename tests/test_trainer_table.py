@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 pytest.importorskip("accelerate", reason="needs the extra hf")
 
 from support.trainers import (  # noqa: E402
+    CALM,
     as_plain,
     bert,
     calm,  # noqa: F401 - a fixture
@@ -34,11 +35,7 @@ from pipedream_rt.hf.__main__ import page  # noqa: E402
 from pipedream_rt.hf.arguments import known_arguments  # noqa: E402
 from pipedream_rt.hf.methods import NEVER_CALLED, REPLACED, SAME  # noqa: E402
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = CALM
 
 
 def trained(folder, **given):

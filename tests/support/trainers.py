@@ -16,6 +16,12 @@ from transformers import Trainer, TrainingArguments
 
 from pipedream_rt.hf import PipelineMixin, PipelineTrainer
 
+CALM = [
+    pytest.mark.filterwarnings(f"ignore::{kind}")
+    for kind in ("DeprecationWarning", "FutureWarning", "UserWarning")
+]
+"""Marks of tests in which transformers and accelerate warn of what does not matter there."""
+
 VOCABULARY = 32
 FLUSHED = {"stages": 2, "schedule": "1f1b", "workers": "serial"}
 """A pipeline whose bits are those of a plain Trainer, where it cuts no batch."""
