@@ -9,7 +9,7 @@ schedule. What cannot be sent is refused at the next injection, by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -74,8 +74,9 @@ class ScriptValues:
         for holder in (*self._holders.values(), *self._fixed, *self._apart):
             holder.look()
         self._weights = [_Weights(*each) for each in model.modules.items()]
-        if isinstance(model.given, nn.Sequential):
-            self._weights[0].watch_layers(model.given)
+        if model.sequence is not None:
+            given = model.given if isinstance(model.given, nn.Sequential) else model.whole
+            self._weights[0].watch_layers(given, modules_inside(model.sequence))
         objects = [h.value for of in stages for h in of.values() if h.kind == "object"]
         classes: set[type] = {type(each) for each in objects}
         # What code reads of an object of data, as of a config, stands in other classes.
@@ -240,10 +241,20 @@ class _Weights:
             if id(b) not in normed
         ]
 
-    def watch_layers(self, sequence: nn.Module) -> None:
-        """Look at the layers of a sequence that was given, too."""
-        layers = sequence._modules
-        self._places += [(name, layers, name, layer) for name, layer in layers.items()]
+    def watch_layers(self, sequence: nn.Module, inside: Set[int]) -> None:
+        """Look at the layers of a sequence, and of those in it, too.
+
+        Args:
+            sequence: The sequence.
+            inside: The ``id`` of each module that is a layer or in one.
+        """
+        for where, each in sequence.named_modules():
+            if id(each) not in inside:
+                layers = each._modules
+                self._places += [
+                    (f"{where}.{key}".strip("."), layers, key, layer)
+                    for key, layer in layers.items()
+                ]
 
     def _now(self) -> list[tuple[int, int]]:
         """Return what differs once a weight was changed."""

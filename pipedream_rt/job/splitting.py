@@ -78,7 +78,7 @@ def split_model(
 ) -> Split:
     """Split a model."""
     if model.sequence is not None:
-        points = split_points(model.sequence, stages)
+        points = split_points(model.sequence, stages, model.elements)
         names = list(model.sequence)
         bounds = [*points, len(names)]
         layers = tuple(tuple(names[a:b]) for a, b in pairwise(bounds))

@@ -17,6 +17,7 @@ from pipedream_rt.models import (
     Layers,
     LayerSpec,
     dumps,
+    elements_of,
     is_sequence,
     layers_of,
     loads,
@@ -45,6 +46,7 @@ class UnsplitModel:
     Attributes:
         given: The model as it was given.
         whole: The model as one module.
+        elements: The names of the elements of a sequence, which may be sequences themselves.
         sequence: Its layers by name, if it is a sequence of layers; else None.
         blueprint: The list of those layers that workers build.
         names: The name of each trainable parameter by its ``id``, in the order of the model; those
@@ -57,6 +59,7 @@ class UnsplitModel:
     def __init__(self, model: nn.Module | Iterable[nn.Module], loss_fn: object = None) -> None:
         self.given: Any = model
         self.sequence: Layers | None = None
+        self.elements: list[str] = []
         self.blueprint = Blueprint()
         if isinstance(model, Iterable) and not isinstance(model, nn.Module):
             self.given = list(model)  # it may be read once alone
@@ -64,10 +67,12 @@ class UnsplitModel:
         if isinstance(model, nn.Module) and not is_sequence(model):
             self.whole = model
         else:
-            self.sequence = layers_of(model)
+            elements = elements_of(model)
+            self.elements = list(elements)
+            self.sequence = layers_of(elements, self.blueprint.specs.keys())
             self.whole = nn.Sequential()
-            for name, layer in self.sequence.items():
-                self.whole.add_module(name, layer)
+            for name, element in elements.items():
+                self.whole.add_module(name, element)
         self._loss = loss_fn if isinstance(loss_fn, nn.Module) else None
         refuse_unfit_layers(self.modules)
         named = list(self.whole.named_parameters())
@@ -123,7 +128,13 @@ class UnsplitModel:
         if self.sequence is not None:
             part = nn.Sequential()
             for name in names:
-                part.add_module(name, self.sequence[name])
+                *path, last = name.split(".")
+                holder: nn.Module = part
+                for key in path:
+                    if key not in holder._modules:
+                        holder.add_module(key, nn.Sequential())
+                    holder = holder._modules[key]  # type: ignore[assignment]
+                holder.add_module(last, self.sequence[name])
             return part
         wanted = {id(module_named(self.whole, name)) for name in names} - {id(None)}
         return _part_of(self.whole, "", wanted, set(names)) or nn.Module()
@@ -184,10 +195,12 @@ class UnsplitModel:
         """Return a copy of the model with the weights and buffers of a state dict."""
         if self.blueprint.specs:
             built = self.blueprint.build(list(self.blueprint.specs))
-            layers = [
-                built[n] if n in built else _copy_of(m) for n, m in (self.sequence or {}).items()
+            elements = [
+                built[n] if n in built else _copy_of(m)
+                for n, m in self.whole._modules.items()
+                if m is not None
             ]
-            whole: nn.Module = nn.Sequential(*layers)
+            whole: nn.Module = nn.Sequential(*elements)
             whole.load_state_dict(state_dict)
             return whole
         given = self.given

@@ -1,8 +1,12 @@
-"""The split of a sequence of layers into stages of consecutive layers."""
+"""The split of a sequence of layers into stages of consecutive layers.
+
+A sequence may stand in a sequence, as a backbone does before a head. Its layers are layers of the
+model too, under the names that they have in it, such as ``"0.3"``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import TypeAlias
 
 from torch import nn
@@ -31,8 +35,8 @@ def is_sequence(model: object) -> bool:
     return not isinstance(model, nn.Module)
 
 
-def layers_of(model: nn.Module | Iterable[nn.Module]) -> Layers:
-    """Return the layers of a model.
+def elements_of(model: nn.Module | Iterable[nn.Module]) -> Layers:
+    """Return the elements of a model by name; a sequence among them is one element.
 
     Args:
         model: An ``nn.Sequential``, an ``nn.ModuleList`` or a list of modules.
@@ -65,6 +69,37 @@ def layers_of(model: nn.Module | Iterable[nn.Module]) -> Layers:
     return layers
 
 
+def layers_of(elements: Layers, whole: Set[str] = frozenset()) -> Layers:
+    """Return the layers of a model: its elements, and the layers of those that are sequences.
+
+    Args:
+        elements: The elements, see `elements_of`.
+        whole: The names of elements that are not opened.
+    """
+    return {
+        name: layer
+        for key, element in elements.items()
+        for name, layer in ([(key, element)] if key in whole else _opened(key, element))
+    }
+
+
+def _opened(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the layers of a sequence of which nobody notices that it is not called as a whole."""
+    inner = [(key, child) for key, child in module._modules.items() if child is not None]
+    kept = module._parameters or module._buffers or has_hooks(module)
+    if not inner or kept or not isinstance(module, nn.Sequential) or _differs(module):
+        yield name, module
+        return
+    for key, child in inner:
+        yield from _opened(f"{name}.{key}", child)
+
+
+def _differs(module: nn.Sequential) -> bool:
+    """Whether a sequence has a method of its own, beside the one that makes it."""
+    named = [n for n in dir(nn.Sequential) if not n.startswith("__")]
+    return bool(own_methods(module, nn.Sequential, [*named, *_CALLING]))
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether somebody has hooks on the calls of a module, or on its backward."""
     kinds = ("forward", "forward_pre", "backward", "backward_pre")
@@ -85,13 +120,17 @@ def _refuse_more_than_a_sequence(model: nn.Module) -> None:
         )
 
 
-def split_points(layers: Layers, stages: int | Sequence[int | str]) -> list[int]:
+def split_points(
+    layers: Layers, stages: int | Sequence[int | str], elements: Sequence[str] | None = None
+) -> list[int]:
     """Return the index of the first layer of every stage.
 
     Args:
         layers: The layers of the model.
         stages: The number of stages, for a split that balances the number of parameters; or the
-            first layer, by index or name, of every stage but the first.
+            first layer of every stage but the first: by its name, or by the index or name of the
+            element or the sequence that begins with it.
+        elements: The names of the elements of the model; None if they are the layers.
 
     Returns:
         The indices of the layers, rising; the first is 0.
@@ -100,7 +139,7 @@ def split_points(layers: Layers, stages: int | Sequence[int | str]) -> list[int]
         ConfigError: There is no such split.
     """
     if not isinstance(stages, int):
-        return _explicit(layers, stages)
+        return _explicit(list(layers), stages, list(elements or layers))
     if isinstance(stages, bool) or not 1 <= stages <= len(layers):
         raise ConfigError(
             f"stages must be from 1 to the number of layers, {len(layers)}, not {stages}"
@@ -126,17 +165,20 @@ def listed_points(stages: object) -> list[int | str]:
     return list(stages)
 
 
-def _explicit(layers: Layers, stages: Sequence[int | str]) -> list[int]:
+def _explicit(names: list[str], stages: Sequence[int | str], elements: Sequence[str]) -> list[int]:
     """Return the indices of the split points that the user gave."""
-    names = list(layers)
     points = [0]
     for point in listed_points(stages):
-        if isinstance(point, str) and point not in layers:
+        name = point
+        if isinstance(point, int):
+            name = elements[point] if 0 < point < len(elements) else ""
+        inside = [i for i, each in enumerate(names) if f"{each}.".startswith(f"{name}.")]
+        if not inside and isinstance(point, str):
             raise ConfigError(f"no layer is called {point!r}; the layers are {', '.join(names)}")
-        index = names.index(point) if isinstance(point, str) else point
-        if not points[-1] < index < len(layers):
+        index = inside[0] if inside else 0
+        if index <= points[-1]:
             raise ConfigError(
-                f"split points must rise and lie between 1 and {len(layers) - 1}, "
+                f"split points must rise and lie between 1 and {len(elements) - 1}, "
                 f"found {list(stages)}"
             )
         points.append(index)

@@ -294,9 +294,7 @@ def _sequence(spec: StageSpec) -> StageProgram:
     """
     sources, targets = _neighbours(spec.plan, spec.stage)
     count = len(sources)
-    # named_children would leave out a layer that stands in the sequence a second time.
-    layers = spec.layers._modules.items()
-    names = [name for name, layer in layers if layer is not None and name != LOSS_LAYER]
+    names = spec.plan.layers[spec.stage]
     entered = Slot(0) if count == 1 else tuple(map(Slot, range(count)))
     steps = tuple(
         Step(

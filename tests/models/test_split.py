@@ -8,6 +8,7 @@ from torch import nn
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.models.split import (
     balanced,
+    elements_of,
     is_sequence,
     layers_of,
     split_points,
@@ -17,7 +18,7 @@ from pipedream_rt.schedules.placement import Tie
 
 
 def layers(count=5):
-    return layers_of([nn.Linear(2, 2) for _ in range(count)])
+    return layers_of(elements_of([nn.Linear(2, 2) for _ in range(count)]))
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.data())
@@ -43,9 +44,9 @@ def test_names_of_a_sequential_are_kept():
     model = nn.Sequential()
     model.add_module("first", nn.Linear(1, 1))
     model.add_module("second", nn.Linear(1, 1))
-    assert list(layers_of(model)) == ["first", "second"]
-    assert split_points(layers_of(model), ["second"]) == [0, 1]
-    assert list(layers_of(nn.ModuleList([nn.ReLU(), nn.ReLU()]))) == ["0", "1"]
+    assert list(elements_of(model)) == ["first", "second"]
+    assert split_points(elements_of(model), ["second"]) == [0, 1]
+    assert list(elements_of(nn.ModuleList([nn.ReLU(), nn.ReLU()]))) == ["0", "1"]
 
 
 def test_explicit_points():
@@ -74,11 +75,11 @@ def test_impossible_splits_are_refused(stages, words):
 
 def test_other_models_are_refused():
     with pytest.raises(ConfigError, match=r"the model is a Linear; .*nn.Sequential"):
-        layers_of(nn.Linear(1, 1))
+        elements_of(nn.Linear(1, 1))
     with pytest.raises(ConfigError, match="no layers"):
-        layers_of([])
+        elements_of([])
     with pytest.raises(ConfigError, match="layer 1 is a int"):
-        layers_of([nn.ReLU(), 3])
+        elements_of([nn.ReLU(), 3])
 
 
 class Residual(nn.Sequential):
@@ -108,14 +109,65 @@ def test_what_a_cut_would_lose_is_refused():
     hooked.register_forward_hook(lambda *_: None)
     hooked.register_buffer("scale", None)
     with pytest.raises(ConfigError, match="has parameters or buffers and hooks of its own"):
-        layers_of(hooked)
+        elements_of(hooked)
 
 
 def test_a_layer_may_stand_there_twice():
     relu = nn.ReLU()
-    assert list(layers_of(nn.Sequential(nn.Linear(1, 1), relu, nn.Linear(1, 1), relu))) == list(
-        "0123"
-    )
+    twice = elements_of(nn.Sequential(nn.Linear(1, 1), relu, nn.Linear(1, 1), relu))
+    assert list(layers_of(twice)) == list("0123")
+
+
+class Body(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+
+
+class Frozen(Body):
+    def train(self, mode=True):
+        return super().train(False)
+
+
+def hooked():
+    made = Body()
+    made.register_forward_hook(lambda *_: None)
+    return made
+
+
+def with_own(name):
+    made = Body()
+    setattr(made, name, lambda x: x)
+    return made
+
+
+def test_sequences_in_a_sequence_are_opened():
+    elements = elements_of([Body(), nn.Linear(2, 2), nn.Sequential(nn.Tanh())])
+    assert list(layers_of(elements)) == ["0.0", "0.1.0", "0.1.1", "1", "2.0"]
+    assert list(layers_of(elements, {"0"})) == ["0", "1", "2.0"]
+
+
+@pytest.mark.parametrize(
+    "made",
+    [Frozen(), hooked(), with_own("forward"), with_own("train"), Residual(nn.ReLU()),
+     nn.Sequential(), Listed([nn.ReLU()])],
+)  # fmt: skip
+def test_what_would_be_missed_when_it_is_opened_stays_whole(made):
+    assert list(layers_of({"0": made})) == ["0"]
+
+
+def test_points_in_sequences():
+    elements = elements_of([nn.ReLU(), Body(), nn.Linear(2, 2)])
+    opened, names = layers_of(elements), list(elements)
+    assert list(opened) == ["0", "1.0", "1.1.0", "1.1.1", "2"]
+    # A number is the place in the model, as in model[1]; a name may be that of a sequence.
+    assert split_points(opened, [1, 2], names) == [0, 1, 4]
+    assert split_points(opened, ["1", "1.1", "1.1.1", 2], names) == [0, 1, 2, 3, 4]
+    assert split_points(opened, 3, names) == [0, 2, 3]
+    for wrong in ([3], [-1], ["1", "1.0"], ["1.1", 1]):
+        with pytest.raises(ConfigError, match="must rise"):
+            split_points(opened, wrong, names)
+    with pytest.raises(ConfigError, match=r"no layer is called '1.2'"):
+        split_points(opened, ["1.2"], names)
 
 
 def test_weights_of_several_stages_are_tied_to_the_first_of_them():

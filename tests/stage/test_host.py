@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.deadlines import LATEST_S
+from support.stages import with_layers
 from torch import nn
 
 from pipedream_rt.errors import MessageTimeout, PeerLost, PipelineClosed, TransportError
@@ -104,7 +105,7 @@ def start(layer=None, stage=0, plan=ONE, settings=None, trace_spans=0, **changes
         stage=stage,
         layers=module,
         loss_fn=F.mse_loss if stage in plan.exits else None,
-        plan=plan,
+        plan=with_layers(plan, stage, module),
         seed=0,
         on_nan="raise",
         trace_spans=trace_spans,

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from support import diamond
 from support.models import mlp, regression
 from support.oracle import assert_same, layer_seed, oracle
+from support.stages import with_layers
 from torch import nn
 
 from pipedream_rt.errors import MessageTimeout, PipelineClosed, ScheduleError, VersionError
@@ -70,7 +71,7 @@ class Worker:
                     stage=index,
                     layers=module,
                     loss_fn=loss_fn if index in plan.exits else None,
-                    plan=plan,
+                    plan=with_layers(plan, index, module),
                     seed=0,
                     on_nan="raise",
                 )

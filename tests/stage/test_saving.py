@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.models import Recomputes
 from support.oracle import assert_same
+from support.stages import with_layers
 from torch import nn
 
 from pipedream_rt.checkpoint import read_stage
@@ -103,7 +104,14 @@ class Run:
         torch.manual_seed(0)
         module = nn.Sequential(*(layers() if made is None else made))
         self.stage = Stage(
-            StageSpec(stage=0, layers=module, loss_fn=None, plan=plan, seed=3, on_nan="raise")
+            StageSpec(
+                stage=0,
+                layers=module,
+                loss_fn=None,
+                plan=with_layers(plan, 0, module),
+                seed=3,
+                on_nan="raise",
+            )
         )
         if optimizer is not None:
             groups = (GroupSpec(names=tuple(n for n, _ in module.named_parameters())),)

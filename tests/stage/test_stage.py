@@ -25,6 +25,7 @@ from support.models import (
     regression,
 )
 from support.oracle import assert_same, layer_seed, oracle
+from support.stages import with_layers
 from torch import nn
 
 from pipedream_rt.errors import ConfigError, NonFiniteLoss, ScheduleError, VersionError
@@ -65,7 +66,14 @@ def a_stage(
     for number, layer in enumerate(layers, first):
         module.add_module(str(number), layer)
     stage = Stage(
-        StageSpec(stage=index, layers=module, loss_fn=loss_fn, plan=plan, seed=seed, on_nan=on_nan)
+        StageSpec(
+            stage=index,
+            layers=module,
+            loss_fn=loss_fn,
+            plan=with_layers(plan, index, module),
+            seed=seed,
+            on_nan=on_nan,
+        )
     )
     if optimizer is not None:
         cls, kwargs = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer

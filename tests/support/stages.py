@@ -1,5 +1,7 @@
 """Stages by themselves, made of a job, for tests without a process or a thread."""
 
+import dataclasses
+
 import cloudpickle
 
 from pipedream_rt.job.job import prepare
@@ -9,6 +11,13 @@ from pipedream_rt.stage.optimizer import GroupSpec, OptimizerSpec
 from pipedream_rt.stage.stage import Stage
 
 from .pinned import grouped
+
+
+def with_layers(plan, stage, module):
+    """The plan of a stage that is made by hand, which is told what its layers are called."""
+    layers = [()] * plan.num_stages
+    layers[stage] = tuple(module._modules)
+    return dataclasses.replace(plan, layers=tuple(layers))
 
 
 def specs_of(model, **options):

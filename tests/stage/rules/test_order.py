@@ -3,6 +3,7 @@
 import dataclasses
 
 from support.rules import context
+from support.stages import with_layers
 from torch import nn
 
 from pipedream_rt import Clip, LossScale
@@ -25,9 +26,9 @@ EVERYTHING = (Averaging(0.9), Clip(norm=1.0), Correcting((DelayCompensation(),))
 
 
 def test_a_plain_stage_has_none():
-    plan = plan_named("async-1f1b", num_stages=2)
-    assert names(plan) == []
     module = nn.Sequential(nn.Linear(1, 1))
+    plan = with_layers(plan_named("async-1f1b", num_stages=2), 0, module)
+    assert names(plan) == []
     spec = StageSpec(stage=0, layers=module, loss_fn=None, plan=plan, seed=0, on_nan="raise")
     stage = Stage(spec)
     phases = ("_losses", "_roots", "_adjusts", "_ends", "_collects", "_changes", "_afters")
