@@ -58,7 +58,7 @@ from pipedream_rt.job.requirements import (
     require_count,
     require_instance,
 )
-from pipedream_rt.job.splitting import Stages
+from pipedream_rt.job.splitting import Stages, may_open
 from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.lifecycle import Life
 from pipedream_rt.messages.message import CommandName
@@ -194,7 +194,7 @@ class Pipeline:
             recovery=recovery,
             observe=observe,
         )
-        unsplit = UnsplitModel(model, loss_fn)
+        unsplit = UnsplitModel(model, loss_fn, opens=may_open(stages, example))
         options, self._why = with_stages_chosen(unsplit, resolved(given))
         warm_up(unsplit, options)
         job = prepare(unsplit, options, options.workers == "serial" or starts_here(options.workers))

@@ -26,7 +26,7 @@ from pipedream_rt.job.given_optimizer import (
     grouped_names,
     state_by_name,
 )
-from pipedream_rt.job.notices import LeftOut, about_choice, about_plan
+from pipedream_rt.job.notices import LeftOut, about_balance, about_choice, about_plan
 from pipedream_rt.job.options import SPANS_KEPT, Options
 from pipedream_rt.job.rules import compiling, correcting, recomputing, rule_options, scale_of
 from pipedream_rt.job.script_values import ScriptValues
@@ -186,7 +186,10 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
         changes_modes=any(map(changes_modes, parts)),
         settings=settings,
         chosen=about_choice(plan, corrections, left_out, kind) if kind else "",
-        notices=about_plan(plan, left_out) if kind else [],
+        notices=[
+            *(about_plan(plan, left_out) if kind else ()),
+            *(about_balance(model, split.layers) if isinstance(options.stages, int) else ()),
+        ],
     )
 
 

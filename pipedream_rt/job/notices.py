@@ -16,9 +16,13 @@ from pipedream_rt.corrections import Correction
 from pipedream_rt.corrections.advice import samples_taken
 from pipedream_rt.job.cutting import micro_batch_sizes
 from pipedream_rt.job.defaults import ASYNCHRONOUS, time_of_flush
+from pipedream_rt.job.unsplit_model import UnsplitModel, inside_of_layers, module_named
 from pipedream_rt.schedules import Plan
 from pipedream_rt.schedules.recipes import RECIPES
 from pipedream_rt.torch_private import BatchNorm
+
+_HEAVY = 1.5
+"""How many times its share of the parameters a stage has where a layer is said to be too large."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +107,45 @@ def _about_flushes(plan: Plan) -> list[str]:
         f"{plan.name} with micro_batches=1, as nothing else was given: the bits are those of plain "
         f"PyTorch, and no two workers compute at once. With micro_batches={2 * plan.workers} they "
         "do; the gradients of the micro-batches are then added up, which is rounded otherwise"
+    ]
+
+
+def about_balance(model: UnsplitModel, layers: Sequence[Sequence[str]]) -> list[str]:
+    """Return what is said where one layer holds most of a model that was cut by parameters.
+
+    Args:
+        model: The model.
+        layers: By stage, the names of its layers.
+    """
+    if len(layers) == 1:
+        return []
+    sizes = {
+        name: sum(p.numel() for p in layer.parameters())
+        for of_stage in layers
+        for name in of_stage
+        if (layer := module_named(model.whole, name)) is not None
+    }
+    name = max(sizes, key=lambda each: sizes[each], default="")
+    share = sizes.get(name, 0) / max(1, sum(sizes.values()))
+    if share * len(layers) < _HEAVY or share <= 0.5:
+        return []
+    layer = module_named(model.whole, name)
+    inside = [each for each, _ in layer.named_children()] if layer is not None else []
+    given = model.given
+    if isinstance(given, nn.Sequential) and model.sequence is not None and inside_of_layers(given):
+        what = "With example=, a mini-batch as the loader yields it, it is cut inside"
+    elif len(inside) > 1 and model.sequence is None:
+        what = f'stages=["{name}.{inside[-1]}"] would begin a stage inside of it'
+    elif len(inside) > 1:
+        what = "Give what is in it as layers of the sequence, or the whole as one nn.Module"
+    else:
+        what = (
+            "It cannot be cut. Where it takes little time, as an embedding does, "
+            'stages="auto" cuts by measured times; else fewer stages would be as fast'
+        )
+    return [
+        f"layer {name}, a {type(layer).__name__}, holds {share:.0%} of the parameters, so its "
+        f"stage has most of the work. {what}"
     ]
 
 

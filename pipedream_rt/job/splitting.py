@@ -37,6 +37,12 @@ Stages: TypeAlias = int | Sequence[int | str]
 """The number of stages; or the first layer of every stage but the first, by index or by name."""
 
 
+def may_open(stages: Stages, example: Any) -> bool:
+    """Whether layers of a sequence may be cut inside: not where all stages begin at elements."""
+    inside = isinstance(stages, int | str) or any("." in str(each) for each in stages)
+    return example is not None and inside
+
+
 class Split(NamedTuple):
     """A model split into stages.
 

@@ -18,6 +18,7 @@ from pipedream_rt.models import (
     LayerSpec,
     dumps,
     elements_of,
+    find_layers,
     is_sequence,
     layers_of,
     loads,
@@ -42,6 +43,8 @@ class UnsplitModel:
     Args:
         model: A module or a list of modules.
         loss_fn: The loss function, whose parameters are trained too if it is a module.
+        opens: Whether a layer of a sequence that holds most of it may be cut inside, by a recorded
+            forward of the whole.
 
     Attributes:
         given: The model as it was given.
@@ -56,7 +59,12 @@ class UnsplitModel:
         ConfigError: The model is neither, or something of it would be another thing on stages.
     """
 
-    def __init__(self, model: nn.Module | Iterable[nn.Module], loss_fn: object = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module | Iterable[nn.Module],
+        loss_fn: object = None,
+        opens: bool = False,
+    ) -> None:
         self.given: Any = model
         self.sequence: Layers | None = None
         self.elements: list[str] = []
@@ -64,7 +72,10 @@ class UnsplitModel:
         if isinstance(model, Iterable) and not isinstance(model, nn.Module):
             self.given = list(model)  # it may be read once alone
             model = self._with_specs(self.given)
-        if isinstance(model, nn.Module) and not is_sequence(model):
+        if isinstance(model, nn.Module) and (
+            not is_sequence(model)
+            or (opens and isinstance(model, nn.Sequential) and inside_of_layers(model))
+        ):
             self.whole = model
         else:
             elements = elements_of(model)
@@ -218,6 +229,15 @@ class UnsplitModel:
         own = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
         loss.load_state_dict(own)
         return loss
+
+
+def inside_of_layers(model: nn.Sequential) -> list[str]:
+    """Return the names of layers at which a recorded forward could cut inside those of a sequence.
+
+    There are none unless a layer holds most of the sequence, and has lists of modules.
+    """
+    layers = layers_of(elements_of(model))
+    return [name for name in find_layers(model) if name not in layers]
 
 
 def parameter_names(model: UnsplitModel, parts: Sequence[nn.Module]) -> list[str]:

@@ -23,6 +23,7 @@ from torch import nn
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.models.program import Held, Program, Step, found, slots_in
+from pipedream_rt.models.split import has_hooks
 from pipedream_rt.schedules import COORDINATOR
 from pipedream_rt.schedules.edges import Address
 
@@ -308,7 +309,9 @@ def find_layers(model: nn.Module, points: Sequence[str] = ()) -> dict[str, nn.Mo
 
     These are the elements of the lists of modules that the model has (``nn.ModuleList``,
     ``nn.Sequential``, ``nn.ModuleDict``), and the modules beside the lists. What stays whole does
-    not depend on the number of stages, so the random numbers that layers draw do not either.
+    not depend on the number of stages, so the random numbers that layers draw do not either. An
+    element that holds most of the model is taken apart where it has lists itself, as a backbone
+    before a head.
 
     Args:
         model: The model.
@@ -317,6 +320,7 @@ def find_layers(model: nn.Module, points: Sequence[str] = ()) -> dict[str, nn.Mo
     """
     whole = set(getattr(model, "_no_split_modules", None) or ())
     opened = {part for point in points for part in _parents(point)}
+    half = sum(p.numel() for p in model.parameters()) / 2
     layers: dict[str, nn.Module] = {}
     seen: set[int] = set()
 
@@ -326,7 +330,10 @@ def find_layers(model: nn.Module, points: Sequence[str] = ()) -> dict[str, nn.Mo
         seen.add(id(module))
         pure = type(module) in _LISTS
         lists = pure or any(isinstance(each, _LISTS) for each in module.modules())
-        stays = type(module).__name__ in whole or in_list or not lists
+        called_as_whole = has_hooks(module) or module._compiled_call_impl is not None
+        small = sum(p.numel() for p in module.parameters()) <= half
+        stays = type(module).__name__ in whole or not lists
+        stays |= in_list and (small or called_as_whole or hasattr(module, "_orig_mod"))
         if name and name not in opened and stays and not pure:
             layers[name] = module
             return

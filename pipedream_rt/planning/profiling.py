@@ -107,7 +107,7 @@ def profile(
             "the optimizer must be a pair of a class and its arguments, or an optimizer of torch, "
             f"not {optimizer!r}"
         )
-    unsplit, example = UnsplitModel(model, loss_fn), example_of(batch)
+    unsplit, example = UnsplitModel(model, loss_fn, opens=True), example_of(batch)
     if any(t.is_meta for t in (*unsplit.whole.parameters(), *unsplit.whole.buffers())):
         raise ConfigError(
             "the model has layers without values here (LayerSpec, without_values), which cannot be "

@@ -67,7 +67,7 @@ def copies_of(job: Job, state: Mapping[str, Any] | None) -> Copies:
         )
     hooks = {n: gradient_hooks(p) for n, p in job.model.parameters.items()}
     given, loss, hooks = loads(dumps((given, loss, hooks))[0])
-    model = UnsplitModel(given, loss)
+    model = UnsplitModel(given, loss, opens=job.model.sequence is None)
     for each in model.modules.values():
         own_buffers(each)
     for name, (before, after) in hooks.items():  # which no pickle has
