@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from textwrap import fill
 from typing import Any
 
 from pipedream_rt.corrections import Correction
-from pipedream_rt.observe.summary import bytes_text, table
+from pipedream_rt.observe.summary import WIDTH, bytes_text, table
 from pipedream_rt.schedules import Plan
 from pipedream_rt.transport.shared import SMALLEST
 
@@ -72,7 +73,13 @@ def explain(
     lines += _of_memory(workers, places)
     if endpoints:
         lines.append(endpoints)
-    return "\n".join([*lines, table(rows), *([verified] if verified else [])])
+    return "\n".join([*_filled(lines), table(rows, WIDTH), *_filled([verified])])
+
+
+def _filled(texts: Sequence[str]) -> list[str]:
+    """Return texts in lines that fit a terminal."""
+    lines = "\n".join(texts).splitlines()
+    return [fill(line, WIDTH, subsequent_indent="  ") for line in lines]
 
 
 def _of_memory(workers: Sequence[str], places: Sequence[str]) -> list[str]:

@@ -232,9 +232,21 @@ class Lines(str):
         return f"<pre>{escape(self)}</pre>"
 
 
-def table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Return rows of texts with their columns aligned."""
+WIDTH = 80
+"""The columns of a terminal for which text is made that a run says by itself."""
+
+
+def table(rows: Sequence[tuple[str, ...]], width: int | None = None) -> str:
+    """Return rows of texts with their columns aligned.
+
+    Columns that go beyond a width follow below, as a table that begins with the first column too.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    ends = [sum(widths[: n + 1]) + 2 * n for n in range(len(widths))]
+    if width is not None and ends[-1] > width and len(widths) > 2:
+        fit = max(2, sum(end <= width for end in ends))
+        below = [(row[0], *row[fit:]) for row in rows]
+        return f"{table([row[:fit] for row in rows])}\n{table(below, width)}"
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows

@@ -20,6 +20,7 @@ from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.planning.cuts import cuts_of
 from pipedream_rt.planning.explanation import partition_text
 from pipedream_rt.planning.machines import Machines, Worker
+from pipedream_rt.planning.partition import Partition
 from pipedream_rt.planning.planner import partitions
 from pipedream_rt.planning.profiling import first_micro_batch, hash_of, optimizer_choice, profile
 from pipedream_rt.schedules.recipes import RECIPES
@@ -111,6 +112,7 @@ def choose_stages(model: UnsplitModel, options: Options, workers: Sequence[int])
     key = f"{of_model}-{schedule}-{micro_batches}-{_span(workers)}{'-r' * replicas}"
     kept = None if options.kept is None else options.kept.path / PLAN_FILE
     if kept is not None and (found := _read(kept)) is not None and found.key == key:
+        _log.info("the stages that %s has:\n%s", kept, found.why)
         return found
     with _threads(options.threads):
         item = (batch.args, batch.kwargs, batch.target)
@@ -118,26 +120,40 @@ def choose_stages(model: UnsplitModel, options: Options, workers: Sequence[int])
             model.given, item, loss_fn=loss_fn, optimizer=made, autocast=training.autocast
         )
     machines = Machines(workers=(Worker(),) * workers[-1], latency_within=HOP_S)
+    cuts, costed = cuts_of(measured, branches=False), _COSTED[schedule]
     best = partitions(
-        cuts_of(measured, branches=False),
+        cuts,
         machines,
-        choices=[_COSTED[schedule]],
+        choices=[costed],
         per_update=micro_batches,
         replicas=None if replicas else 1,
         workers=workers,
+    )[0]
+    alone = partitions(
+        cuts, machines, choices=[costed], per_update=micro_batches, replicas=1, workers=[1]
     )[0]
     chosen = Chosen(
         key=key,
         stages=[stage.layers[0] for stage in best.stages[1:]],
         slack=[stage.slack * (schedule in _SLACK) for stage in best.stages[:-1]],
         replicas=[len(stage.workers) for stage in best.stages],
-        why=partition_text(best),
+        why=f"{partition_text(best)}\n{_expected(best, alone)}",
     )
     _log.info("the stages that were chosen:\n%s", chosen.why)
     if kept is not None:
         kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_file(kept, (json.dumps(asdict(chosen), indent=1) + "\n").encode())
     return chosen
+
+
+def _expected(best: Partition, alone: Partition) -> str:
+    """Return what a partition is expected to give, beside one process."""
+    if best.workers == 1:
+        return "one process was chosen: with these times, no cut would make the run faster"
+    return (
+        f"expected: {best.throughput / alone.throughput:.2f} times as fast as one process, where "
+        f"each of the {best.workers} workers has a core"
+    )
 
 
 def _may_replicate(model: UnsplitModel, options: Options) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.observe.summary import Lines, bytes_text, seconds_text, table
+from pipedream_rt.observe.summary import WIDTH, Lines, bytes_text, seconds_text, table
 from pipedream_rt.planning.cuts import Cuts
 from pipedream_rt.planning.machines import MOST_WORKERS, Machines, Worker
 from pipedream_rt.planning.partition import Partition, PlannedStage
@@ -68,7 +68,7 @@ def partition_text(partition: Partition) -> str:
     )
     edges = ", ".join(f"{edge}: codec" for edge in partition.codecs(None))
     coded = [f"the codec pays, as Layout(codecs={{{edges}}})"] if edges else []
-    return "\n".join([head, table(rows), *coded])
+    return "\n".join([head, table(rows, WIDTH), *coded])
 
 
 def partition_html(partition: Partition) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import logging
 import os
 import statistics
 import subprocess
@@ -51,6 +52,8 @@ from pipedream_rt.software import processor
 from pipedream_rt.stage.seeds import kept_generator_state
 from pipedream_rt.stage.spec import LossFunction, has_own_loss, own_loss
 
+_log = logging.getLogger(__name__)
+
 Optimizer = tuple[type[torch.optim.Optimizer], Mapping[str, Any]]
 """The class of an optimizer, and its arguments."""
 
@@ -92,8 +95,7 @@ def profile(
         warm_up: How often everything is done before.
 
     Raises:
-        ConfigError: The model cannot be cut, the batch is none, a number is out of range, or the
-            machine is too busy for times that mean something.
+        ConfigError: The model cannot be cut, the batch is none, or a number is out of range.
     """
     if type(repeats) is not int or type(warm_up) is not int or repeats < 1 or warm_up < 0:
         raise ConfigError(
@@ -123,7 +125,8 @@ def profile(
     meter = _Meter(unsplit.whole, loss_fn, made, repeats, warm_up)
     with _left_as_it_was(unsplit.whole, loss_fn):
         layers = list(meter.measure(parts, inputs, target, autocast))
-    refuse_unsettled(layers)
+    for text in about_unsettled(layers):
+        _log.warning("%s", text)
     edges = {
         (source, number): size
         for number, taken in enumerate(meter.taken)
@@ -255,9 +258,14 @@ def hash_of(
 
 
 def _now(device: torch.device) -> float:
-    """Return the time, in seconds, once a device has done what it was given."""
+    """Return the time, in seconds, once a device has done what it was given.
+
+    On the CPU it is the time of the processor, which does not depend on who else uses the machine.
+    """
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+    elif torch.get_num_threads() == 1:  # autograd computes in the thread that has called it
+        return time.thread_time()
     return time.perf_counter()
 
 
@@ -346,7 +354,8 @@ def timed_until_settled(
 ) -> list[tuple[float, float, float]]:
     """Return the times of a layer, as `_Part.timed` takes them, so many that they tell its time.
 
-    Other processes that use the machine make some of them longer; then more are taken.
+    Other processes that use the machine make some of them longer; then more are taken, and if these
+    do not agree either, the shorter half of all is the best guess.
 
     Args:
         timed: Takes them once.
@@ -357,27 +366,24 @@ def timed_until_settled(
         times += [timed() for _ in range(repeats)]
         totals = [forward + both for forward, _, both in times]
         if spread_of(totals) <= max(_SETTLED * statistics.median(totals), _SETTLED_S):
-            break
-    return times
+            return times
+    return sorted(times, key=lambda each: each[0] + each[2])[: len(times) // 2]
 
 
-def refuse_unsettled(layers: Sequence[LayerCosts]) -> None:
-    """Refuse a profile whose times say too little of what layers cost.
-
-    Raises:
-        ConfigError: More than a fifth of the time of all layers is unknown.
-    """
+def about_unsettled(layers: Sequence[LayerCosts]) -> list[str]:
+    """Return what is said of times of which more than a fifth is unknown."""
     whole = sum(each.forward + each.backward_input + each.backward_weight for each in layers)
     unknown = sum(layer.spread for layer in layers)
-    if unknown > max(_UNKNOWN * whole, _SETTLED_S * len(layers)):
-        worst = max(layers, key=lambda layer: layer.spread)
-        raise ConfigError(
-            f"the layers take {1e3 * whole:.3g} ms, and the times measured differ by "
-            f"{1e3 * unknown:.3g} ms, most of all those of {worst.name} (by "
-            f"{1e3 * worst.spread:.3g} ms): too much to say where to cut. Other processes may be "
-            "using the machine, so measure again when it is quiet; or name the first layer of each "
-            "stage but the first, as stages=[2, 4]"
-        )
+    if unknown <= max(_UNKNOWN * whole, _SETTLED_S * len(layers)):
+        return []
+    worst = max(layers, key=lambda layer: layer.spread)
+    return [
+        f"the layers take about {1e3 * whole:.3g} ms, and their times differ by "
+        f"{1e3 * unknown:.3g} ms from measurement to measurement, most of all those of "
+        f"{worst.name}, by {1e3 * worst.spread:.3g} ms: others use the machine, or the layer "
+        "itself takes unequal times. The shortest times were taken; to be sure, measure again "
+        "when the machine is quiet"
+    ]
 
 
 class _Meter:

@@ -434,7 +434,6 @@ def test_a_trace_has_the_spans_of_devices_beside_those_of_the_host(tmp_path):
 
 
 def test_layers_are_measured_where_the_model_is(monkeypatch):
-    monkeypatch.setattr("pipedream_rt.planning.profiling.refuse_unsettled", lambda layers: None)
     model = net().to("standin:1")
     before = {key: value.clone() for key, value in model.state_dict().items()}
     found = profile(model, data_of(1)[0], loss_fn=F.cross_entropy, optimizer=ADAMW)

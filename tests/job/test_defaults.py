@@ -110,7 +110,6 @@ def test_a_pipeline_says_what_was_chosen(caplog):
 
 
 def test_stages_are_measured_for_the_schedule_that_is_chosen(monkeypatch, caplog):
-    monkeypatch.setattr("pipedream_rt.planning.profiling.refuse_unsettled", lambda layers: None)
     name, count, *_ = opened(MANY, caplog, stages="auto", workers="local", example=regression(1)[0])
     assert name == "1f1b"
     assert count % 4 == 0 or count == 1

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import re
 import statistics
 
 import pytest
@@ -16,9 +17,9 @@ from pipedream_rt.job.batches import batch_of
 from pipedream_rt.planning.cuts import cuts_of
 from pipedream_rt.planning.profile import LayerCosts
 from pipedream_rt.planning.profiling import (
+    about_unsettled,
     hash_of,
     optimizer_choice,
-    refuse_unsettled,
     spread_of,
     timed_until_settled,
 )
@@ -276,10 +277,10 @@ def test_times_are_taken_until_they_agree():
     assert statistics.median(total for total, *_ in found) == 1.0
     assert len(timed_until_settled(noisy(1e-6, 90e-6, 1e-6, 60e-6, 1e-6), 5)) == 5
     erratic = itertools.cycle([(0.001, 0.0, 0.0), (0.072, 0.0, 0.0)])
-    assert len(timed_until_settled(lambda: next(erratic), 5)) == 30
+    assert timed_until_settled(lambda: next(erratic), 5) == [(0.001, 0.0, 0.0)] * 15
 
 
-def test_a_profile_that_says_nothing_is_refused():
+def test_times_that_say_little_are_told_of():
     def layer(name, seconds, spread):
         zeros = dict.fromkeys(("backward_input", "backward_weight", "step"), 0.0)
         sizes = ("output", "parameter", "frozen", "saved", "optimizer")
@@ -287,11 +288,11 @@ def test_a_profile_that_says_nothing_is_refused():
             name=name, forward=seconds, spread=spread, **zeros, **{f"{s}_bytes": 0.0 for s in sizes}
         )
 
-    refuse_unsettled([layer("a", 0.010, 0.001), layer("b", 0.010, 0.002)])
-    refuse_unsettled([layer("a", 10e-6, 60e-6), layer("b", 10e-6, 90e-6)])
-    refuse_unsettled([layer("a", 1.0, 0.01), layer("b", 0.001, 0.1)])
-    with pytest.raises(ConfigError, match=r"0\.8 ms, .* differ by 72 ms, .* of a .*quiet"):
-        refuse_unsettled([layer("a", 0.0004, 0.072), layer("b", 0.0004, 0.0)])
+    assert not about_unsettled([layer("a", 0.010, 0.001), layer("b", 0.010, 0.002)])
+    assert not about_unsettled([layer("a", 10e-6, 60e-6), layer("b", 10e-6, 90e-6)])
+    assert not about_unsettled([layer("a", 1.0, 0.01), layer("b", 0.001, 0.1)])
+    (said,) = about_unsettled([layer("a", 0.0004, 0.072), layer("b", 0.0004, 0.0)])
+    assert re.search(r"0\.8 ms, .* differ by 72 ms .* of a, .*quiet", said)
 
 
 class Erratic(nn.Linear):
@@ -305,7 +306,7 @@ class Erratic(nn.Linear):
         return super().forward(x)
 
 
-def test_a_layer_whose_times_never_agree_is_named(clock):
+def test_of_times_that_never_agree_the_shorter_ones_are_taken(clock):
     model = nn.Sequential(nn.Linear(4, 4), Erratic(4, 4), nn.Linear(4, 4))
-    with pytest.raises(ConfigError, match="most of all those of 1 "):
-        profile(model, (torch.ones(2, 4), torch.ones(2, 4)), loss_fn=F.mse_loss)
+    found = profile(model, (torch.ones(2, 4), torch.ones(2, 4)), loss_fn=F.mse_loss)
+    assert found.layers[1].forward == 1.0
