@@ -33,8 +33,8 @@ def worker(arguments: tuple[str, ...]) -> None:
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("--nproc-per-node", "--nproc_per_node", envvar="PET_NPROC_PER_NODE", metavar="N",
               callback=lambda context, parameter, text: count_of(text),
-              help="Number of workers to start on each node; auto for one on each core. In a job "
-              "of several nodes 1 by default.")  # fmt: skip
+              help="Number of workers to start on each node; auto for one on each core. By default "
+              "the script starts one for each stage; in a job of several nodes, 1.")  # fmt: skip
 @options_of_nodes
 @click.option("--ray", "ray_nodes", type=click.IntRange(min=1), metavar="N",
               help="Have Ray place N nodes and restart them; one runs the script.")  # fmt: skip
@@ -101,8 +101,11 @@ def run(
         on_nodes = [script if module else os.path.abspath(script), *arguments]
         sys.exit(run_on_ray(ray_nodes, options, on_nodes, Deadline(wait), _say))
     job = membership(os.environ, asked)
-    if job is None and nproc_per_node is None:
-        raise click.UsageError("give --nproc-per-node, the number of workers to start here")
+    if job is None and nproc_per_node is None and threads > 1:
+        raise click.UsageError(
+            "--threads is for workers that are started here, so give --nproc-per-node too; or "
+            "threads= of Pipeline"
+        )
     if log_dir is not None:
         os.environ[LOG_DIR] = _folder(log_dir)  # for the workers that are started here
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
@@ -120,6 +123,9 @@ def run(
         **({VERIFY: "3"} if verify else {}),
     }
     command = [sys.executable, *(["-m", script] if module else [script]), *arguments]
+    if job is None and nproc_per_node is None:
+        # In this process, so that signals and exit codes are the script's own.
+        os.execve(sys.executable, command, {**os.environ, **settings})
     if job is None:
         code = run_here(command, count, threads, imports, settings, _say)
     else:

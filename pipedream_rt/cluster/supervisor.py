@@ -34,8 +34,10 @@ from pipedream_rt.cluster.environment import (
     LISTEN_FD,
     NPROC,
     NPROC_HERE,
+    RECORD,
     SECRET_FD,
     SUPERVISOR_FD,
+    TRACE,
     secret_pipe,
     tls_of_environment,
 )
@@ -290,7 +292,6 @@ def _run_script(
             command, env=environment, pass_fds=fds,
             preexec_fn=dies_with_parent(signal.SIGKILL),
         )  # fmt: skip
-        os.close(pipe)
 
         def forward(number: int, frame: FrameType | None) -> None:
             say(f"pipedream-rt: ending on {signal.Signals(number).name}")
@@ -310,7 +311,34 @@ def _run_script(
             raise
         finally:
             code = process.wait()
+            is_unused = _holds_something(pipe)
+            os.close(pipe)
+    if not code:
+        _say_of_nothing(settings, is_unused, say)
     return shell_code(code)
+
+
+def _holds_something(pipe: int) -> bool:
+    """Whether there is something in a pipe that nobody has read."""
+    os.set_blocking(pipe, False)
+    try:
+        return bool(os.read(pipe, 1))
+    except BlockingIOError:  # it is empty, and another process may still write
+        return False
+
+
+def _say_of_nothing(
+    settings: Mapping[str, str], is_unused: bool, say: Callable[[str], object]
+) -> None:
+    """Say which of what a script was started with it has made no use of."""
+    if is_unused:  # the first pipeline that wants the workers reads the secret with which they join
+        say(
+            f"pipedream-rt run: the script has used none of the {settings[NPROC]} workers: it has "
+            "made no Pipeline, or one with workers= of its own"
+        )
+    for name in (TRACE, RECORD):
+        if name in settings and not os.path.exists(settings[name]):
+            say(f"pipedream-rt run: the script has written nothing to {settings[name]}")
 
 
 def _serve_script(

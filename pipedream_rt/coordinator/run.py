@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pipedream_rt.cluster.base import Cluster, ClusterSpec, Fail
+from pipedream_rt.cluster.environment import NPROC, count_of_environment
 from pipedream_rt.cluster.fork_server import fork_server, installed_modules
 from pipedream_rt.cluster.launch import (
     Launcher,
@@ -42,7 +44,7 @@ from pipedream_rt.job.identity import (
     require_acceptable,
 )
 from pipedream_rt.job.job import Job
-from pipedream_rt.job.notices import about_cores, about_micro_batches
+from pipedream_rt.job.notices import about_cores, about_micro_batches, about_workers
 from pipedream_rt.job.options import SPANS_KEPT, Options
 from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.job.weighing import Weighing
@@ -223,6 +225,8 @@ def notices_of(job: Job) -> list[str]:
     options, said = job.options, list(job.notices)
     if (cores := cores_for(options.workers)) > 0:
         said += about_cores(job.crew.most, options.threads, cores)
+    if options.workers is None and NPROC in os.environ:
+        said += about_workers(job.crew.most, count_of_environment(NPROC))
     return said
 
 

@@ -43,11 +43,16 @@ class LeftOut:
 def about_choice(
     plan: Plan, corrections: Sequence[Correction], left_out: LeftOut, optimizer: type
 ) -> str:
-    """Return what was chosen for a run that trains, and what it costs; nothing if nothing was.
+    """Return what was chosen for a run that trains, and what it costs; "" if nothing was.
 
     In lines of 80 columns.
     """
-    if plan.workers == 1 or (plan.flushes and not left_out.schedule):
+    if plan.workers == 1:
+        return (
+            "one stage: one worker does everything, as one process would. stages=2 and more, or\n"
+            'stages="auto", cut the model'
+        )
+    if plan.flushes and not left_out.schedule:
         return ""
     k, stages = plan.per_update, plan.num_stages
     chosen = [
@@ -158,6 +163,16 @@ def about_cores(workers: int, threads: int, cores: int) -> list[str]:
         f"{workers} workers{of_each} share {cores} core{'s' * (cores > 1)} of this machine, so no "
         f"more than {max(1, cores // threads)} of them compute at a time; fewer stages would be as "
         "fast"
+    ]
+
+
+def about_workers(used: int, started: int) -> list[str]:
+    """Return what is said where more workers were started than the stages need."""
+    if started <= used:
+        return []
+    return [
+        f"{started} workers were started, and the stages use {used}: give Pipeline more stages, or "
+        f"--nproc-per-node {used}"
     ]
 
 

@@ -111,10 +111,30 @@ def test_run_starts_workers_for_one_pipeline_after_another(digest):
     assert err == ""
 
 
-def test_run_with_more_workers_than_stages_says_nothing_of_the_others(digest):
+def test_run_with_more_workers_than_stages_says_so(digest):
     out, err = output_of([*COMMAND, "run", "--nproc_per_node", 3, SCRIPT])
     assert digest_of(out) == digest
+    (line,) = err.splitlines()
+    assert line.startswith("3 workers were started, and the stages use 2")
+
+
+def test_run_without_a_number_of_workers_leaves_them_to_the_script(digest, tmp_path):
+    out, err = output_of([*COMMAND, "run", "--trace", tmp_path / "trace", SCRIPT])
+    assert digest_of(out) == digest
     assert err == ""
+    assert (tmp_path / "trace").stat().st_size
+    _, err = output_of([*COMMAND, "run", "--threads", 2, SCRIPT], code=2)
+    assert "give --nproc-per-node too" in err
+
+
+def test_a_script_that_makes_no_use_of_what_was_asked_for_is_told_of(tmp_path):
+    script = tmp_path / "plain.py"
+    script.write_text("print('hello')")
+    trace = tmp_path / "trace"
+    out, err = output_of([*COMMAND, "run", "--nproc-per-node", 2, "--trace", trace, script])
+    assert out == "hello\n"
+    assert "the script has used none of the 2 workers" in err
+    assert f"the script has written nothing to {trace}" in err
 
 
 def test_run_runs_a_module(digest, monkeypatch):

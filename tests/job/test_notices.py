@@ -1,5 +1,7 @@
 """What is said at the start of a run."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -7,11 +9,15 @@ from torch import nn
 from pipedream_rt.corrections import ErrorFeedback, Extrapolation
 from pipedream_rt.job.notices import (
     LeftOut,
+    about_balance,
     about_choice,
     about_cores,
     about_micro_batches,
     about_plan,
+    about_workers,
 )
+from pipedream_rt.job.unsplit_model import UnsplitModel
+from pipedream_rt.models import find_layers
 from pipedream_rt.schedules import plan_for
 
 NOTHING = LeftOut(schedule=False, micro_batches=False, corrections=False)
@@ -24,6 +30,44 @@ def plan(schedule="async-1f1b", per_update=None, stages=4, **options):
     return plan_for(schedule, num_stages=stages, per_update=per_update, **options)
 
 
+# -- the stages ----------------------------------------------------------------------------------
+
+
+class Backbone(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(30, 30) for _ in range(4))
+
+
+def heavy(model, stages, **options):
+    unsplit = UnsplitModel(model, **options)
+    bounds = [0, *range(1, stages), None]
+    names = list(unsplit.sequence or find_layers(unsplit.whole))
+    return about_balance(unsplit, [names[a:b] for a, b in itertools.pairwise(bounds)])
+
+
+def test_a_layer_that_holds_most_of_a_model_is_named_with_what_would_cut_it():
+    backbone = nn.Sequential(Backbone(), nn.Linear(30, 2))
+    (said,) = heavy(backbone, 2)
+    assert said.startswith("layer 0, a Backbone, holds 98% of the parameters")
+    assert "With example=" in said
+    assert heavy(backbone, 2, opens=True) == []
+    (said,) = heavy(nn.Sequential(nn.Embedding(1000, 8), nn.Linear(8, 8), nn.Linear(8, 8)), 3)
+    assert "layer 0, a Embedding, holds 98%" in said
+    assert "It cannot be cut." in said
+    whole = nn.Sequential(nn.Linear(4, 4), nn.TransformerEncoderLayer(8, 2))
+    (said,) = heavy(whole, 2)
+    assert "Give what is in it as layers" in said
+    assert heavy(nn.Sequential(*backbone[0].blocks), 4) == []
+    assert heavy(backbone, 1) == []
+
+
+def test_workers_that_nobody_uses_are_told_of():
+    assert about_workers(2, 2) == []
+    (said,) = about_workers(2, 3)
+    assert said.startswith("3 workers were started, and the stages use 2")
+
+
 # -- the schedule -------------------------------------------------------------------------------
 
 
@@ -34,7 +78,7 @@ def test_what_was_chosen_is_said_in_lines_of_eighty_columns():
             named = made.flushes and not left_out.schedule  # which says all by itself
             assert said.startswith("chosen: ") or (named and not said)
             assert all(len(line) <= 80 for line in said.splitlines())
-    assert about_choice(plan(stages=1), CORRECTED, ALL, torch.optim.AdamW) == ""
+    assert about_choice(plan(stages=1), CORRECTED, ALL, torch.optim.AdamW).startswith("one stage:")
     assert about_choice(plan(), CORRECTED, NOTHING, torch.optim.AdamW) == ""
 
 
