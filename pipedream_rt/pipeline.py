@@ -20,7 +20,7 @@ from pipedream_rt.cluster.base import Reference
 from pipedream_rt.cluster.environment import VERIFY, count_of_environment
 from pipedream_rt.cluster.launch import starts_here
 from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
-from pipedream_rt.coordinator.epochs import say_if_not_drawn
+from pipedream_rt.coordinator.epochs import Epoch, say_if_not_drawn
 from pipedream_rt.coordinator.explanation import explain
 from pipedream_rt.coordinator.familiar import ADVICE, copies_of, require_cpu
 from pipedream_rt.coordinator.fingerprints import Fingerprint
@@ -102,9 +102,10 @@ class Pipeline:
             first item is taken: a model that is no sequence of layers is run on it once, to find
             out what passes between its layers. Later mini-batches may have other shapes.
         loss_fn: A function ``(output, target) -> scalar tensor`` that returns a mean over samples,
-            or over what ``weigh`` counts; it runs on the last stage. If it is an ``nn.Module``, its
-            parameters are trained with the model's, see `loss_module`. None for inference alone, or
-            if the model computes its loss itself and returns it as ``loss``.
+            or over what ``weigh`` counts; it runs on the last stage. A dict that has it under
+            ``"loss"`` may have parts of it too, which are told in ``result.metrics``. If it is an
+            ``nn.Module``, its parameters are trained with the model's, see `loss_module`. None for
+            inference alone, or if the model computes its loss itself and returns it as ``loss``.
         optimizer: A pair ``(class, dict of arguments)``; the same with rules for parameter groups,
             ``(class, dict, [("*.bias", {"weight_decay": 0.0})])``, of which each has a pattern of
             names, or a function of name and parameter; or an optimizer over the model's parameters,
@@ -226,8 +227,13 @@ class Pipeline:
     # -- training -------------------------------------------------------------------------------
 
     def train_epoch(
-        self, loader: Iterable[Any], *, prepare: Prepare | None = None, progress: bool = False
-    ) -> Generator[StepResult, None, None]:
+        self,
+        loader: Iterable[Any],
+        *,
+        prepare: Prepare | None = None,
+        metrics: Mapping[str, Metric] | None = None,
+        progress: bool = False,
+    ) -> Epoch:
         """Train on every mini-batch of a loader, keeping the pipe full.
 
         In asynchronous schedules the pipe is not drained at the end; the next epoch follows on.
@@ -244,10 +250,14 @@ class Pipeline:
                 on timing.
             prepare: A function that makes one of these of an item, where the loader yields
                 something else.
+            metrics: Functions of output and target that return a number, by name, as in `evaluate`.
+                They see what the loss sees, in training mode, and what they say of a mini-batch is
+                in its result: ``result.metrics["accuracy"]``.
             progress: Whether to show a bar, on standard error or in the notebook.
 
         Yields:
-            The result of each mini-batch, in order; all of them before the iteration ends.
+            The result of each mini-batch, in order; all of them before the iteration ends. ``len``
+            of what is returned is that of the loader, where it has one.
 
         Raises:
             ConfigError: Another epoch is under way, or what the script does around the loop would
@@ -259,17 +269,24 @@ class Pipeline:
         """
         self._group.life.check()
         begun: list[bool] = []
-        results = self._results_of(loader, prepare, progress, begun)
-        weakref.finalize(results, say_if_not_drawn, begun).atexit = False
-        return results
+        results = self._results_of(loader, prepare, metrics, progress, begun)
+        epoch = Epoch(results, loader)
+        weakref.finalize(epoch, say_if_not_drawn, begun).atexit = False
+        return epoch
 
     def _results_of(
-        self, loader: Iterable[Any], prepare: Prepare | None, progress: bool, begun: list[bool]
+        self,
+        loader: Iterable[Any],
+        prepare: Prepare | None,
+        metrics: Mapping[str, Metric] | None,
+        progress: bool,
+        begun: list[bool],
     ) -> Generator[StepResult, None, None]:
         """Train, and yield the results; see `train_epoch`. Put something into a list at first."""
         begun.append(True)
         with ShorterTracebacks():
-            results = self._epochs.train(loader, self._run_state.mini_batch_was_fed, prepare)
+            fed = self._run_state.mini_batch_was_fed
+            results = self._epochs.train(loader, fed, prepare, metrics)
             if progress:
                 from pipedream_rt.observers.progress import count_of, loss_words, with_bar
 
@@ -677,6 +694,34 @@ class Pipeline:
             require_count("keep", keep)
         root = None if folder is None else Path(folder).absolute()
         return self._run_state.save(root, keep, extra)
+
+    def keep_best(
+        self, path: str | os.PathLike[str], value: float, *, highest: bool = False
+    ) -> bool:
+        """Write the weights of now into one file, if a value is the best so far. Flushes if so.
+
+        For the weights that generalise best, and for stopping early::
+
+            pipe.keep_best("best.safetensors", pipe.evaluate(validation))
+
+        Args:
+            path: A file of safetensors with the keys of the unsplit model, which is replaced. A run
+                that goes on from a checkpoint goes on with the value in it.
+            value: A number, such as the loss of an evaluation. NaN is never the best.
+            highest: Whether the highest value is the best, as of an accuracy.
+
+        Returns:
+            Whether it was the best, and the file was written.
+
+        Raises:
+            CheckpointError: It cannot be written. The pipeline goes on.
+        """
+        require_choice("highest", highest, (True, False))
+        if not hasattr(value, "__float__"):
+            raise ConfigError(
+                f"value must be a number, such as pipe.evaluate(loader), not {value!r}"
+            )
+        return self._run_state.keep_best(Path(path).absolute(), float(value), highest)
 
     def load(self, folder: str | os.PathLike[str], *, accept: Sequence[str] = ()) -> Manifest:
         """Go on from a checkpoint: weights, versions, optimizer state, its parameter groups, step.

@@ -173,8 +173,9 @@ _RESULT = schema.fields(
         "staleness": _COUNT,
         "busy_s": schema.list_of(_real),
         "fingerprint": schema.maybe(schema.line(256)),
+        "metrics": schema.mapping(schema.text(10_000), _real),
     },
-    optional=("fingerprint",),
+    optional=("fingerprint", "metrics"),
 )
 _VALUES = schema.mapping(lambda key: isinstance(key, str | int), schema.anything)
 _PARTS = {

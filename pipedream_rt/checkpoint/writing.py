@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -202,8 +202,10 @@ def _tensors_and_plain(steps: StepState) -> tuple[dict[str, Tensor], dict[str, A
     return tensors, plain
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write one file of tensors, and wait until it is on the disk.
+def write_tensors(
+    path: Path, tensors: dict[str, Tensor], said: Mapping[str, str] | None = None
+) -> None:
+    """Write one file of tensors, with texts about them, and wait until it is on the disk.
 
     It is written by another name first, because a recovery has the same file written once more
     while the coordinator may be reading this one.
@@ -215,7 +217,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     # safetensors knows no complex numbers of double precision: they are written as pairs.
     pairs = [key for key, tensor in tensors.items() if tensor.dtype is torch.complex128]
     tensors = {**tensors, **{key: torch.view_as_real(tensors[key]) for key in pairs}}
-    metadata = {"format": "pt"} | ({AS_PAIRS: json.dumps(pairs)} if pairs else {})
+    metadata = {"format": "pt", **(said or {})} | ({AS_PAIRS: json.dumps(pairs)} if pairs else {})
     try:
         save_file(tensors, part, metadata=metadata)
         sync(part)

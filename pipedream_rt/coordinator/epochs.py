@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
 from pipedream_rt.checkpoint import Manifest
@@ -13,6 +13,7 @@ from pipedream_rt.coordinator.loading import Loading, begin_epoch_at, between_ep
 from pipedream_rt.coordinator.results import PendingStep, StepResult
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.batches import Prepare, batch_of, require_loader
+from pipedream_rt.stage.evaluation import Metric, packed_metrics
 
 _log = logging.getLogger(__name__)
 
@@ -24,6 +25,39 @@ def say_if_not_drawn(begun: list[bool]) -> None:
             "train_epoch was called, and nothing was trained: it trains while one iterates over "
             "it, as in `for result in pipe.train_epoch(loader): ...`"
         )
+
+
+class Epoch(Generator[StepResult, None, None]):
+    """The results of an epoch, one after another; its length is that of its loader.
+
+    Args:
+        results: The results.
+        loader: The loader.
+    """
+
+    def __init__(self, results: Generator[StepResult, None, None], loader: object) -> None:
+        self._results, self._loader = results, loader
+
+    def __len__(self) -> int:
+        """Return how many mini-batches the loader has; TypeError if it does not know."""
+        length: int = len(self._loader)  # type: ignore[arg-type]
+        return length
+
+    def __bool__(self) -> bool:
+        """True, as of any generator, however long it is."""
+        return True
+
+    def send(self, value: None) -> StepResult:
+        """Return the next result."""
+        return self._results.send(value)
+
+    def throw(self, *error: Any) -> StepResult:
+        """Raise an error where the results are made."""
+        return self._results.throw(*error)
+
+    def close(self) -> None:
+        """Leave the epoch; what was injected is trained on all the same."""
+        self._results.close()
 
 
 class Epochs:
@@ -50,9 +84,10 @@ class Epochs:
         loader: Iterable[Any],
         injected: Callable[[], None],
         prepare: Prepare | None = None,
+        metrics: Mapping[str, Metric] | None = None,
     ) -> Generator[StepResult, None, None]:
         """Train on every mini-batch of a loader; see `Pipeline.train_epoch`."""
-        feeder = self._feeder
+        feeder, packed = self._feeder, packed_metrics(metrics or {})
         require_loader(loader, "train_epoch")
         if self._loading is not None:
             raise ConfigError(
@@ -67,7 +102,7 @@ class Epochs:
                     yield self._seen(items.pending.popleft().result())
                 if not items.fetched:
                     break
-                items.pending.append(feeder.inject(batch_of(items.fetched.pop(), prepare)))
+                items.pending.append(feeder.inject(batch_of(items.fetched.pop(), prepare), packed))
                 injected()
                 items.fetch()  # now, while the pipe computes, rather than after the result
             while items.pending:

@@ -26,6 +26,12 @@ _BY_ITSELF = (
 ADVICE: Mapping[str, str] = {
     **dict.fromkeys(("backward", "zero_grad", "training_step"), _BY_ITSELF),
     **dict.fromkeys(("fit", "train_step"), "for result in pipe.train_epoch(loader)"),
+    **dict.fromkeys(("train_batch", "forward_backward", "run"), _BY_ITSELF),
+    **dict.fromkeys(
+        ("forward_only", "eval_batch", "inference"),
+        "pipe(x) returns the output for one input, pipe.predict(loader) yields those of a loader, "
+        "and pipe.evaluate(loader) returns the mean loss",
+    ),
     **dict.fromkeys(("cuda", "xpu", "ipu", "mtia"), _CPU),
     **dict.fromkeys(("half", "bfloat16", "float", "double", "type"), _DTYPE),
     **dict.fromkeys(("requires_grad_", "apply", "share_memory", "to_empty", "add_module"), _BEFORE),

@@ -46,7 +46,12 @@ from pipedream_rt.models.settings import (
 from pipedream_rt.observe.spans import NOBODY, Recorder
 from pipedream_rt.observe.trace import INJECTED, LOSS_CAME
 from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind
-from pipedream_rt.stage.evaluation import Metric, packed_metrics, refuse_bad_metrics
+from pipedream_rt.stage.evaluation import (
+    Metric,
+    packed_metrics,
+    refuse_bad_metrics,
+    words_of_bad_metric,
+)
 from pipedream_rt.stage.fingerprint import total as combined
 from pipedream_rt.stage.loss_check import RANDOM, refuse_no_mean, rounding_of
 from pipedream_rt.stage.optimizer import Hyper
@@ -142,6 +147,7 @@ class Feeder:
         self.numbers = itertools.count(1)
         self.pending: deque[PendingStep] = deque()
         self._adds: bool | None = None
+        self._bad_metrics: set[str] = set()
         self.watch_first: Callable[[CutBatch, PendingStep], bool] | None = None
 
     @property
@@ -165,8 +171,10 @@ class Feeder:
 
     # -- training -------------------------------------------------------------------------------
 
-    def inject(self, batch: Batch | Accumulated) -> PendingStep:
+    def inject(self, batch: Batch | Accumulated, metrics: bytes = b"") -> PendingStep:
         """Feed one mini-batch, with the hyper-parameters that the optimizer has now.
+
+        With it go the metrics of its result, pickled.
 
         If as many mini-batches are on their way as there are credits, wait for the oldest first.
         """
@@ -195,7 +203,7 @@ class Feeder:
                 number = self.step * self._per_update + i
                 start = time.monotonic_ns()
                 marks = wants_mark and i == len(parts) - 1
-                target = _WHOLE._replace(share=shares[i], compared=compared.get(i, ()))
+                target = _OfTarget(shares[i], compared.get(i, ()), metrics)
                 self._feed(
                     Mode.TRAIN, number, part, target, hyper=hyper, given=given, fingerprint=marks
                 )
@@ -319,9 +327,17 @@ class Feeder:
                 source = self._loss_edge(number).source
                 self._record(LOSS_CAME, number, source, asked, time.monotonic_ns())
         pending.outcome = _result(pending, taken)
+        self._say_of_bad_metrics(taken)
         self.pending.popleft()
         for watch in self._watch:
             watch(pending.outcome)
+
+    def _say_of_bad_metrics(self, taken: Sequence[Loss]) -> None:
+        """Say once of each metric if it has said no number."""
+        for name, said in ((n, s) for loss in taken for n, s in loss.metrics.items()):
+            if isinstance(said, str) and name not in self._bad_metrics:
+                self._bad_metrics.add(name)
+                _log.warning("%s", words_of_bad_metric(name, said))
 
     def has_losses(self, pending: PendingStep) -> bool:
         """Whether the losses of a mini-batch have all arrived."""
@@ -379,9 +395,8 @@ class Feeder:
             )
         require_loader(loader, "evaluate")
         target = _OfTarget(metrics=packed_metrics(metrics or {}))
-        names = ["loss", *(metrics or {})]
         mode = Mode.EVALUATE_AND_KEEP if keep_buffers else Mode.EVALUATE
-        means = [WeighedMean() for _ in names]
+        means = {"loss": WeighedMean()}
         batches = (batch_of(item, prepare) for item in loader)
         clear, training = Samples(), self._group.training
         parts = (
@@ -394,13 +409,13 @@ class Feeder:
             closing(self._passed(mode, parts, version, number, target, stays)) as passed,
         ):
             for part, loss, _ in passed:
-                found = [math.nan if loss.loss is None else loss.loss, *loss.metrics]
-                refuse_bad_metrics(names[1:], loss.metrics)
-                for mean, value in zip(means, found, strict=True):
-                    mean.add(float(value), part.weight)
-        if not means[0].count:
+                refuse_bad_metrics(loss.metrics)
+                said = {"loss": math.nan if loss.loss is None else loss.loss, **loss.metrics}
+                for name, value in said.items():
+                    means.setdefault(name, WeighedMean()).add(float(value), part.weight)
+        if not means["loss"].count:
             raise ConfigError("the loader given to evaluate yielded nothing")
-        return {name: mean.value for name, mean in zip(names, means, strict=True)}
+        return {name: mean.value for name, mean in means.items()}
 
     @contextmanager
     def _buffers_of(self, number: int) -> Iterator[list[int]]:
@@ -529,6 +544,11 @@ def _result(pending: PendingStep, taken: list[Loss]) -> StepResult:
     weighed = [(loss, share) for loss, share in pairs if loss is not None and share]
     oldest = min(version for loss in taken for _, version, *_ in loss.trail)
     marks = [mark for *_, mark in taken[-1].trail]
+    metrics: dict[str, float] = {}
+    for loss, share in zip(taken, pending.shares, strict=True):
+        for name, value in loss.metrics.items() if share else ():
+            number = math.nan if isinstance(value, str) else value
+            metrics[name] = metrics.get(name, 0.0) + share * number
     return StepResult(
         step=pending.step,
         # The sum is taken in the order of the micro-batches, so that no timing can change its bits.
@@ -538,4 +558,5 @@ def _result(pending: PendingStep, taken: list[Loss]) -> StepResult:
         staleness=max(0, pending.step - oldest),
         busy_s=tuple(busy_ns / 1e9 for _, _, busy_ns, _ in taken[-1].trail),
         fingerprint=combined(marks) if all(marks) else None,
+        metrics=metrics,
     )

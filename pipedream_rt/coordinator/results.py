@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 
@@ -14,6 +15,9 @@ class StepResult:
         step: Number of the mini-batch, 0-based; its update makes weight version ``step + 1``.
         loss: Mean loss over the mini-batch: over its samples, or what else its micro-batches weigh.
         losses: Loss of each micro-batch, in order, without those that weigh nothing.
+        metrics: By name, what the metrics of `Pipeline.train_epoch` say, and the parts of a loss
+            that is a dict: means over the micro-batches, weighed as their losses are. NaN for a
+            metric that gave no number.
         versions: Weight version that the last micro-batch read, by stage.
         staleness: Number of updates between the oldest weight version that was read and the one
             that the gradient is applied to; 0 in schedules that flush.
@@ -30,6 +34,7 @@ class StepResult:
     staleness: int
     busy_s: tuple[float, ...]
     fingerprint: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def version(self) -> int:

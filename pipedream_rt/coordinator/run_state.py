@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
 
 from pipedream_rt.checkpoint import Manifest, checkpoints, newest_good, refuse_unsaveable, shapes
+from pipedream_rt.checkpoint.writing import write_tensors
 from pipedream_rt.coordinator.checkpointer import Checkpointer
 from pipedream_rt.coordinator.epochs import Epochs
 from pipedream_rt.coordinator.feed_log import Role
@@ -29,6 +32,19 @@ from pipedream_rt.schema import printable
 from pipedream_rt.stage.optimizer import set_hyper
 
 _log = logging.getLogger(__name__)
+
+
+_VALUE = "value"
+"""What the metadata of a file of `Pipeline.keep_best` call the value for which it was written."""
+
+
+def _value_in(path: Path) -> float | None:
+    """Return the value for which a file of weights was written; None if there is none."""
+    try:
+        with safe_open(path, "pt") as file:
+            return float((file.metadata() or {})[_VALUE])
+    except (OSError, SafetensorError, KeyError, ValueError):
+        return None
 
 
 class _Unusable(CheckpointError):
@@ -85,6 +101,7 @@ class RunState:
         self._with_groups = True  # whether a checkpoint's hyper-parameters are taken
         self.resumed: Manifest | None = None
         self.is_read = checkpointer.folder is not None
+        self._best: dict[Path, float] = {}
 
     # -- weights --------------------------------------------------------------------------------
 
@@ -100,6 +117,21 @@ class RunState:
         for part in self._group.of_stages(self._group.command(CommandName.STATE, version)):
             found.update(part)
         return found
+
+    def keep_best(self, path: Path, value: float, highest: bool) -> bool:
+        """Write the weights of now if a value is the best so far; see `Pipeline.keep_best`."""
+        best = self._best.get(path)
+        if best is None and self.resumed is not None:
+            best = _value_in(path)
+        sign = -1 if highest else 1
+        if not sign * value < (math.inf if best is None else sign * best):  # so also for NaN
+            return False
+        # safetensors refuses memory that two names share, as that of tied weights.
+        weights = {k: v.clone() for k, v in self.state_dict().items() if isinstance(v, Tensor)}
+        said = {_VALUE: repr(value), "step": str(self._feeder.step)}
+        write_tensors(path, weights, said)
+        self._best[path] = value
+        return True
 
     def fingerprint(self) -> Fingerprint:
         """Flush, and return the fingerprint of the state of now; see `Pipeline.fingerprint`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeAlias
@@ -92,7 +93,7 @@ def grouped_names(
     if not isinstance(argument, Sequence) or len(argument) not in (2, 3):
         raise ConfigError(
             "optimizer must be (class, dict of its arguments), the same with rules for groups, or "
-            f"a torch optimizer over the model's parameters, not {argument!r}"
+            f"a torch optimizer over the model's parameters, {_instead_of(argument)}"
         )
     optimizer_class, kwargs, rules = argument if len(argument) == 3 else (*argument, ())
     if not isinstance(kwargs, dict):
@@ -107,6 +108,18 @@ def grouped_names(
     prototype = [{"params": [placeholder()], **options} for _, options in parts]
     build_prototype(optimizer_class, prototype, (), kwargs)
     return Parts(optimizer_class, dict(kwargs), parts, {})
+
+
+def _instead_of(argument: Any) -> str:
+    """Return what to type in the place of an optimizer argument that is none."""
+    made: Any = argument
+    kwargs: dict[str, Any] = {}
+    if isinstance(made, functools.partial) and not made.args:
+        made, kwargs = made.func, made.keywords
+    if not (isinstance(made, type) and issubclass(made, torch.optim.Optimizer)):
+        return f"not {argument!r}"
+    given = ", ".join(f"{name!r}: {value!r}" for name, value in kwargs.items())
+    return f"as optimizer=({made.__name__}, {{{given}}}), not {argument!r}"
 
 
 def _by_rules(

@@ -228,7 +228,7 @@ class Target(Payload):
         compared: Where the loss of the whole mini-batch is to be compared with those of its
             micro-batches: how many of these have samples and come to this replica, and the number
             of samples in this one; else empty.
-        metrics: The pickled functions that are computed beside the loss of an evaluation.
+        metrics: The pickled functions that are computed beside the loss.
     """
 
     structure: Structure
@@ -259,14 +259,15 @@ class Loss(Payload):
     Attributes:
         loss: The loss without its weight; None for an empty micro-batch and in inference. Until the
             message leaves a worker with an accelerator, it may be a `Late` of ``devices``.
-        metrics: What the functions beside the loss returned, in an evaluation, or their errors.
+        metrics: By name, parts of the loss, and what the functions beside it returned, or their
+            errors.
         trail: For each stage, in rising order, what `MicroBatch.trail` has.
         structure: The structure of the output in inference; empty otherwise.
     """
 
     loss: Any  # float | None on every way
     trail: list[Passed]
-    metrics: list[float | str] = field(default_factory=list)
+    metrics: dict[str, float | str] = field(default_factory=dict)
     structure: Structure = field(default_factory=list)
 
 

@@ -18,7 +18,7 @@ from pipedream_rt.messages.message import PAYLOADS, Message, Payload
 from pipedream_rt.messages.pages import LARGE, want_large_pages
 from pipedream_rt.messages.tree import own
 
-FORMAT = 10
+FORMAT = 11
 """The first element of every message, by which a peer with another format is refused."""
 
 _NUMBERS = {cls: number for number, cls in enumerate(PAYLOADS)}

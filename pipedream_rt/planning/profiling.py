@@ -50,7 +50,7 @@ from pipedream_rt.planning.profile import LayerCosts, Profile
 from pipedream_rt.schedules import COORDINATOR
 from pipedream_rt.software import processor
 from pipedream_rt.stage.seeds import kept_generator_state
-from pipedream_rt.stage.spec import LossFunction, has_own_loss, own_loss
+from pipedream_rt.stage.spec import LossFunction, has_own_loss, own_loss, total_of
 
 _log = logging.getLogger(__name__)
 
@@ -440,7 +440,7 @@ class _Meter:
     def _loss(self, output: Any, target: Any) -> Any:
         """Return the loss, or the output if there is none."""
         if self._loss_fn is not None:
-            return self._loss_fn(output, target)
+            return total_of(self._loss_fn(output, target))[0]
         return own_loss(output, target) if has_own_loss(output) else output
 
     def _costs(self, part: _Part, output_bytes: float) -> LayerCosts:

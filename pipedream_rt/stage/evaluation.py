@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.messages.tree import Value, unflatten
 from pipedream_rt.models import dumps, loads
 from pipedream_rt.models.holders import Holder, Holders
 from pipedream_rt.models.modes import Modes
@@ -219,36 +220,37 @@ def packed_metrics(metrics: Mapping[str, Metric]) -> bytes:
 
 
 @functools.lru_cache(maxsize=1)
-def _unpacked(packed: bytes) -> list[tuple[Metric, list[Holder]]]:
-    """Return the metrics of an evaluation, whose passes all bring the same ones.
+def _unpacked(packed: bytes) -> list[tuple[str, Metric, list[Holder]]]:
+    """Return the metrics of an evaluation, or of an epoch, which all bring the same ones.
 
     With each comes what holds values that it reads, as they are before the first pass.
     """
     metrics: dict[str, Metric] = loads(packed)
     found = []
-    for metric in metrics.values():
+    for name, metric in metrics.items():
         holders = Holders()
         holders.walk([("the metric", metric)])
         for holder in holders.found.values():
             holder.look()
-        found.append((metric, list(holders.found.values())))
+        found.append((name, metric, list(holders.found.values())))
     return found
 
 
-def measured(packed: bytes, output: Any, target: Any) -> list[float | str]:
-    """Return what metrics say of a pass; of one that says no number, what is wrong with it.
+def measured(packed: bytes, output: Any, target: Value) -> dict[str, float | str]:
+    """Return what metrics say by name; of one that says no number, what is wrong with it.
 
     An error here does not end the run, as one in the loss does: nothing depends on a metric.
     """
-    said: list[float | str] = []
-    for metric, holders in _unpacked(packed) if packed else ():
+    said: dict[str, float | str] = {}
+    given = unflatten(target.structure, target.tensors) if packed else None
+    for name, metric, holders in _unpacked(packed) if packed else ():
         try:
-            found = float(metric(output, target))
+            found = float(metric(output, given))
         except Exception as error:  # the user's code
-            said.append(f"{type(error).__name__}: {error}")
+            said[name] = f"{type(error).__name__}: {error}"
             continue
         changed = [holder.called(key) for holder in holders for key, *_ in holder.changes()]
-        said.append(
+        said[name] = (
             f"it changes {changed[0]}, as to collect something, which the script would not see: "
             "evaluate() takes the mean over mini-batches, and predict() yields all outputs"
             if changed
@@ -257,14 +259,17 @@ def measured(packed: bytes, output: Any, target: Any) -> list[float | str]:
     return said
 
 
-def refuse_bad_metrics(names: Sequence[str], said: Sequence[float | str]) -> None:
+def refuse_bad_metrics(said: Mapping[str, float | str]) -> None:
     """Refuse a metric that said no number.
 
     Raises:
         ConfigError: A metric returned something else; the message has its name.
     """
-    for name, value in zip(names, said, strict=True):
+    for name, value in said.items():
         if isinstance(value, str):
-            raise ConfigError(
-                f'the metric "{name}" must return a number for an output and a target; {value}'
-            )
+            raise ConfigError(words_of_bad_metric(name, value))
+
+
+def words_of_bad_metric(name: str, said: str) -> str:
+    """Return what is told of a metric that said no number."""
+    return f'the metric "{name}" must return a number for an output and a target; {said}'

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -229,7 +229,7 @@ class Exchange:
         made: Sequence[Value] | float | Late | None,
         version: int,
         mark: str = "",
-        metrics: Sequence[float | str] = (),
+        metrics: Mapping[str, float | str] | None = None,
     ) -> None:
         """Send the output or the loss of a forward on every edge that the forward gives.
 
@@ -238,7 +238,7 @@ class Exchange:
             made: The values for the consumers, or the loss, as `Stage.forward` returns them.
             version: The weight version that the forward read.
             mark: What the stage adds to the trail; see `MicroBatch`.
-            metrics: What goes with the loss of an evaluation.
+            metrics: What goes with a loss.
         """
         head = inputs[0].payload
         assert isinstance(head, MicroBatch)
@@ -252,7 +252,8 @@ class Exchange:
             coded: list[Any] = []
             if edge.kind is EdgeKind.LOSS:
                 structure = [] if values is None else output.structure
-                payload = Loss(loss=number, trail=trail, metrics=list(metrics), structure=structure)
+                said = dict(metrics or {})
+                payload = Loss(loss=number, trail=trail, metrics=said, structure=structure)
             else:
                 turn = head.turns[self._plan.stage_of(edge.target)] if head.turns else head.turn
                 if self._coding is not None and head.mode is Mode.TRAIN:

@@ -59,6 +59,7 @@ class Flight:
         outputs: By consumer, where the backward begins for the tensors sent to it that require a
             gradient, without their values; on the stage that computes the loss, for the loss.
         unit: The gradient of the loss, which is one, on the stage that computes it.
+        said: By name, parts of the loss, and what metrics said, on that stage.
         split: The backward whose first half is done; None before that, and if there is nothing to
             derive.
     """
@@ -70,6 +71,7 @@ class Flight:
     entrances: list[Node] = field(default_factory=list)
     outputs: list[list[GradientEdge]] = field(default_factory=list)
     unit: Tensor | None = None
+    said: dict[str, float | str] = field(default_factory=dict)
     split: SplitBackward | None = None
 
     def enter(self, runner: Runner, inputs: Sequence[Value], program: int) -> dict[int, Any]:

@@ -388,10 +388,11 @@ class Loop:
                 head.program,
                 beside.compared,
                 head.given,
+                beside.metrics,
             )
         version = stage.version_of(micro_batch)
         mark = snapshot.fingerprint_of(stage, micro_batch) if head.fingerprint else ""
-        hosted.send_on(came.messages, made, version, mark)
+        hosted.send_on(came.messages, made, version, mark, stage.said_of(micro_batch))
         return version
 
     def _backward(self, hosted: Exchange, action: Action, came: _Came) -> None:
@@ -444,7 +445,7 @@ class Loop:
         number, program = head.micro_batch, head.program
         made: list[Value] | float | Late
         mark = ""
-        metrics: list[float | str] = []
+        metrics: dict[str, float | str] = {}
         with hosted.computing, stage.kept.read(head.version):
             stage.given.apply(head.given)
             if head.mode.evaluates:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.tree import flatten, unflatten
 from pipedream_rt.stage.seeds import kept_generator_state
+from pipedream_rt.stage.spec import LossFunction, total_of
 
 _log = logging.getLogger(__name__)
 
@@ -37,8 +38,6 @@ _NOT_COMPARED = (
     "right if the loss is a mean over samples, or over what weigh counts; Training(check_loss=0) "
     "leaves this out"
 )
-
-Loss: TypeAlias = Callable[[Any, Any], Tensor]
 
 _Flat: TypeAlias = tuple[Any, Sequence[Tensor]]
 
@@ -66,7 +65,7 @@ class LossCheck:
         loss: The loss function; a copy of it is called, which may keep something for itself.
     """
 
-    def __init__(self, loss: Loss) -> None:
+    def __init__(self, loss: LossFunction) -> None:
         self._loss = loss
         self._parts: list[_Part] = []
         self._seen = 0
@@ -152,7 +151,8 @@ class LossCheck:
         loss = copy.deepcopy(self._loss)
         if double and isinstance(loss, torch.nn.Module):
             loss = loss.double()
-        return loss(*given).detach().reshape(())
+        total: Tensor = total_of(loss(*given))[0]
+        return total.detach().reshape(())
 
 
 def rounding_of(dtype: torch.dtype) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pipedream_rt.devices import Late
-from pipedream_rt.messages.tree import Value, flatten, unflatten
+from pipedream_rt.messages.tree import Value, flatten
 from pipedream_rt.models.program import NONE_CARRIED
 from pipedream_rt.stage.evaluation import EvaluationBuffers, eval_mode, measured
 from pipedream_rt.stage.flight import outgoing
@@ -46,7 +46,7 @@ class Passes:
         metrics: bytes = b"",
         buffers: int = 0,
         keep_buffers: bool = False,
-    ) -> tuple[list[Value] | float | Late, list[float | str]]:
+    ) -> tuple[list[Value] | float | Late, dict[str, float | str]]:
         """Run a forward for `Pipeline.evaluate`: newest weights, eval mode, no gradient.
 
         It leaves the stage as it was, but for buffers that are to be kept.
@@ -61,8 +61,8 @@ class Passes:
             keep_buffers: Whether the stage's own buffers go on.
 
         Returns:
-            The value for each consumer; on the stage that computes the loss, the loss. And what the
-            metrics say.
+            The value for each consumer; on the stage that computes the loss, the loss. And what
+            parts of the loss are, and what the metrics say.
 
         Raises:
             ConfigError: The loss is no tensor with one element.
@@ -72,10 +72,10 @@ class Passes:
         with torch.no_grad(), mode, self._runner.casting():
             made = self._pass(f"evaluate {number}", inputs, program)
             if target is None:
-                return [outgoing(*flatten(value)) for value in made], []
-            loss = self._runner.device.number(self._runner.loss(made[0], target))
-            given = unflatten(target.structure, target.tensors) if metrics else None
-            return loss, measured(metrics, made[0], given)
+                return [outgoing(*flatten(value)) for value in made], {}
+            loss, parts = self._runner.loss(made[0], target)
+            said = {**parts, **measured(metrics, made[0], target)}
+            return self._runner.device.number(loss), said
 
     def infer(
         self,

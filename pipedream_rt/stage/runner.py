@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -29,7 +30,7 @@ from pipedream_rt.schedules.placement import LOSS_LAYER
 from pipedream_rt.stage.buffers import ForwardBuffers
 from pipedream_rt.stage.encoded import GraphCoding
 from pipedream_rt.stage.seeds import layer_seed
-from pipedream_rt.stage.spec import StageSpec
+from pipedream_rt.stage.spec import StageSpec, total_of
 
 
 class _Call(NamedTuple):
@@ -226,21 +227,27 @@ class Runner:
         """Seed torch's generator for the numbers that a layer, backward or optimizer may draw."""
         self.device.seed(layer_seed(self._seed, number, name))
 
-    def loss(self, output: Any, target: Value) -> Tensor:
-        """Compute the loss.
+    def loss(self, output: Any, target: Value) -> tuple[Tensor, dict[str, float]]:
+        """Compute the loss, and parts of it that are looked at alone.
 
         Raises:
-            ConfigError: It is no tensor with one element.
+            ConfigError: It is no tensor with one element, or a part is no number.
         """
         assert self.loss_fn is not None
-        loss = self.loss_fn(output, unflatten(target.structure, target.tensors))
+        loss, parts = total_of(self.loss_fn(output, unflatten(target.structure, target.tensors)))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            under = ' under "loss"' if parts else ""
             raise ConfigError(
-                f"loss_fn must return a tensor with one element, it returned {found}; "
+                f"loss_fn must return a tensor with one element{under}, it returned {found}; "
                 "reduce it, for instance with .mean()"
             )
-        return loss
+        try:
+            return loss, {str(n): float(torch.as_tensor(p).detach()) for n, p in parts.items()}
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f'the parts of a loss beside "loss" must be numbers: {error}'
+            ) from error
 
     def statistics(self) -> dict[str, Any]:
         """Return what codecs of the graph have counted."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -25,8 +25,16 @@ from pipedream_rt.stage.memory import give_free_memory_back
 from pipedream_rt.stage.parameters import GradientHook
 from pipedream_rt.stage.rules.base import RuleOption
 
-LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
-"""``loss_fn(output, target)`` returns the loss, a tensor with one element."""
+LossFunction: TypeAlias = Callable[[Any, Any], "Tensor | Mapping[str, Tensor]"]
+"""``loss_fn(output, target)`` returns the loss, a tensor with one element; or a dict that has it
+under ``"loss"``, and parts of it, to be looked at, under other names."""
+
+
+def total_of(loss: Any) -> tuple[Any, dict[str, Any]]:
+    """Return what is trained of what a loss function has returned, and what is looked at alone."""
+    if not isinstance(loss, Mapping):
+        return loss, {}
+    return loss.get("loss"), {name: part for name, part in loss.items() if name != "loss"}
 
 
 def own_loss(output: Any, target: Any) -> Tensor:

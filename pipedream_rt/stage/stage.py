@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -30,6 +30,7 @@ from pipedream_rt.models.shipping import loads
 from pipedream_rt.optimizers.stepping import step
 from pipedream_rt.schedules import EdgeKind, Kind
 from pipedream_rt.schedules.edges import Address
+from pipedream_rt.stage.evaluation import measured
 from pipedream_rt.stage.first_micro_batch import FirstMicroBatch
 from pipedream_rt.stage.flight import Flight
 from pipedream_rt.stage.given import GivenValues
@@ -164,6 +165,7 @@ class Stage:
         program: int = 0,
         compared: Sequence[int] = (),
         given: Sequence[Given] = (),
+        metrics: bytes = b"",
     ) -> list[Value] | float | Late | None:
         """Run the forward of one micro-batch with the weight version that the plan names.
 
@@ -178,6 +180,7 @@ class Stage:
             program: Number of the program to follow.
             compared: What is to be compared of losses; see `Target`.
             given: The values that the script has changed; see `MicroBatch`.
+            metrics: What is computed beside the loss, pickled; see `said_of`.
 
         Returns:
             The value for each consumer; on the stage that computes the loss, the loss without the
@@ -209,12 +212,14 @@ class Stage:
             runner.casting(),
         ):
             made = runner.train(program, values, micro_batch)
-            loss = None if target is None else runner.loss(made[0], target)
-        if loss is None:
+            if target is not None:
+                loss, parts = runner.loss(made[0], target)
+                with torch.no_grad():
+                    flight.said = {**parts, **measured(metrics, made[0], target)}
+        if target is None:
             return flight.leave(made)
         if compared:
             assert self._loss_check is not None
-            assert target is not None
             wanted = unflatten(target.structure, target.tensors)
             with self.weights.reading(micro_batch), runner.casting():
                 self._loss_check.look(made[0], wanted, share, *compared)
@@ -234,6 +239,10 @@ class Stage:
             weighted = change(micro_batch // self.plan.per_update, weighted)
         flight.end_in(weighted)
         return reported
+
+    def said_of(self, micro_batch: int) -> Mapping[str, float | str]:
+        """Return what goes with the loss of a micro-batch in flight: its parts, and metrics."""
+        return self._in_flight[micro_batch].said
 
     def _read_by(self, micro_batch: int) -> tuple[int, int, int]:
         """Return what tells apart the weights that micro-batches of a mini-batch read."""

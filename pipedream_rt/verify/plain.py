@@ -31,7 +31,7 @@ from pipedream_rt.schedules.placement import LOSS_LAYER
 from pipedream_rt.stage.optimizer import Hyper, set_hyper
 from pipedream_rt.stage.rules.clipping import Clip
 from pipedream_rt.stage.seeds import layer_seed
-from pipedream_rt.stage.spec import LossFunction, own_loss
+from pipedream_rt.stage.spec import LossFunction, own_loss, total_of
 from pipedream_rt.verify.apart import drawn
 from pipedream_rt.verify.compare import Place, Seen
 
@@ -259,7 +259,7 @@ class PlainTraining:
                     output = self._forward(given)
                 with self._casting():
                     assert self._loss is not None
-                    loss = self._loss(output, target)
+                    loss = total_of(self._loss(output, target))[0]
                 tap.at = None
                 seen[Place(step, number, "loss")] = loss.item()
                 if share:
@@ -291,7 +291,7 @@ class PlainTraining:
         before = drawn()
         with torch.no_grad(), self._casting():
             assert self._loss is not None
-            loss = self._loss(self._forward(given), target).item()
+            loss: float = total_of(self._loss(self._forward(given), target))[0].item()
         return loss if drawn() == before else None
 
     def losses_of(self, cut: CutBatch) -> tuple[float, float] | None:

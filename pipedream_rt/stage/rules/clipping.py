@@ -6,7 +6,7 @@ The norm of the model's gradients comes with the totals (`totals.py`).
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ class Clip(RuleOption):
         ConfigError: A value makes no sense, or both or neither of ``norm`` and ``value`` are given.
     """
 
-    norm: float | None = None
+    norm: float | None = field(default=None, kw_only=False)
     value: float | None = None
     over: Literal["model", "stage"] = "model"
     norm_type: float = 2.0
