@@ -1,11 +1,12 @@
-"""What a pipeline says once, when it has seen how long its stages take."""
+"""What a pipeline says once, when it has seen how long its stages take, and how long the whole."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from pipedream_rt.coordinator.results import StepResult
-from pipedream_rt.observe.balance import about_balance
+from pipedream_rt.observe.balance import about_balance, about_size
 from pipedream_rt.schedules import Plan
 
 _FROM, _UPDATES, _BUSY_S = 3, 10, 1.0
@@ -42,3 +43,42 @@ class Balance:
         say, self._say = self._say, None
         for text in about_balance(self._plan, busy):
             say(text)
+
+
+_WAITED = 0.5
+"""The share of the time for which the script waits for results, where the pipe sets the pace."""
+
+
+class Size:
+    """Says once, where the pipe sets the pace, that one process would be as fast.
+
+    Args:
+        plan: The plan.
+        waited: Returns the seconds for which the script has waited for results so far.
+        say: Called with the sentence.
+    """
+
+    def __init__(
+        self, plan: Plan, waited: Callable[[], float], say: Callable[[str], object]
+    ) -> None:
+        self._plan, self._waited = plan, waited
+        self._say: Callable[[str], object] | None = say
+        self._first: tuple[StepResult, float, float] | None = None
+
+    def __call__(self, result: StepResult) -> None:
+        """Look at the result of a mini-batch, which come in order."""
+        if self._say is None or result.step < _FROM:
+            return
+        now, waited = time.monotonic(), self._waited()
+        if self._first is None:
+            self._first = (result, now, waited)
+            return
+        first, then, before = self._first
+        count, seconds = result.step - first.step, now - then
+        if count < _UPDATES or seconds < _BUSY_S:
+            return
+        say, self._say = self._say, None
+        if waited - before > _WAITED * seconds:  # else the loader or the loop does
+            busy = [b - a for a, b in zip(first.busy_s, result.busy_s, strict=True)]
+            for text in about_size(self._plan, busy, seconds, count * self._plan.per_update):
+                say(text)

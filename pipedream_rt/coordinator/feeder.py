@@ -103,6 +103,7 @@ class Feeder:
         passes: Number of micro-batches fed so far for evaluation and inference.
         numbers: The numbers of what stages keep between the passes of a generation or evaluation.
         pending: The mini-batches on their way, oldest first.
+        waited_s: The seconds for which the script has waited for results.
         watch_first: Called with each mini-batch that was injected, and what it became, as long as
             it returns True; None for nobody.
     """
@@ -146,6 +147,7 @@ class Feeder:
         self.step = self.passes = 0
         self.numbers = itertools.count(1)
         self.pending: deque[PendingStep] = deque()
+        self.waited_s = 0.0
         self._adds: bool | None = None
         self._bad_metrics: set[str] = set()
         self.watch_first: Callable[[CutBatch, PendingStep], bool] | None = None
@@ -326,6 +328,7 @@ class Feeder:
                 self._group.next_loss = number + 1
                 source = self._loss_edge(number).source
                 self._record(LOSS_CAME, number, source, asked, time.monotonic_ns())
+        self.waited_s += (time.monotonic_ns() - asked) / 1e9
         pending.outcome = _result(pending, taken)
         self._say_of_bad_metrics(taken)
         self.pending.popleft()

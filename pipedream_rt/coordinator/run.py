@@ -20,7 +20,7 @@ from pipedream_rt.cluster.launch import (
     numbers_of_workers,
     starts_here,
 )
-from pipedream_rt.coordinator.balance import Balance
+from pipedream_rt.coordinator.balance import Balance, Size
 from pipedream_rt.coordinator.checkpointer import Checkpointer
 from pipedream_rt.coordinator.epochs import Epochs
 from pipedream_rt.coordinator.feeder import Feeder
@@ -184,6 +184,10 @@ def attach(job: Job, group: WorkerGroup, telling: Telling | None) -> Run:
         watch=watch,
         injected=None if telling is None else telling.injected,
     )
+    if options.workers != "serial" and not job.plan.replicated:
+        # Replicas take turns, and a result has what one of them has computed.
+        say = functools.partial(_log.warning, "%s")
+        watch.append(Size(job.plan, lambda: feeder.waited_s, say))
     epochs = Epochs(feeder)
     references = References(lease, feeder, job.model, list(job.names))
     checkpointer = Checkpointer(group, kept)

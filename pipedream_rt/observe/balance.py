@@ -4,11 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pipedream_rt.observe.summary import seconds_text
 from pipedream_rt.schedules import Plan
 from pipedream_rt.schedules.edges import name_of
 
+_AS_FAST = 1.05
+"""How many times as fast as one process a run is at most that is said to be too small."""
+
 _LOST = 0.2
 """The share of the throughput from which on unequal stages are told of."""
+
+
+def speed_of(busy_s: Sequence[float], seconds: float) -> float:
+    """Return how many times as fast as one process stages were, which would compute all by itself.
+
+    Args:
+        busy_s: By stage, the seconds that it has computed; of all replicas.
+        seconds: How long that has taken.
+    """
+    return sum(busy_s) / seconds if seconds > 0 else 0.0
+
+
+def about_size(
+    plan: Plan, busy_s: Sequence[float], seconds: float, micro_batches: int
+) -> list[str]:
+    """Return what is said of a run that one process would do as fast.
+
+    Args:
+        plan: The plan.
+        busy_s: By stage, the seconds that it has computed; of all replicas.
+        seconds: How long that has taken.
+        micro_batches: Of how many micro-batches.
+    """
+    speed = speed_of(busy_s, seconds)
+    if plan.workers == 1 or not 0 < speed < _AS_FAST:
+        return []
+    each = seconds_text(sum(busy_s) / max(1, micro_batches))
+    # At least, since one process cuts nothing and sends nothing, which counts as computing here.
+    factor = f"at least {1 / speed:.1f} times as fast" if speed < 0.95 else "as fast"
+    return [
+        f"too small for {plan.workers} workers: all stages together compute {each} for a "
+        f"micro-batch, and the rest of the time goes into messages and waiting. One process would "
+        f"be {factor}. Larger mini-batches, fewer micro_batches, fewer stages or a larger model "
+        'change that; until then, workers="serial" computes the same bits in one process'
+    ]
 
 
 def about_balance(plan: Plan, busy_s: Sequence[float]) -> list[str]:

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from pipedream_rt.coordinator.balance import Balance, about_balance
+from pipedream_rt.coordinator import balance as balance_module
+from pipedream_rt.coordinator.balance import Balance, Size, about_balance, about_size
 from pipedream_rt.coordinator.results import StepResult
 from pipedream_rt.schedules import plan_for
 
@@ -71,3 +72,42 @@ def test_short_runs_are_not_judged():
     for step in range(200):
         balance(result(step, 0.0, step * 0.001))
     assert said == []
+
+
+# -- the whole ----------------------------------------------------------------------------------
+
+
+def test_what_one_process_would_do_as_fast_is_too_small():
+    assert about_size(plan(stages=2), [1.0, 0.9], 1.0, 100) == []
+    assert about_size(plan(stages=1), [0.1], 1.0, 100) == []
+    (said,) = about_size(plan(stages=2), [0.2, 0.3], 1.0, 100)
+    assert "too small for 2 workers: all stages together compute 5 ms for a micro-batch" in said
+    assert "One process would be at least 2.0 times as fast." in said
+    assert "One process would be as fast." in about_size(plan(stages=2), [0.5, 0.5], 1.0, 9)[0]
+
+
+class Time:
+    now = 0.0
+
+    @classmethod
+    def monotonic(cls):
+        return cls.now
+
+
+def size_told(monkeypatch, busy, waited, steps=40):
+    """What is told of a run in which each update takes 0.1 s."""
+    monkeypatch.setattr(balance_module, "time", Time)
+    said = []
+    size = Size(plan(stages=2), lambda: waited * Time.now, said.append)
+    for step in range(steps):
+        Time.now = 0.1 * step
+        size(result(step, busy * Time.now, busy * Time.now))
+    return said
+
+
+def test_it_is_told_once_where_the_pipe_sets_the_pace(monkeypatch):
+    (said,) = size_told(monkeypatch, 0.25, 0.9)
+    assert "at least 2.0 times as fast" in said
+    assert size_told(monkeypatch, 0.25, 0.9, steps=12) == []  # not long enough
+    assert size_told(monkeypatch, 0.25, 0.3) == []  # the loader does
+    assert size_told(monkeypatch, 0.8, 0.9) == []

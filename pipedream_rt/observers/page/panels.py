@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import numpy as np
 from markupsafe import Markup
 
 from pipedream_rt.errors import PipelineError, TraceError
-from pipedream_rt.observe.balance import about_balance
+from pipedream_rt.observe.balance import about_balance, about_size, speed_of
 from pipedream_rt.observe.spans import NOBODY
 from pipedream_rt.observe.summary import (
     PERCENTILES,
@@ -150,6 +151,11 @@ def head_figures(record: RunRecord) -> dict[str, str]:
     if record.evaluations:
         values = record.evaluations[-1].values
         figures["evaluated"] = ", ".join(f"{k} {number_text(v)}" for k, v in values.items())
+    if record.trace is not None and record.plan is not None:
+        with suppress(TraceError):
+            summary = summarize(record.trace)
+            speed = speed_of([stage.busy for stage in summary.stages], summary.makespan)
+            figures["speed"] = f"{speed:.2f} times one process"
     if record.scripts > 1:
         figures["scripts"] = f"{record.scripts}, each but the first after a checkpoint"
     return figures
@@ -225,6 +231,11 @@ def _advice(record: RunRecord, plan: Plan, trace: Trace | None, live: bool) -> I
     try:
         summary = summarize(trace)
     except TraceError:
+        return
+    busy = [stage.busy for stage in summary.stages]
+    if small := about_size(plan, busy, summary.makespan, summary.micro_batches):
+        # What such a stage waits for is messages, however the script loads.
+        yield from () if "too small for" in said else small
         return
     for stage in summary.stages:
         share = stage.waits.get(COORDINATOR, 0.0) / max(summary.makespan, 1e-9)
