@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import platform
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -47,3 +48,18 @@ def processor() -> str:
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     name = names[0] if names else name
     return printable(f"{name} ({torch.backends.cpu.get_cpu_capability()})", 200)
+
+
+_GIT_S = 5.0
+
+
+def commit(folder: Path) -> str:
+    """Return the commit of git in a folder, with a plus where files differ from it; "" for none."""
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--abbrev=12"]
+    try:
+        done = subprocess.run(
+            [*command, "--exclude=*"], capture_output=True, text=True, timeout=_GIT_S, check=True
+        )
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return ""
+    return printable(done.stdout.strip(), 60)

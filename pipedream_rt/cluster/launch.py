@@ -188,6 +188,11 @@ def cores_for(workers: Workers) -> int:
     return len(os.sched_getaffinity(0)) if here else 0
 
 
+def workers_of_run(workers: Workers) -> int:
+    """Return how many workers `pipedream-rt run` has started for a script; 0 if none."""
+    return count_of_environment(NPROC, 0) if workers is None else 0
+
+
 _CHOOSING = timedelta(minutes=30)
 """How long other ranks of torchrun wait for rank 0 to choose; torchrun ends them if it fails."""
 

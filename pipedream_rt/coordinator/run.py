@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pipedream_rt.cluster.base import Cluster, ClusterSpec, Fail
-from pipedream_rt.cluster.environment import NPROC, count_of_environment
 from pipedream_rt.cluster.fork_server import fork_server, installed_modules
 from pipedream_rt.cluster.launch import (
     Launcher,
@@ -19,6 +17,7 @@ from pipedream_rt.cluster.launch import (
     leave_to_rank_0,
     numbers_of_workers,
     starts_here,
+    workers_of_run,
 )
 from pipedream_rt.coordinator.balance import Balance, Size
 from pipedream_rt.coordinator.checkpointer import Checkpointer
@@ -229,8 +228,7 @@ def notices_of(job: Job) -> list[str]:
     options, said = job.options, list(job.notices)
     if (cores := cores_for(options.workers)) > 0:
         said += about_cores(job.crew.most, options.threads, cores)
-    if options.workers is None and NPROC in os.environ:
-        said += about_workers(job.crew.most, count_of_environment(NPROC))
+    said += about_workers(job.crew.most, workers_of_run(options.workers))
     return said
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import shlex
 import socket
 import sys
 import time
@@ -40,7 +41,8 @@ from pipedream_rt.observers.events import (
     Warned,
 )
 from pipedream_rt.observers.record import RunRecord
-from pipedream_rt.software import processor, software
+from pipedream_rt.schema import printable
+from pipedream_rt.software import commit, processor, software
 
 _log = logging.getLogger(__name__)
 
@@ -113,8 +115,10 @@ class Telling:
                 settings=settings_of(options),
                 software={
                     "script": Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "",
+                    "command": printable(shlex.join(sys.argv), 500),
+                    "commit": commit(Path(sys.argv[0]).parent) if sys.argv else "",
                     "versions": software(),
-                    "processor": processor(),
+                    "processor": f"{processor()}, {len(os.sched_getaffinity(0))} cores",
                 },
                 pid=os.getpid(),
                 host=socket.gethostname(),

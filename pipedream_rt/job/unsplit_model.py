@@ -145,7 +145,7 @@ class UnsplitModel:
                     if key not in holder._modules:
                         holder.add_module(key, nn.Sequential())
                     holder = holder._modules[key]  # type: ignore[assignment]
-                holder.add_module(last, self.sequence[name])
+                holder.add_module(last, self.whole.get_submodule(name))
             return part
         wanted = {id(module_named(self.whole, name)) for name in names} - {id(None)}
         return _part_of(self.whole, "", wanted, set(names)) or nn.Module()

@@ -9,7 +9,7 @@ import pytest
 from support.recorded import begun, stepped, traced, whole_run
 
 from pipedream_rt import ConfigError
-from pipedream_rt.observers import Warned
+from pipedream_rt.observers import Ended, Warned
 from pipedream_rt.observers.page import panels as page_panels
 from pipedream_rt.observers.page.charts import Line, Mark, line_chart, number_text, tick_texts
 from pipedream_rt.observers.page.panels import panels, where_time_goes, workers_panel
@@ -55,8 +55,8 @@ def record_of(events):
 def test_a_whole_run_has_all_panels():
     names = [panel.name for panel in panels(record_of(whole_run()))]
     assert names == [
-        "head", "warnings", "loss", "loss-time", "rate", "throughput", "staleness", "busy",
-        "stages", "time", "bubble", "hops", "timeline", "plan", "recoveries", "checkpoints",
+        "head", "warnings", "loss", "evaluated-0", "loss-time", "rate", "throughput", "staleness",
+        "busy", "stages", "time", "bubble", "hops", "timeline", "plan", "recoveries", "checkpoints",
         "evaluations", "settings", "software",
     ]  # fmt: skip
 
@@ -236,3 +236,35 @@ def test_marks_are_named():
     chart = str(line_chart("title", [Line("one", [(0.0, 1.0), (2.0, 2.0)])], "x", marks))
     assert all(f"</svg>{name}</li>" in chart for name in ("recovery", "checkpoint", "evaluation"))
     assert "legend" not in str(line_chart("title", [Line("one", [(0.0, 1.0), (2.0, 2.0)])], "x"))
+
+
+def test_many_checkpoints_are_thinned_and_every_recovery_is_drawn():
+    line = Line("loss", [(float(n), 1.0 + n) for n in range(1000)])
+    marks = [Mark(float(n), kind, "") for n in range(1000) for kind in ("saved", "evaluated")]
+    marks += [Mark(float(n), "recovered", "") for n in range(100)]
+    drawn = str(line_chart("loss", [line], "mini-batch", marks))
+    assert drawn.count('class="mark recovered"') == 101  # and one in the legend
+    assert 30 < drawn.count('class="mark saved"') < 50
+    assert 30 < drawn.count('class="mark evaluated"') < 50
+    assert "loss 1000" not in drawn  # one line alone is named by the heading
+
+
+def test_the_legend_has_the_last_values():
+    lines = [Line(name, [(0.0, 1.0), (1.0, value), (2.0, math.nan)]) for name, value in
+             (("training", 0.25), ("evaluation", 0.5))]  # fmt: skip
+    drawn = str(line_chart("loss", lines, "mini-batch"))
+    assert "training 0.25<" in drawn
+    assert "evaluation 0.5<" in drawn
+
+
+def test_the_speed_over_one_process_is_told_and_that_a_run_is_too_small():
+    events = [begun(), *(stepped(i) for i in range(60))]  # of 0.1 s each stage computes 0.05
+    head, *rest = panels(record_of(events))
+    assert "1.50 times one process, at most" in str(head.body)
+    assert "too small" not in str(rest[0].body)
+    small = [begun(), *(stepped(i, busy=(0.02 * i,) * 3) for i in range(60))]
+    ended = Ended(time=1007.0, step=60, stages=(), trace=traced())
+    head, advice, *_ = panels(record_of([*small, ended]))
+    assert "0.60 times one process" in str(head.body)
+    assert "too small for 3 workers" in str(advice.body)
+    assert "num_workers" not in str(advice.body)

@@ -16,6 +16,9 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 14, 42
 _LETTER = 6.2
 """The width of a letter of a tick, at most, in units of the drawing."""
 
+_THINNED, _APART = ("saved", "evaluated"), 12
+"""The kinds of marks of which there may be many, and how far apart those are that are drawn."""
+
 _LOG_FROM = 100.0
 """How many times the least value the largest must be for a logarithmic axis."""
 
@@ -44,7 +47,7 @@ class Mark(NamedTuple):
 
     Attributes:
         at: The place.
-        kind: ``"recovered"`` or ``"saved"``.
+        kind: ``"recovered"``, ``"saved"`` or ``"evaluated"``.
         text: What happened, for the tooltip.
     """
 
@@ -135,7 +138,7 @@ def line_chart(
     for _, line in drawn:
         values += [y for pair in line.band for y in pair if math.isfinite(y)]
     y = _axis(values, _HEIGHT - _BOTTOM, _TOP, from_zero=from_zero, may_be_logarithmic=True)
-    shown = [mark for mark in marks if x.low <= mark.at <= x.high]
+    shown = list(_apart(x, [mark for mark in marks if x.low <= mark.at <= x.high]))
     if y.logarithmic:
         x_words = f"{x_words}; the vertical axis is logarithmic"
     parts = [
@@ -212,12 +215,23 @@ _SHAPES = {
 _NAMES = {"recovered": "recovery", "saved": "checkpoint", "evaluated": "evaluation"}
 
 
+def _apart(x: _Axis, marks: Sequence[Mark]) -> Iterator[Mark]:
+    """Yield marks, of those of a kind that lie too close to each other the first one alone."""
+    last: dict[str, float] = {}
+    for mark in sorted(marks, key=lambda each: each.at):
+        at = x.at(mark.at)
+        if mark.kind not in _THINNED or at - last.get(mark.kind, -math.inf) >= _APART:
+            last[mark.kind] = at
+            yield mark
+
+
 def _mark(x: _Axis, mark: Mark) -> str:
-    """Return a line from the top down, with a shape for its kind."""
+    """Return a shape for the kind of a mark, with a line down from it, or with a tick."""
     at = x.at(mark.at)
+    end = _TOP + 5 if mark.kind in _THINNED else _HEIGHT - _BOTTOM
     return (
         f'<g class="mark {mark.kind}"><title>{escape(mark.text)}</title>'
-        f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>'
+        f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{end}"/>'
         f'<path d="M{at:.1f},{_TOP - 9} {_SHAPES[mark.kind]}"/></g>'
     )
 
@@ -240,6 +254,12 @@ def _line(number: int, line: Line, x: _Axis, y: _Axis) -> Iterator[str]:
     yield f'<path class="line l{number % 8}" d="{d}"/>'
 
 
+def _last(line: Line) -> str:
+    """Return the last value of a line, as it stands behind its name; empty if it has none."""
+    values = [y for at, y in line.points if _is_drawn((at, y))]
+    return f" {number_text(values[-1])}" if values else ""
+
+
 def _legend(drawn: Sequence[tuple[int, Line]], marked: Collection[str]) -> Iterator[str]:
     """Yield the names of the lines, if there are several, and of the marks."""
     if len(drawn) < 2 and not marked:
@@ -248,7 +268,7 @@ def _legend(drawn: Sequence[tuple[int, Line]], marked: Collection[str]) -> Itera
     for i, line in drawn if len(drawn) > 1 else ():
         yield (
             f'<li><svg viewBox="0 0 28 8" aria-hidden="true"><path class="line l{i % 8}" '
-            f'd="M1,4H27"/></svg>{escape(line.name)}</li>'
+            f'd="M1,4H27"/></svg>{escape(line.name)}{_last(line)}</li>'
         )
     for kind in (kind for kind in _NAMES if kind in marked):
         yield (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -32,6 +31,7 @@ from pipedream_rt.observers.page.timeline import timelines
 from pipedream_rt.observers.record import Bucket, RunRecord
 from pipedream_rt.schedules import COORDINATOR, Kind, Plan
 from pipedream_rt.schedules.actions import OF_UPDATES
+from pipedream_rt.schema import printable
 from pipedream_rt.simulation.predict import predict, what_if
 
 _GAIN = 1.1
@@ -39,6 +39,12 @@ _GAIN = 1.1
 
 _HELD_UP = 0.2
 """The share of the time for which the first stage waits for the script, to tell of it."""
+
+_SMOOTHED, _SLOWLY = 40, 0.1
+"""The number of points from which on a smoothed line is drawn, and how far it goes to each."""
+
+_METRICS = 8
+"""The number of metrics of evaluations of which curves are drawn."""
 
 _RECENT_S = 60.0
 """The seconds over which the rate of now is measured."""
@@ -83,7 +89,7 @@ def panels(record: RunRecord, *, live: bool = False) -> list[Panel]:
         found.append(Panel("warnings", "What to look at", _list(texts, "warnings"), True))
     if chosen:
         found.append(Panel("chosen", "Said at the start", _list(chosen, "said"), True))
-    found += _curves(record, begun)
+    found += _curves(record, begun, live)
     found += _stages(record, begun, plan)
     if trace is not None:
         found += _of_trace(trace, live)
@@ -124,7 +130,7 @@ def _head(record: RunRecord, begun: Begun, plan: Plan) -> Markup:
     """Return the figures that are looked at first."""
     started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.first))
     words = f"{plan.name}, {plan.in_words}, {plan.per_update} micro-batches per update"
-    script = begun.software.get("script", "")
+    script = begun.software.get("command") or begun.software.get("script", "")
     return Markup("<p class=lead>{}</p><p>{}process {} on {}, begun {}.</p>{}").format(
         words,
         f"{script}, " if script else "",
@@ -151,14 +157,28 @@ def head_figures(record: RunRecord) -> dict[str, str]:
     if record.evaluations:
         values = record.evaluations[-1].values
         figures["evaluated"] = ", ".join(f"{k} {number_text(v)}" for k, v in values.items())
-    if record.trace is not None and record.plan is not None:
-        with suppress(TraceError):
-            summary = summarize(record.trace)
-            speed = speed_of([stage.busy for stage in summary.stages], summary.makespan)
-            figures["speed"] = f"{speed:.2f} times one process"
+    if (computed := _computed(record)) is not None:
+        figures["speed"] = f"{speed_of(*computed[:2]):.2f} times one process, at most"
     if record.scripts > 1:
         figures["scripts"] = f"{record.scripts}, each but the first after a checkpoint"
     return figures
+
+
+def _computed(record: RunRecord) -> tuple[list[float], float, int] | None:
+    """Return what each stage has computed in how many seconds, and of how many micro-batches.
+
+    None where that is not known: in one process, of replicas, and once other workers count from 0.
+    """
+    buckets, plan = list(record.steps), record.plan
+    settings = {} if record.begun is None else record.begun.settings
+    if len(buckets) < 2 or plan is None or plan.replicated or settings.get("workers") == "serial":
+        return None
+    first, last = buckets[0].last, buckets[-1].last
+    busy = [b - a for a, b in zip(first.busy_s, last.busy_s, strict=False)]
+    seconds, steps = last.time - first.time, last.step - first.step
+    if record.recovered or seconds <= 0 or min(busy, default=-1.0) < 0:
+        return None
+    return busy, seconds, steps * plan.per_update
 
 
 def _last(record: RunRecord) -> Bucket | None:
@@ -232,8 +252,8 @@ def _advice(record: RunRecord, plan: Plan, trace: Trace | None, live: bool) -> I
         summary = summarize(trace)
     except TraceError:
         return
-    busy = [stage.busy for stage in summary.stages]
-    if small := about_size(plan, busy, summary.makespan, summary.micro_batches):
+    computed = _computed(record)
+    if computed is not None and (small := about_size(plan, *computed)):
         # What such a stage waits for is messages, however the script loads.
         yield from () if "too small for" in said else small
         return
@@ -294,12 +314,20 @@ class _Curve(NamedTuple):
     note: str = ""
 
 
-def _curves(record: RunRecord, begun: Begun) -> Iterator[Panel]:
-    """Yield the curves over steps and over time."""
+def _says_something(line: Line, from_zero: bool) -> bool:
+    """Whether a line has values, and not only zeros where that is where its axis begins."""
+    values = [value for _, value in line.points if math.isfinite(value)]
+    return any(values) if from_zero else bool(values)
+
+
+def _curves(record: RunRecord, begun: Begun, live: bool) -> Iterator[Panel]:
+    """Yield the curves over steps and over time; while a run goes on also those that are empty."""
     by_step = _marks(record, lambda event: float(event.step))
     by_time = _marks(record, lambda event: event.time - record.first)
     for curve in _table_of_curves(record, len(begun.stages)):
         axis, marks = ("seconds", by_time) if curve.over_time else ("mini-batch", by_step)
+        if not (live or any(_says_something(line, curve.from_zero) for line in curve.lines)):
+            continue
         chart = line_chart(curve.words, curve.lines, axis, marks, from_zero=curve.from_zero)
         yield Panel(curve.name, curve.title, chart, note=curve.note)
 
@@ -324,11 +352,12 @@ def _table_of_curves(record: RunRecord, stages: int) -> list[_Curve]:
     return [
         _Curve(
             "loss", "Loss", "loss over mini-batches",
-            [Line("training", loss, band), Line("evaluation", evaluated)],
+            [Line("training", loss, band), Line("evaluation", evaluated), *_smoothed(loss)],
             note="Each point is the mean of neighbouring mini-batches, the band their range."
             if band
             else "",
         ),
+        *_evaluated(record),
         _Curve(
             "loss-time", "Loss over time", "loss over time", [Line("training", over_time)],
             over_time=True,
@@ -353,6 +382,29 @@ def _table_of_curves(record: RunRecord, stages: int) -> list[_Curve]:
             note="The share of the time in which each stage computes.",
         ),
     ]  # fmt: skip
+
+
+def _smoothed(points: Sequence[tuple[float, float]]) -> list[Line]:
+    """Return a line that follows many points slowly; none for few points."""
+    if len(points) < _SMOOTHED:
+        return []
+    found, mean = [], math.nan
+    for at, value in points:
+        if math.isfinite(value):
+            mean = value if math.isnan(mean) else mean + (value - mean) * _SLOWLY
+        found.append((at, mean))
+    return [Line("training, smoothed", found)]
+
+
+def _evaluated(record: RunRecord) -> Iterator[_Curve]:
+    """Yield a curve for each metric of evaluations."""
+    names = dict.fromkeys(n for e in record.evaluations for n in e.values if n != "loss")
+    for number, name in enumerate([*names][:_METRICS]):
+        points = [(float(e.step), e.values.get(name, math.nan)) for e in record.evaluations]
+        title = f"Evaluation: {printable(name, 40)}"
+        yield _Curve(
+            f"evaluated-{number}", title, f"{title} over mini-batches", [Line(name, points)]
+        )
 
 
 def _marks(record: RunRecord, place: Any) -> list[Mark]:
