@@ -67,7 +67,7 @@ def _cost_options(command: Any) -> Any:
               help="Updates to simulate.")  # fmt: skip
 @click.option("--credits", type=click.IntRange(min=1),
               help="Mini-batches that the coordinator injects ahead.")  # fmt: skip
-@click.option("--profile", type=click.Path(dir_okay=False),
+@click.option("--costs", "costs_file", type=click.Path(dir_okay=False),
               help="File of costs, as timeline --save-costs makes it.")  # fmt: skip
 @click.option("--from-trace", type=click.Path(dir_okay=False),
               help="Fit the costs, stages and micro-batches to a recorded trace.")  # fmt: skip
@@ -87,7 +87,7 @@ def simulate(
     replicas: int | tuple[int, ...],
     updates: int,
     credits: int | None,
-    profile: str | None,
+    costs_file: str | None,
     from_trace: str | None,
     replay: bool,
     compare: str | None,
@@ -104,7 +104,7 @@ def simulate(
     trace = None if from_trace is None else Trace.load(from_trace)
     if replay and trace is None:
         raise ConfigError("--replay needs --from-trace")
-    costs = _costs(profile, trace, given)
+    costs = _costs(costs_file, trace, given)
     numbers: dict[str, Any] = {
         "num_stages": stages or (trace.plan.num_stages if trace else 4),
         "per_update": micro_batches or (trace.plan.per_update if trace else 1),
@@ -154,17 +154,17 @@ def _slack_of(
     return trace.plan.shape.slack if trace is not None and same else 0
 
 
-def _costs(profile: str | None, trace: Trace | None, given: dict[str, Any]) -> Costs:
+def _costs(path: str | None, trace: Trace | None, given: dict[str, Any]) -> Costs:
     """Take costs from a file, from a trace or from neither, and change them by options."""
-    if profile is not None and trace is not None:
-        raise ConfigError("costs come from --profile or from --from-trace, not from both")
+    if path is not None and trace is not None:
+        raise ConfigError("costs come from --costs or from --from-trace, not from both")
     options = {
         name: parsed(name, value if len(value) > 1 else value[0])
         for name, value in given.items()
         if value is not None
     }
-    if profile is not None:
-        return Costs.load(profile).changed(**options)
+    if path is not None:
+        return Costs.load(path).changed(**options)
     if trace is not None:
         return fit(trace).changed(**options)
     options.setdefault("forward", parsed("forward", given["forward"] or ["10ms"]))

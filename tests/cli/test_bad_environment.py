@@ -80,7 +80,7 @@ def test_numbers_beyond_all_bounds_are_refused_at_once(words):
 
 def test_costs_that_say_nothing_are_refused(tmp_path):
     (tmp_path / "costs.json").write_text("{}")
-    result = CliRunner().invoke(main, ["simulate", "--profile", str(tmp_path / "costs.json")])
+    result = CliRunner().invoke(main, ["simulate", "--costs", str(tmp_path / "costs.json")])
     assert "there is no 'forward'" in result.output + str(result.exception)
 
 

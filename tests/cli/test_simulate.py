@@ -32,10 +32,10 @@ def test_costs_from_a_file_and_from_a_trace(call, tmp_path, trace):
     call("timeline", trace, "--save-costs", costs)
     assert json.loads(costs.read_text())["latency"] == pytest.approx(0.001)
     options = ("--schedule", "1f1b", "--stages", 4, "--micro-batches", 8)
-    found = call("simulate", "--profile", costs, *options)
+    found = call("simulate", "--costs", costs, *options)
     assert found.splitlines()[0] == call("simulate", *options, "--latency", "1ms").splitlines()[0]
     assert call("simulate", "--from-trace", trace, "--schedule", "1f1b") == found
-    slower = call("simulate", "--profile", costs, *options, "--latency", "9ms")
+    slower = call("simulate", "--costs", costs, *options, "--latency", "9ms")
     assert slower != found
     replayed = call("simulate", "--from-trace", trace, "--replay")
     assert replayed.startswith("simulated: replay of 1f1b, 4 stages")
@@ -52,7 +52,7 @@ def test_costs_from_a_file_and_from_a_trace(call, tmp_path, trace):
         (("simulate", "--schedule", "2bw", "--micro-batches", 2), "2bw needs"),
         (("simulate", "--schedule", "interleaved-1f1b", "--stages", 5), "cannot be dealt"),
         (("simulate", "--replay"), "--replay needs --from-trace"),
-        (("simulate", "--profile", "none.json"), "cannot be read"),
+        (("simulate", "--costs", "none.json"), "cannot be read"),
         (("simulate", "--from-trace", "none.trace"), "No such file"),
         (("simulate", "--output", "none/run.trace"), "cannot be written"),
     ],
@@ -62,9 +62,9 @@ def test_wrong_words(call, words, message):
 
 
 def test_costs_come_from_one_place(call, tmp_path, trace):
-    output = call("simulate", "--profile", trace, "--from-trace", trace, code=1)
+    output = call("simulate", "--costs", trace, "--from-trace", trace, code=1)
     assert "not from both" in output
-    assert "costs cannot be read" in call("simulate", "--profile", trace, code=1)
+    assert "costs cannot be read" in call("simulate", "--costs", trace, code=1)
 
 
 def rate_of(output):
