@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -10,6 +11,30 @@ from pipedream_rt.errors import ConfigError
 from pipedream_rt.schedules import Plan
 from pipedream_rt.schedules.shape import parse_slack
 from pipedream_rt.schema import is_count, printable
+
+
+class Grouped(click.Command):
+    """A command whose help has its options in groups.
+
+    Args:
+        *given: What a command takes.
+        groups: The names of the parameters of each group, by its heading. Others come last.
+        **options: What a command takes.
+    """
+
+    def __init__(self, *given: Any, groups: Mapping[str, str], **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._groups = groups
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, group by group."""
+        left = {each.name: each for each in self.get_params(ctx) if isinstance(each, click.Option)}
+        for heading, names in (*self._groups.items(), ("Other options", " ".join(map(str, left)))):
+            found = [left.pop(name, None) for name in names.split()]
+            rows = [row for each in found if each and (row := each.get_help_record(ctx))]
+            if rows:
+                with formatter.section(heading):
+                    formatter.write_dl(rows)
 
 
 def _slack(context: click.Context, option: click.Parameter, text: str | None) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from pipedream_rt.cli.options import Grouped
 from pipedream_rt.cli.timeline import write_drawing
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.observe import timeline
@@ -82,7 +83,15 @@ def _slowdown(context: click.Context, option: click.Parameter, text: str) -> Slo
     return curve
 
 
-@click.command()
+@click.command(
+    cls=Grouped,
+    groups={
+        "Machines": "workers bandwidth latency memory speed",
+        "What may be chosen": "choices micro_batches max_replicas order codec",
+        "What it costs": "slowdown copies cost_model straight fewer compression",
+        "What is written": "explain svg as_json",
+    },
+)
 @click.argument("profile", type=click.Path(dir_okay=False))
 @click.option("--workers", default="4", show_default=True, callback=_workers,
               help="Workers; 4x2 are 2 servers of 4.")  # fmt: skip

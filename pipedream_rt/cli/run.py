@@ -11,6 +11,7 @@ from datetime import timedelta
 import click
 
 from pipedream_rt.cli.nodes import options_of_nodes
+from pipedream_rt.cli.options import Grouped
 from pipedream_rt.cluster.engines import Asked, membership
 from pipedream_rt.cluster.environment import LOG_DIR, MAX_RESTARTS, RECORD, RESUME, TRACE, VERIFY
 from pipedream_rt.cluster.program import imports_of
@@ -30,7 +31,17 @@ def worker(arguments: tuple[str, ...]) -> None:
     os.execv(sys.executable, [sys.executable, "-m", "pipedream_rt.workers", *arguments])
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.command(
+    cls=Grouped,
+    groups={
+        "Workers": "nproc_per_node threads max_restarts",
+        "The run": "resume verify module",
+        "What is kept of it": "trace record log_dir",
+        "Several nodes": "nnodes node_rank rdzv_endpoint master_addr master_port ray_nodes "
+        "patience grace",
+    },
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
 @click.option("--nproc-per-node", "--nproc_per_node", envvar="PET_NPROC_PER_NODE", metavar="N",
               callback=lambda context, parameter, text: count_of(text),
               help="Number of workers to start on each node; auto for one on each core. By default "

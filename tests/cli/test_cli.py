@@ -9,11 +9,14 @@ import sys
 import threading
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 from support.deadlines import LATEST_S
 
 from pipedream_rt.cli import main
+from pipedream_rt.cli.plan import plan
+from pipedream_rt.cli.run import run
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("environment")]
 
@@ -451,3 +454,15 @@ def test_vertical_sync_is_an_option_of_a_schedule_or_a_part_of_its_name(name):
     assert done.output.startswith("async-1f1b+vertical-sync: ")
     done = CliRunner().invoke(main, ["schedule", "1f1b", "--vertical-sync"])
     assert "an option of async-1f1b, not of 1f1b" in str(done.output) + str(done.exception)
+
+
+@pytest.mark.parametrize("command", [run, plan])
+def test_options_stand_in_groups_in_the_help(command):
+    grouped = " ".join(command._groups.values()).split()
+    options = {each.name for each in command.params if isinstance(each, click.Option)}
+    hidden = {"rdzv_backend", "rdzv_id", "rdzv_conf"}
+    assert sorted(grouped) == sorted(options - hidden)
+    shown = CliRunner().invoke(main, [command.name, "--help"]).output
+    assert [f"{heading}:" in shown for heading in command._groups] == [True] * len(command._groups)
+    other = shown.partition("Other options:")[2].split()
+    assert other[:2] == ["-h,", "--help"]
