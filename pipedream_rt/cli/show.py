@@ -26,7 +26,7 @@ from pipedream_rt.errors import ConfigError, PipelineError
 from pipedream_rt.observers.events import Begun, Ended, Event, unpacked
 from pipedream_rt.observers.folder import EVENTS, Following, read_run
 from pipedream_rt.observers.live import EVERY_S, LivePage
-from pipedream_rt.observers.page.render import write_report
+from pipedream_rt.observers.page.render import comparison_of, write_page, write_report
 from pipedream_rt.observers.record import RunRecord
 from pipedream_rt.schema import printable
 
@@ -35,21 +35,29 @@ _ADDRESS_LIKE = re.compile(r":\d|://")
 _PATIENCE = timedelta(seconds=60)
 """For a page to answer, and between two things that it sends."""
 
+_MOST_RUNS = 8
+"""The runs that one page sets side by side: as many as there are kinds of lines."""
+
 _LONGEST = 1 << 24
 """The bytes that an event may have."""
 
 
 @click.command()
-@click.argument("run", type=click.Path())
+@click.argument("runs", nargs=-1, required=True, type=click.Path(), metavar="RUN...")
 @click.option("-o", "--output", default="report.html", show_default=True,
               type=click.Path(dir_okay=False), help="The file to write.")  # fmt: skip
-def report(run: str, output: str) -> None:
-    """Write a page about the run that was recorded in the folder RUN.
+def report(runs: tuple[str, ...], output: str) -> None:
+    """Write a page about the run that was recorded in the folder RUN; of several, side by side.
 
     A pipeline records its run with Observe(record=FOLDER), or under pipedream-rt run --record. The
     page is one HTML file, which needs no network.
     """
-    path = write_report(output, read_run(run))
+    if len(runs) > _MOST_RUNS:
+        raise click.UsageError(f"{len(runs)} runs are too many for one page; give {_MOST_RUNS}")
+    if len(runs) == 1:
+        path = write_report(output, read_run(runs[0]))
+    else:
+        path = write_page(output, comparison_of({run: read_run(run) for run in runs}))
     click.echo(f"{path}: {path.stat().st_size / 1024:.0f} KiB, open it in a browser")
 
 

@@ -53,7 +53,7 @@ def view_of(
         )
         parts.append(Text(printable(text)))
     warned = list(dict.fromkeys(each.text.replace("\n", " ") for each in record.warned))
-    parts += [Text(printable(text, 300), style="yellow") for text in warned[-3:]]
+    parts += [Text(printable(text, 1 << 14), style="yellow") for text in warned[-3:]]
     return Panel(Group(*parts), title=Text(printable(title_of(record))), title_align="left")
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 import pytest
-from support.recorded import stepped, whole_run
+from support.recorded import begun, stepped, whole_run
 
 from pipedream_rt.cli import show
 from pipedream_rt.observers import Ended, Evaluated, Recovered
@@ -35,6 +35,20 @@ def test_a_report_is_written(call, tmp_path):
     output = call("report", run, "-o", tmp_path / "r.html")
     assert "open it in a browser" in output
     assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
+
+
+def test_runs_stand_side_by_side(call, tmp_path):
+    one = recorded(tmp_path / "one", whole_run())
+    other = recorded(tmp_path / "other", [begun(stages=2), *(stepped(i) for i in range(20))])
+    call("report", one, other, "-o", tmp_path / "r.html")
+    page = (tmp_path / "r.html").read_text()
+    assert "<title>2 runs" in page
+    for text in ("Settings that differ", "Loss over time", "Evaluation: accuracy"):
+        assert text in page
+    assert page.count(f"</svg>{one} ") >= 3  # in the legends of the curves
+    assert f"{other} " in page
+    assert "too many" in call("report", *[one] * 9, code=2)
+    assert "there is no such folder" in call("report", one, tmp_path / "none", code=1)
 
 
 def test_what_is_no_run(call, tmp_path):

@@ -46,6 +46,9 @@ _SMOOTHED, _SLOWLY = 40, 0.1
 _METRICS = 8
 """The number of metrics of evaluations of which curves are drawn."""
 
+_COMPARED = ("loss", "evaluated", "rate", "throughput", "staleness")
+"""How the names of the curves begin whose first lines are set side by side."""
+
 _RECENT_S = 60.0
 """The seconds over which the rate of now is measured."""
 
@@ -105,6 +108,45 @@ def panels(record: RunRecord, *, live: bool = False) -> list[Panel]:
         Panel("software", "Software", blocks.facts(_software(begun))),
     ]
     return found
+
+
+def compared(records: Mapping[str, RunRecord]) -> list[Panel]:
+    """Return the panels that set runs side by side: figures, settings and curves.
+
+    Args:
+        records: What is known of each, by its name.
+    """
+    names = list(records)
+    figures = {name: {"run": title_of(r), **head_figures(r)} for name, r in records.items()}
+    settings = {n: {} if r.begun is None else r.begun.settings for n, r in records.items()}
+    found = [Panel("figures", "The runs", _beside(names, figures), True)]
+    differing = {
+        name: {k: v for k, v in of_run.items() if any(s.get(k) != v for s in settings.values())}
+        for name, of_run in settings.items()
+    }
+    if any(differing.values()):
+        table = _beside(names, differing)
+        found.append(Panel("settings", "Settings that differ", table, True))
+    curves: dict[str, tuple[_Curve, list[Line]]] = {}
+    for name, record in records.items():
+        for curve in _table_of_curves(record, 0):
+            if curve.lines and curve.name.startswith(_COMPARED):
+                _, lines = curves.setdefault(curve.title, (curve, []))
+                lines.append(Line(name, curve.lines[0].points))
+    for number, (curve, lines) in enumerate(curves.values()):
+        if any(_says_something(line, curve.from_zero) for line in lines):
+            axis = "seconds" if curve.over_time else "mini-batch"
+            chart = line_chart(curve.words, lines, axis, from_zero=curve.from_zero)
+            found.append(Panel(f"curve-{number}", curve.title, chart))
+    return found
+
+
+def _beside(names: Sequence[str], values: Mapping[str, Mapping[str, str]]) -> Markup:
+    """Return a table of values with a column for each run."""
+    rows = dict.fromkeys(key for name in names for key in values[name])
+    return blocks.table(
+        ("", *names), [(key, *(values[name].get(key, "-") for name in names)) for key in rows]
+    )
 
 
 def title_of(record: RunRecord) -> str:

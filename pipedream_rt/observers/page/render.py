@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from markupsafe import Markup
 from pipedream_rt import __version__
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.observers.events import Ended, Event
-from pipedream_rt.observers.page.panels import Panel, panels, title_of
+from pipedream_rt.observers.page.panels import Panel, compared, panels, title_of
 from pipedream_rt.observers.record import RunRecord
 from pipedream_rt.schema import write_file
 
@@ -69,15 +69,25 @@ def report_of(record: RunRecord) -> str:
     return page_of(title_of(record), panels(record))
 
 
+def comparison_of(records: Mapping[str, RunRecord]) -> str:
+    """Return a page that sets runs side by side, by name, as the text of an HTML file."""
+    return page_of(f"{len(records)} runs", compared(records))
+
+
 def write_report(path: str | os.PathLike[str], record: RunRecord) -> Path:
-    """Write the report of a run into a file, which is replaced as a whole.
+    """Write the report of a run into a file; see `write_page`."""
+    return write_page(path, report_of(record))
+
+
+def write_page(path: str | os.PathLike[str], page: str) -> Path:
+    """Write a page into a file, which is replaced as a whole.
 
     Raises:
         ConfigError: The file cannot be written.
     """
     path = Path(path)
     try:
-        write_file(path, report_of(record).encode())
+        write_file(path, page.encode())
     except OSError as error:
         raise ConfigError(f"the report cannot be written to {path}: {error.strerror}") from error
     return path
