@@ -98,6 +98,18 @@ def test_the_timeline_is_zoomed(browser, tmp_path):
     assert browser.evaluate(width) == pytest.approx(before, rel=0.01)
 
 
+def test_the_axis_of_a_chart_is_switched(browser, tmp_path):
+    browser.open(written(tmp_path / "report.html", whole_run()))
+    shown = """['usual', 'other'].map((kind) =>
+        document.querySelector('#loss .chart.' + kind).getBoundingClientRect().height > 0)"""
+    click = "document.querySelector('#loss button.axis').click()"
+    assert browser.evaluate(shown) == [True, False]
+    browser.evaluate(click)
+    assert browser.evaluate(shown) == [False, True]
+    browser.evaluate(click)
+    assert browser.evaluate(shown) == [True, False]
+
+
 def test_a_page_is_printed(browser, tmp_path):
     browser.open(written(tmp_path / "report.html", whole_run()))
     assert browser.printed().startswith(b"%PDF")

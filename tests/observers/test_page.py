@@ -185,14 +185,28 @@ def test_a_chart_lies_within_its_frame(values):
     for x, y in re.findall(r"[ML](-?[\d.]+),(-?[\d.]+)", chart):
         assert 0 <= float(x) <= 520
         assert 0 <= float(y) <= 250
-    assert chart.count("<text") <= 2 + 6 + 7
+    for drawing in chart.split("</svg>")[:2]:
+        assert drawing.count("<text") <= 2 + 6 + 7
 
 
 def test_a_gap_is_a_gap():
     points = [(0.0, 1.0), (1.0, 2.0), (2.0, math.nan), (3.0, 2.0), (4.0, 1.0)]
     chart = str(line_chart("t", [Line("a", points)], "x"))
-    (path,) = re.findall(r'<path class="line l0" d="([^"]+)"', chart)
-    assert path.count("M") == 2
+    linear, logarithmic = re.findall(r'<path class="line l0" d="([^"]+)"', chart)
+    assert linear.count("M") == logarithmic.count("M") == 2
+
+
+def test_the_other_kind_of_axis_is_drawn_where_there_is_one():
+    def drawn(values, **how):
+        return str(line_chart("t", [Line("a", list(enumerate(map(float, values))))], "x", **how))
+
+    for values, usual, other in (([1, 2, 4], False, True), ([1, 500, 1000], True, False)):
+        first, second, *_ = drawn(values).split("</svg>")
+        assert 'class="chart usual"' in first
+        assert 'class="chart other"' in second
+        assert ["is logarithmic" in each for each in (first, second)] == [usual, other]
+    for values, how in (([1, 1.2], {}), ([0, 5], {}), ([-1, 5], {}), ([1, 9], {"from_zero": True})):
+        assert "<button" not in drawn(values, **how)
 
 
 def test_a_chart_without_points_says_so():
@@ -242,7 +256,8 @@ def test_many_checkpoints_are_thinned_and_every_recovery_is_drawn():
     line = Line("loss", [(float(n), 1.0 + n) for n in range(1000)])
     marks = [Mark(float(n), kind, "") for n in range(1000) for kind in ("saved", "evaluated")]
     marks += [Mark(float(n), "recovered", "") for n in range(100)]
-    drawn = str(line_chart("loss", [line], "mini-batch", marks))
+    _, other, legend = str(line_chart("loss", [line], "mini-batch", marks)).split("</svg>", 2)
+    drawn = other + legend
     assert drawn.count('class="mark recovered"') == 101  # and one in the legend
     assert 30 < drawn.count('class="mark saved"') < 50
     assert 30 < drawn.count('class="mark evaluated"') < 50

@@ -5,6 +5,7 @@ Lines differ by dashes too, so that a chart is read without colour.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
@@ -19,8 +20,11 @@ _LETTER = 6.2
 _THINNED, _APART = ("saved", "evaluated"), 12
 """The kinds of marks of which there may be many, and how far apart those are that are drawn."""
 
-_LOG_FROM = 100.0
-"""How many times the least value the largest must be for a logarithmic axis."""
+_LOG_FROM, _LOG_OFFERED = 100.0, 1.5
+"""How many times the least value the largest must be for a logarithmic axis, or for a switch."""
+
+_SWITCH = '<button type="button" class="axis">other axis</button>'
+"""It shows the drawing whose vertical axis is logarithmic, or is not; see page.js."""
 
 FARTHEST = 1e300
 """The largest number that an axis has, so that the distance of two of them is one too."""
@@ -137,19 +141,23 @@ def line_chart(
     values = [y for _, line in drawn for _, y in line.points if math.isfinite(y)]
     for _, line in drawn:
         values += [y for pair in line.band for y in pair if math.isfinite(y)]
-    y = _axis(values, _HEIGHT - _BOTTOM, _TOP, from_zero=from_zero, may_be_logarithmic=True)
+    vertical = functools.partial(_axis, values, _HEIGHT - _BOTTOM, _TOP, from_zero=from_zero)
+    usual = vertical(log_from=_LOG_FROM)
+    other = vertical(log_from=math.inf if usual.logarithmic else _LOG_OFFERED)
     shown = list(_apart(x, [mark for mark in marks if x.low <= mark.at <= x.high]))
-    if y.logarithmic:
-        x_words = f"{x_words}; the vertical axis is logarithmic"
-    parts = [
-        f'<svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
-        f'aria-label="{escape(title)}">',
-        *_grid(x, y, x_words),
-        *(_mark(x, mark) for mark in shown),
-    ]
-    for i, line in drawn:
-        parts.extend(_line(i, line, x, y))
-    return Markup("".join([*parts, "</svg>", *_legend(drawn, {mark.kind for mark in shown})]))
+    switch = other.logarithmic != usual.logarithmic
+    parts = [_SWITCH] if switch else []
+    for kind, y in (("usual", usual), ("other", other))[: 1 + switch]:
+        words = f"{x_words}; the vertical axis is logarithmic" if y.logarithmic else x_words
+        parts += [
+            f'<svg class="chart {kind}" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
+            f'aria-label="{escape(title)}">',
+            *_grid(x, y, words),
+            *(_mark(x, mark) for mark in shown),
+            *(part for i, line in drawn for part in _line(i, line, x, y)),
+            "</svg>",
+        ]
+    return Markup("".join([*parts, *_legend(drawn, {mark.kind for mark in shown})]))
 
 
 def _is_drawn(point: tuple[float, float]) -> bool:
@@ -163,18 +171,27 @@ def _axis(
     last: float,
     *,
     from_zero: bool = False,
-    may_be_logarithmic: bool = False,
+    log_from: float | None = None,
 ) -> _Axis:
-    """Return an axis over some values, with a little room."""
+    """Return an axis over some values, with a little room where it is a vertical one.
+
+    Args:
+        values: The values.
+        first: Where it begins in the drawing.
+        last: Where it ends.
+        from_zero: Whether it begins at 0.
+        log_from: How many times the least value the largest must be for a logarithmic axis; None
+            for a horizontal axis, which is none.
+    """
     low, high = (min(max(v, -FARTHEST), FARTHEST) for v in (min(values), max(values)))
-    if may_be_logarithmic and not from_zero and low > 0 and high / low >= _LOG_FROM:
+    if log_from is not None and not from_zero and low > 0 and high / low >= log_from:
         return _Axis(low / 1.1, high * 1.1, first, last, True)
     if from_zero:
         low = min(low, 0.0)
     if high - low <= 1e-12 * max(abs(high), abs(low)):
         room = abs(high) / 2 or 1.0
         return _Axis(low if from_zero else low - room, high + room, first, last)
-    if may_be_logarithmic:
+    if log_from is not None:
         room = (high - low) * 0.05
         return _Axis(low if from_zero else low - room, high + room, first, last)
     return _Axis(low, high, first, last)

@@ -13,3 +13,8 @@ document.addEventListener("click", (event) => {
   drawing.style.width = width + "%";
   frame.scrollLeft = middle * frame.scrollWidth - frame.clientWidth / 2;
 });
+// The vertical axis of a chart: linear or logarithmic. The section keeps which, as a live page fills it anew.
+document.addEventListener("click", (event) => {
+  const button = event.target.closest("button.axis");
+  if (button) button.closest("section").toggleAttribute("data-other-axis");
+});
