@@ -110,8 +110,10 @@ class Training:
             require_instance("clip", self.clip, Clip)
         require_decay(self.ema)
         if self.autocast not in (None, torch.bfloat16, torch.float16):
+            half = "float16" if str(self.autocast) in ("fp16", "float16", "half") else "bfloat16"
             raise ConfigError(
-                f"autocast must be torch.bfloat16 or torch.float16, not {self.autocast!r}"
+                "autocast must be torch.bfloat16 or torch.float16, as "
+                f"Training(autocast=torch.{half}), not {self.autocast!r}"
             )
         if self.loss_scale is not None:
             require_instance("loss_scale", self.loss_scale, LossScale)

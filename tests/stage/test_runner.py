@@ -122,4 +122,5 @@ def test_a_loss_must_have_one_element():
     with pytest.raises(ConfigError, match=r"one element, it returned \(2, 4\)"):
         runner.loss(X, value(X))
     whole = runner_of(nn.Sequential(nn.Linear(4, 4)), loss_fn=nn.MSELoss())
-    assert whole.loss(X, value(X)).item() == 0.0
+    loss, parts = whole.loss(X, value(X))
+    assert (loss.item(), parts) == (0.0, {})

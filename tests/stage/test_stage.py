@@ -683,7 +683,7 @@ def test_evaluate_leaves_every_module_its_mode(fail):
 def test_evaluate_returns_the_loss_where_there_is_a_target():
     """Whatever it is: nothing is trained on it."""
     stage = a_stage([Modes()], loss_fn=lambda x, y: (x * y).sum())
-    assert stage.passes.evaluate(0, [value(torch.ones(1))], value(torch.tensor(3.0))) == (6.0, [])
+    assert stage.passes.evaluate(0, [value(torch.ones(1))], value(torch.tensor(3.0))) == (6.0, {})
     nan, _ = stage.passes.evaluate(1, [value(torch.ones(1))], value(torch.tensor(math.nan)))
     assert math.isnan(nan)
 
