@@ -58,7 +58,7 @@ from pipedream_rt.job.requirements import (
     require_count,
     require_instance,
 )
-from pipedream_rt.job.splitting import Stages, may_open
+from pipedream_rt.job.splitting import Stages
 from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.lifecycle import Life
 from pipedream_rt.messages.message import CommandName
@@ -195,7 +195,7 @@ class Pipeline:
             recovery=recovery,
             observe=observe,
         )
-        unsplit = UnsplitModel(model, loss_fn, opens=may_open(stages, example))
+        unsplit = UnsplitModel(model, loss_fn, opens=example is not None)
         options, self._why = with_stages_chosen(unsplit, resolved(given))
         warm_up(unsplit, options)
         job = prepare(unsplit, options, options.workers == "serial" or starts_here(options.workers))
@@ -705,8 +705,9 @@ class Pipeline:
             pipe.keep_best("best.safetensors", pipe.evaluate(validation))
 
         Args:
-            path: A file of safetensors with the keys of the unsplit model, which is replaced. A run
-                that goes on from a checkpoint goes on with the value in it.
+            path: A file of safetensors with the keys of the unsplit model, without those of a loss
+                with weights of its own, which is replaced. A run that goes on from a checkpoint
+                goes on with the value in it.
             value: A number, such as the loss of an evaluation. NaN is never the best.
             highest: Whether the highest value is the best, as of an accuracy.
 
@@ -714,7 +715,8 @@ class Pipeline:
             Whether it was the best, and the file was written.
 
         Raises:
-            CheckpointError: It cannot be written. The pipeline goes on.
+            CheckpointError: It cannot be written, or the model has extra state, which is no tensor.
+                The pipeline goes on.
         """
         require_choice("highest", highest, (True, False))
         if not hasattr(value, "__float__"):

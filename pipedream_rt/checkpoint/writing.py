@@ -9,6 +9,7 @@ import os
 import shutil
 import threading
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,8 @@ def write_tensors(
         sync(part)
         part.replace(path)
     except (OSError, SafetensorError) as error:
+        with suppress(OSError):
+            part.unlink()
         raise CheckpointError(f"{path} cannot be written: {error}") from error
 
 

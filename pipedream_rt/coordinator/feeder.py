@@ -547,11 +547,10 @@ def _result(pending: PendingStep, taken: list[Loss]) -> StepResult:
     weighed = [(loss, share) for loss, share in pairs if loss is not None and share]
     oldest = min(version for loss in taken for _, version, *_ in loss.trail)
     marks = [mark for *_, mark in taken[-1].trail]
-    metrics: dict[str, float] = {}
+    said: dict[str, list[tuple[float, float]]] = {}
     for loss, share in zip(taken, pending.shares, strict=True):
         for name, value in loss.metrics.items() if share else ():
-            number = math.nan if isinstance(value, str) else value
-            metrics[name] = metrics.get(name, 0.0) + share * number
+            said.setdefault(name, []).append((math.nan if isinstance(value, str) else value, share))
     return StepResult(
         step=pending.step,
         # The sum is taken in the order of the micro-batches, so that no timing can change its bits.
@@ -561,5 +560,12 @@ def _result(pending: PendingStep, taken: list[Loss]) -> StepResult:
         staleness=max(0, pending.step - oldest),
         busy_s=tuple(busy_ns / 1e9 for _, _, busy_ns, _ in taken[-1].trail),
         fingerprint=combined(marks) if all(marks) else None,
-        metrics=metrics,
+        metrics={name: _mean(found, len(weighed)) for name, found in said.items()},
     )
+
+
+def _mean(found: Sequence[tuple[float, float]], of: int) -> float:
+    """Return the mean of numbers with shares, which are of some of the micro-batches."""
+    total = sum(value * share for value, share in found)
+    # All shares together are one, and to divide by them would round.
+    return total if len(found) == of else total / sum(share for _, share in found)

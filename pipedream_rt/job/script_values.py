@@ -242,7 +242,7 @@ class _Weights:
         ]
 
     def watch_layers(self, sequence: nn.Module, inside: Set[int]) -> None:
-        """Look at the layers of a sequence, and of those in it, too.
+        """Look at the layers and hooks of a sequence, and of those in it, too.
 
         Args:
             sequence: The sequence.
@@ -250,11 +250,14 @@ class _Weights:
         """
         for where, each in sequence.named_modules():
             if id(each) not in inside:
+                hooks = [held for key, held in vars(each).items() if key.endswith("_hooks")]
+                self._hooks += [held for held in hooks if isinstance(held, dict)]
                 layers = each._modules
                 self._places += [
                     (f"{where}.{key}".strip("."), layers, key, layer)
                     for key, layer in layers.items()
                 ]
+        self._count = sum(map(len, self._hooks))
 
     def _now(self) -> list[tuple[int, int]]:
         """Return what differs once a weight was changed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
@@ -29,6 +30,7 @@ from pipedream_rt.models import (
 )
 from pipedream_rt.models.cut import StageProgram
 from pipedream_rt.models.modes import Modes
+from pipedream_rt.models.program import Program
 from pipedream_rt.models.record import refuse_changing
 from pipedream_rt.models.undisturbed import MANUAL
 from pipedream_rt.stage.spec import has_own_loss
@@ -37,10 +39,7 @@ Stages: TypeAlias = int | Sequence[int | str]
 """The number of stages; or the first layer of every stage but the first, by index or by name."""
 
 
-def may_open(stages: Stages, example: Any) -> bool:
-    """Whether layers of a sequence may be cut inside: not where all stages begin at elements."""
-    inside = isinstance(stages, int | str) or any("." in str(each) for each in stages)
-    return example is not None and inside
+_log = logging.getLogger(__name__)
 
 
 class Split(NamedTuple):
@@ -103,18 +102,23 @@ def _split_whole(
     model: UnsplitModel, stages: Stages, batch: Batch, options: ForwardOptions
 ) -> Split:
     """Split a model that is no sequence."""
-    named = [] if isinstance(stages, int | str) else [s for s in stages if isinstance(s, str)]
+    points = listed_points(stages) if not isinstance(stages, int) else []
+    named = [point for point in points if isinstance(point, str)]
     layers = find_layers(model.whole, named)
-    set_apart = model.modes(layers.values())
-    forwards = RecordedForwards(
-        model.whole, layers, options.own_loss, options.autocast, modes=set_apart
-    )
     modes = [Mode.TRAIN, Mode.EVALUATE] if options.trains else [Mode.INFER]
-    programs = [forwards.record(batch, mode) for mode in modes]
-    refuse_changing(programs[0], forwards.record(batch, modes[0]))
+    try:
+        set_apart, forwards, programs = _recorded(model, layers, batch, options, modes)
+    except ConfigError as error:
+        # What holds most of the model may do what only a layer may, such as to read its values.
+        kept = find_layers(model.whole, named, opens=False)
+        if kept.keys() == layers.keys():
+            raise
+        _log.info("a layer that holds most of the model is not cut inside: %s", error)
+        layers = kept
+        set_apart, forwards, programs = _recorded(model, layers, batch, options, modes)
     if not options.trains:  # a finished model may be evaluated, if it computes a loss
         forwards.own_loss = has_own_loss(programs[0].output)
-    firsts = _first_layers(stages, programs[0], layers, model.whole)
+    firsts = _first_layers(stages, programs[0], layers, model)
     forwards.begin(batch, dict(zip(modes, programs, strict=True)), firsts)
     return Split(
         _names_by_stage(model.whole, layers, forwards, len(firsts) + 1),
@@ -125,8 +129,25 @@ def _split_whole(
     )
 
 
+def _recorded(
+    model: UnsplitModel,
+    layers: dict[str, nn.Module],
+    batch: Batch,
+    options: ForwardOptions,
+    modes: Sequence[Mode],
+) -> tuple[Modes, RecordedForwards, list[Program]]:
+    """Record the forwards of a model in some modes, between layers that stay whole."""
+    set_apart = model.modes(layers.values())
+    forwards = RecordedForwards(
+        model.whole, layers, options.own_loss, options.autocast, modes=set_apart
+    )
+    programs = [forwards.record(batch, mode) for mode in modes]
+    refuse_changing(programs[0], forwards.record(batch, modes[0]))
+    return set_apart, forwards, programs
+
+
 def _first_layers(
-    stages: Stages, program: Any, layers: dict[str, nn.Module], model: nn.Module
+    stages: Stages, program: Any, layers: dict[str, nn.Module], model: UnsplitModel
 ) -> list[str]:
     """Return the first layer of every stage but the first."""
     sizes = sizes_of(program, layers)
@@ -138,15 +159,14 @@ def _first_layers(
                 f"{len(called)}, not {stages}; the layers are {', '.join(called)}"
             )
         return [called[i] for i in balanced(list(sizes.values()), stages)[1:]] if called else []
-    modules = dict(model.named_modules())
+    modules = dict(model.whole.named_modules())
+    places_of = model.elements or called  # of a sequence the place is that in model[1]
     firsts = []
     for point in listed_points(stages):
-        if isinstance(point, str):
-            firsts.append(first_layer(point, program, modules))
-        elif 0 < point < len(called):
-            firsts.append(called[point])
-        else:
-            raise ConfigError(f"split points lie between 1 and {len(called) - 1}, found {point}")
+        if isinstance(point, int) and not 0 < point < len(places_of):
+            raise ConfigError(f"split points lie between 1 and {len(places_of) - 1}, found {point}")
+        name = point if isinstance(point, str) else places_of[point]
+        firsts.append(first_layer(name, program, modules))
     places = [called.index(name) for name in firsts]
     if any(a >= b for a, b in pairwise([0, *places])):
         raise ConfigError(

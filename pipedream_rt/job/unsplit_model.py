@@ -77,6 +77,7 @@ class UnsplitModel:
             or (opens and isinstance(model, nn.Sequential) and inside_of_layers(model))
         ):
             self.whole = model
+            self.elements = list(elements_of(model)) if is_sequence(model) else []
         else:
             elements = elements_of(model)
             self.elements = list(elements)
@@ -236,8 +237,8 @@ def inside_of_layers(model: nn.Sequential) -> list[str]:
 
     There are none unless a layer holds most of the sequence, and has lists of modules.
     """
-    layers = layers_of(elements_of(model))
-    return [name for name in find_layers(model) if name not in layers]
+    kept = find_layers(model, opens=False)
+    return [name for name in find_layers(model) if name not in kept]
 
 
 def parameter_names(model: UnsplitModel, parts: Sequence[nn.Module]) -> list[str]:

@@ -304,7 +304,9 @@ def _unique(names: Iterable[str]) -> tuple[str, ...]:
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
-def find_layers(model: nn.Module, points: Sequence[str] = ()) -> dict[str, nn.Module]:
+def find_layers(
+    model: nn.Module, points: Sequence[str] = (), opens: bool = True
+) -> dict[str, nn.Module]:
     """Return the modules of a model that stay whole, by name.
 
     These are the elements of the lists of modules that the model has (``nn.ModuleList``,
@@ -317,6 +319,7 @@ def find_layers(model: nn.Module, points: Sequence[str] = ()) -> dict[str, nn.Mo
         model: The model.
         points: Names of modules at which a stage is to begin: a module that has one inside is
             taken apart.
+        opens: Whether an element that holds most of the model is.
     """
     whole = set(getattr(model, "_no_split_modules", None) or ())
     opened = {part for point in points for part in _parents(point)}
@@ -333,7 +336,10 @@ def find_layers(model: nn.Module, points: Sequence[str] = ()) -> dict[str, nn.Mo
         called_as_whole = has_hooks(module) or module._compiled_call_impl is not None
         small = sum(p.numel() for p in module.parameters()) <= half
         stays = type(module).__name__ in whole or not lists
-        stays |= in_list and (small or called_as_whole or hasattr(module, "_orig_mod"))
+        stays |= in_list and (small or not opens or called_as_whole or hasattr(module, "_orig_mod"))
+        # Of a list of another kind nobody can call the whole, so its hooks are refused.
+        if isinstance(module, nn.Sequential) and called_as_whole:
+            pure, stays = False, True
         if name and name not in opened and stays and not pure:
             layers[name] = module
             return

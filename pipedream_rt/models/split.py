@@ -86,12 +86,17 @@ def layers_of(elements: Layers, whole: Set[str] = frozenset()) -> Layers:
 def _opened(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the layers of a sequence of which nobody notices that it is not called as a whole."""
     inner = [(key, child) for key, child in module._modules.items() if child is not None]
-    kept = module._parameters or module._buffers or has_hooks(module)
+    kept = module._parameters or module._buffers or _any_hooks(module)
     if not inner or kept or not isinstance(module, nn.Sequential) or _differs(module):
         yield name, module
         return
     for key, child in inner:
         yield from _opened(f"{name}.{key}", child)
+
+
+def _any_hooks(module: nn.Module) -> bool:
+    """Whether somebody has hooks on a module: on its calls, or on its state dict."""
+    return any(held for key, held in vars(module).items() if key.endswith("_hooks"))
 
 
 def _differs(module: nn.Sequential) -> bool:

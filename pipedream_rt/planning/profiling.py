@@ -30,9 +30,7 @@ from pipedream_rt.job.cutting import cut_batch, micro_batch_sizes, samples_of
 from pipedream_rt.job.forwards import RecordedForwards
 from pipedream_rt.job.splitting import ForwardOptions, split_model
 from pipedream_rt.job.unsplit_model import UnsplitModel
-from pipedream_rt.messages.message import Mode
 from pipedream_rt.messages.tree import flat_copy
-from pipedream_rt.models import find_layers
 from pipedream_rt.models.cut import StageProgram
 from pipedream_rt.models.program import (
     Slot,
@@ -278,11 +276,12 @@ def _parts(
             raise ConfigError("a sequence of layers takes a pair (x, y), of which x is its input")
         return _parts_of_sequence(list(model.sequence))
     has_loss = owns_loss and example.target is not None and bool(example.kwargs)
-    forwards = RecordedForwards(model.whole, find_layers(model.whole), has_loss, autocast)
-    names = forwards.record(example, Mode.TRAIN).layers()
+    options = ForwardOptions(own_loss=has_loss, trains=True, autocast=autocast)
+    whole = split_model(model, 1, example, options).forwards
+    assert isinstance(whole, RecordedForwards)
+    names = list(whole.cuts[0].layers[0])
     if not names:
         raise ConfigError("the forward of the model calls no layers, so it cannot be cut")
-    options = ForwardOptions(own_loss=has_loss, trains=True, autocast=autocast)
     split = split_model(model, names[1:], example, options)
     return [(name, split.programs(number)[0]) for number, name in enumerate(names)]
 

@@ -177,3 +177,16 @@ def test_the_best_weights_are_in_one_file(tmp_path):
         assert pipe.keep_best(path, 0.5)
     with open_pipe(Tied(), stages=2, example=data[0]) as pipe:
         assert pipe.keep_best(path, 9.0)  # a run of its own
+
+
+def test_a_part_that_some_micro_batches_lack_is_a_mean_over_the_others():
+    def loss_fn(output, y):
+        loss = F.mse_loss(output, y)
+        return {"loss": loss, "rare": 10} if y[0, 0] > 0 else {"loss": loss}
+
+    x, y = torch.randn(6, 8), -torch.ones(6, 8)
+    y[0, 0] = 1.0  # of the first of three micro-batches
+    with open_pipe(loss_fn=loss_fn) as pipe:
+        (result,) = pipe.train_epoch([(x, y)])
+        assert result.metrics["rare"] == pytest.approx(10.0)
+        assert pipe.evaluate([(x, y)], metrics={})["rare"] == 10.0
