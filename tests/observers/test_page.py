@@ -252,6 +252,15 @@ def test_marks_are_named():
     assert "legend" not in str(line_chart("title", [Line("one", [(0.0, 1.0), (2.0, 2.0)])], "x"))
 
 
+def test_the_head_has_the_command_the_commit_and_the_cores():
+    known = {"command": "train.py --lr 3e-4", "commit": "0c76307+", "cores": "8"}
+    first = dataclasses.replace(begun(), software=known)
+    head, *_ = panels(record_of([first, stepped(0)]))
+    assert "train.py --lr 3e-4, commit 0c76307+, process 1 on elsewhere with 8 cores" in head.body
+    head, *_ = panels(record_of([begun(), stepped(0)]))
+    assert "<p>process 1 on elsewhere, begun" in head.body
+
+
 def test_many_checkpoints_are_thinned_and_every_recovery_is_drawn():
     line = Line("loss", [(float(n), 1.0 + n) for n in range(1000)])
     marks = [Mark(float(n), kind, "") for n in range(1000) for kind in ("saved", "evaluated")]

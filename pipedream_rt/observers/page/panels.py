@@ -172,13 +172,17 @@ def _head(record: RunRecord, begun: Begun, plan: Plan) -> Markup:
     """Return the figures that are looked at first."""
     started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.first))
     words = f"{plan.name}, {plan.in_words}, {plan.per_update} micro-batches per update"
-    script = begun.software.get("command") or begun.software.get("script", "")
-    return Markup("<p class=lead>{}</p><p>{}process {} on {}, begun {}.</p>{}").format(
+    software = begun.software
+    commit, cores = software.get("commit"), software.get("cores")
+    facts = (
+        software.get("command") or software.get("script", ""),
+        f"commit {commit}" if commit else "",
+        f"process {begun.pid} on {begun.host}" + (f" with {cores} cores" if cores else ""),
+        f"begun {started}",
+    )
+    return Markup("<p class=lead>{}</p><p>{}.</p>{}").format(
         words,
-        f"{script}, " if script else "",
-        begun.pid,
-        begun.host,
-        started,
+        ", ".join(filter(None, facts)),
         blocks.facts(head_figures(record)),
     )
 
