@@ -51,6 +51,7 @@ def processor() -> str:
 
 
 _GIT_S = 5.0
+"""For git to say which commit it is; a run does not begin before."""
 
 
 def commit(folder: Path) -> str:

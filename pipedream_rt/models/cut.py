@@ -334,9 +334,11 @@ def find_layers(
         pure = type(module) in _LISTS
         lists = pure or any(isinstance(each, _LISTS) for each in module.modules())
         called_as_whole = has_hooks(module) or module._compiled_call_impl is not None
-        small = sum(p.numel() for p in module.parameters()) <= half
+        called_as_whole |= hasattr(module, "_orig_mod")
         stays = type(module).__name__ in whole or not lists
-        stays |= in_list and (small or not opens or called_as_whole or hasattr(module, "_orig_mod"))
+        if in_list and not stays:
+            may_open = opens and not called_as_whole
+            stays = not (may_open and sum(p.numel() for p in module.parameters()) > half)
         # Of a list of another kind nobody can call the whole, so its hooks are refused.
         if isinstance(module, nn.Sequential) and called_as_whole:
             pure, stays = False, True

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError
@@ -245,7 +246,8 @@ def measured(packed: bytes, output: Any, target: Value) -> dict[str, float | str
     given = unflatten(target.structure, target.tensors) if packed else None
     for name, metric, holders in _unpacked(packed) if packed else ():
         try:
-            found = float(metric(output, given))
+            with torch.no_grad():
+                found = float(metric(output, given))
         except Exception as error:  # the user's code
             said[name] = f"{type(error).__name__}: {error}"
             continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -229,7 +229,7 @@ class Exchange:
         made: Sequence[Value] | float | Late | None,
         version: int,
         mark: str = "",
-        metrics: Mapping[str, float | str] | None = None,
+        metrics: dict[str, float | str] | None = None,
     ) -> None:
         """Send the output or the loss of a forward on every edge that the forward gives.
 
@@ -252,7 +252,7 @@ class Exchange:
             coded: list[Any] = []
             if edge.kind is EdgeKind.LOSS:
                 structure = [] if values is None else output.structure
-                said = dict(metrics or {})
+                said = metrics or {}
                 payload = Loss(loss=number, trail=trail, metrics=said, structure=structure)
             else:
                 turn = head.turns[self._plan.stage_of(edge.target)] if head.turns else head.turn

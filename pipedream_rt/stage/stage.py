@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -214,8 +214,7 @@ class Stage:
             made = runner.train(program, values, micro_batch)
             if target is not None:
                 loss, parts = runner.loss(made[0], target)
-                with torch.no_grad():
-                    flight.said = {**parts, **measured(metrics, made[0], target)}
+                flight.said = {**parts, **measured(metrics, made[0], target)}
         if target is None:
             return flight.leave(made)
         if compared:
@@ -240,7 +239,7 @@ class Stage:
         flight.end_in(weighted)
         return reported
 
-    def said_of(self, micro_batch: int) -> Mapping[str, float | str]:
+    def said_of(self, micro_batch: int) -> dict[str, float | str]:
         """Return what goes with the loss of a micro-batch in flight: its parts, and metrics."""
         return self._in_flight[micro_batch].said
 
