@@ -126,13 +126,13 @@ class RunState:
         sign = -1 if highest else 1
         if not sign * value < (math.inf if best is None else sign * best):  # so also for NaN
             return False
-        # safetensors refuses memory that two names share, as that of tied weights.
         state = self.state_dict()
         if extra := [key for key, value in state.items() if not isinstance(value, Tensor)]:
             raise CheckpointError(
                 f"{path} cannot be written: {extra[0]} is no tensor, and such a file holds tensors "
                 "alone; pipe.save(folder) keeps extra state too"
             )
+        # Copies, since safetensors refuses memory that two names share, as that of tied weights.
         weights = {key: value.clone() for key, value in state.items()}
         said = {_VALUE: repr(value), "step": str(self._feeder.step)}
         write_tensors(path, weights, said)
