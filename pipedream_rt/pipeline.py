@@ -693,7 +693,10 @@ class Pipeline:
         if keep is not None:
             require_count("keep", keep)
         root = None if folder is None else Path(folder).absolute()
-        return self._run_state.save(root, keep, extra)
+        saved = self._run_state.save(root, keep, extra)
+        if self._telling is not None:
+            self._telling.look()  # the next result may be far away, or never come
+        return saved
 
     def keep_best(
         self, path: str | os.PathLike[str], value: float, *, highest: bool = False

@@ -136,7 +136,7 @@ class Telling:
         """Tell of a result; they come in the order of their mini-batches."""
         fed = self._fed.popleft()
         self._step = result.step + 1
-        self._look()
+        self.look()
         self._tell(
             Stepped(
                 time=time.time(),
@@ -154,12 +154,12 @@ class Telling:
 
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
         """Tell of an evaluation that was made after so many mini-batches."""
-        self._look()
+        self.look()
         self._tell(Evaluated(time=time.time(), step=step, values=dict(values)))
 
     def so_far(self, stages: Sequence[dict[str, Any]], trace: Trace | None) -> RunRecord:
         """Return what was told so far, with the counters of each stage and a trace of now."""
-        self._look()
+        self.look()
         record = copy.copy(self.record)
         record.trace = trace
         if record.begun is not None:
@@ -168,7 +168,7 @@ class Telling:
 
     def finish(self, stages: Sequence[dict[str, Any]], trace: Trace | None) -> None:
         """Tell that a run has ended well; `end` tells it of any other."""
-        self._look()
+        self.look()
         self._end(Ended(time=time.time(), step=self._step, stages=tuple(stages), trace=trace))
 
     def end(self, reason: BaseException | None = None) -> None:
@@ -180,12 +180,12 @@ class Telling:
 
     def _end(self, event: Ended) -> None:
         """Tell the last event, once."""
-        self._look()
+        self.look()
         self._tell(event)
         self._observers.clear()
         logging.getLogger("pipedream_rt").removeHandler(self._handler)
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Tell of the recoveries and checkpoints that have come since the last look."""
         if self._group is None or not self._observers:
             return

@@ -139,6 +139,16 @@ def test_a_death_and_a_checkpoint_are_told(tmp_path):
     assert "step-00000004" in text
 
 
+def test_a_checkpoint_of_the_script_is_told_at_once(tmp_path):
+    events = []
+    with pipeline(observe=Observe(to=[events.append])) as pipe:
+        for _ in pipe.train_epoch(DATA[:3]):
+            pass
+        pipe.save(tmp_path / "saved")
+        assert [event.step for event in of(Saved, events)] == [3]
+    assert len(of(Saved, events)) == 1
+
+
 @pytest.mark.processes
 def test_a_script_that_goes_on_adds_to_its_record(tmp_path):
     def run(data):
