@@ -19,6 +19,7 @@ $(VENV)/installed: setup.cfg pyproject.toml constraints.txt
 lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python tests/support/docstrings.py
 
 types: $(VENV)/installed
 	$(BIN)/mypy

@@ -9,10 +9,6 @@ from datetime import timedelta
 class Deadline:
     """A moment on the monotonic clock, after which waiting is an error.
 
-    Args:
-        timeout: The time from now; None for a wait whose end another mechanism guarantees, which
-            the caller names in a comment.
-
     Attributes:
         timeout: The time from the start of the deadline; None for no limit.
     """

@@ -44,12 +44,7 @@ MOVES: dict[Life, frozenset[Life]] = {
 class Lifecycle:
     """The life of one thing. Safe from any thread.
 
-    Args:
-        what: What people call it, as ``"the pipeline"``.
-        end: Called once, when it closes or fails; ends whatever was started.
-
     Attributes:
-        state: Where it stands.
         reason: The error that it failed with; None otherwise.
     """
 
@@ -73,12 +68,7 @@ class Lifecycle:
         return self.state in (Life.CLOSED, Life.FAILED)
 
     def check(self) -> None:
-        """Refuse to use what is not open any more.
-
-        Raises:
-            PipelineClosed: It is closed or has failed; ``__cause__`` is the error that ended it; or
-                this process is a forked child of the one that opened it.
-        """
+        """Refuse to use what is not open any more."""
         if os.getpid() != self._pid:
             raise PipelineClosed(
                 f"{self._what} belongs to process {self._pid}; this one, {os.getpid()}, was forked "
@@ -90,15 +80,6 @@ class Lifecycle:
             raise PipelineClosed(f"{self._what} is closed")
 
     def move(self, to: Life, reason: BaseException | None = None) -> None:
-        """Move on.
-
-        Args:
-            to: Where to.
-            reason: Why it failed.
-
-        Raises:
-            PipelineError: The move is not legal. Nothing has changed.
-        """
         with self._lock:
             if to not in MOVES[self.state]:
                 raise PipelineError(f"{self._what} is {self.state.value} and cannot be {to.value}")
@@ -133,11 +114,7 @@ class Lifecycle:
 
     @contextmanager
     def guard(self, spare: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
-        """End everything if the body fails: nothing may be left running behind an error.
-
-        Args:
-            spare: Errors that end nothing.
-        """
+        """End everything if the body fails: nothing may be left running behind an error."""
         try:
             yield
         except spare:
@@ -153,8 +130,7 @@ class Lifecycle:
 class Closable(Protocol):
     """What has a method `close`."""
 
-    def close(self) -> object:
-        """Close it."""
+    def close(self) -> object: ...
 
 
 _ends: WeakSet[Closable] = WeakSet()
@@ -165,9 +141,6 @@ def close_in_forked_children(end: Closable) -> None:
     """Have a connection or a lock closed in every child that the user's script forks.
 
     A data loader forks some. A child that kept it open would make a dead parent look alive.
-
-    Args:
-        end: The connection or the lock.
     """
     _ends.add(end)
 

@@ -88,11 +88,7 @@ class Interrupts:
             signal.signal(signal.SIGINT, before)
 
     def check(self) -> None:
-        """Raise what was noted.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C has come.
-        """
+        """Raise what was noted."""
         if self.came:
             self.came = False
             raise KeyboardInterrupt

@@ -525,18 +525,7 @@ class Pipeline:
         return version.number_for(self._lease)
 
     def __call__(self, *args: Any, training: bool = False, **kwargs: Any) -> Any:
-        """Run the model without gradient, with every update applied, in eval mode.
-
-        Args:
-            *args: The positional arguments of the model; for a sequence of layers the input of the
-                first one. They are not cut into micro-batches.
-            **kwargs: The keyword arguments of the model.
-            training: True to leave every module in the mode that it has in training. Dropout then
-                drops, and statistics of BatchNorm move, so this changes the run.
-
-        Returns:
-            The output of the model.
-        """
+        """Run the model without gradient, with every update applied, in eval mode."""
         with ShorterTracebacks():
             return self._feeder.infer(Batch(args, kwargs, None), training=training)
 
@@ -927,20 +916,12 @@ class Pipeline:
         return Lines(self.explain() if self._group.life.is_open else repr(self))._repr_html_()
 
     def __getattr__(self, name: str) -> Any:
-        """Say what to do instead, for what people look for on a module.
-
-        Raises:
-            AttributeError: Always.
-        """
+        """Say what to do instead, for what people look for on a module."""
         advice = f": {ADVICE[name]}" if name in ADVICE else ""
         raise AttributeError(f"a Pipeline has no attribute {name!r}{advice}", name=name, obj=self)
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be pickled or copied.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Refuse to be pickled or copied."""
         raise ConfigError(
             "a pipeline is workers and connections, so it can be neither pickled nor copied: "
             "pipe.save(folder) writes all of its state, pipe.module() returns a copy of the model, "
@@ -988,7 +969,6 @@ class Pipeline:
             life.close()
 
     def __enter__(self) -> Pipeline:
-        """Return the pipeline."""
         return self
 
     def __exit__(self, exception_type: type[BaseException] | None, *exception: Any) -> None:

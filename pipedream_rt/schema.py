@@ -100,12 +100,7 @@ def mapping(key: Check, check: Check) -> Check:
 
 
 def fields(checks: Mapping[str, Check], optional: Collection[str] = ()) -> Check:
-    """A dict that has these fields and no other.
-
-    Args:
-        checks: The check of each field.
-        optional: The names of those that may be left out.
-    """
+    """A dict that has these fields and no other."""
     required = checks.keys() - set(optional)
     return lambda value: (
         isinstance(value, dict)
@@ -115,12 +110,7 @@ def fields(checks: Mapping[str, Check], optional: Collection[str] = ()) -> Check
 
 
 def problem_of(record: Mapping[str, Any], checks: Mapping[str, Check]) -> str:
-    """Say which field of a record is wrong; empty if none is.
-
-    Args:
-        record: The record.
-        checks: The fields that it has to have. One that may be None may be left out.
-    """
+    """Say which field of a record is wrong; empty if none is."""
     for name, check in checks.items():
         if not check(record.get(name)):
             return f"its {name!r} is {printable(repr(record.get(name)), 60)}"
@@ -146,16 +136,7 @@ def printable(text: str, most: int = 300) -> str:
 
 
 def open_file(path: str | os.PathLike[str], *, follow: bool = True) -> BinaryIO:
-    """Open a file to read that somebody else may have made.
-
-    Args:
-        path: The file.
-        follow: Whether it may be a link to another file.
-
-    Raises:
-        OSError: It cannot be opened, or is a pipe or a device, which might never end; or a folder.
-        ValueError: Its name has a NUL.
-    """
+    """Open a file to read that somebody else may have made."""
     # Not to wait for the other end of a pipe.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     fd = os.open(Path(path), flags)
@@ -175,13 +156,6 @@ def write_file(path: str | os.PathLike[str], *parts: bytes | memoryview) -> None
     What is no file cannot be replaced: a terminal, a pipe or a device, such as ``/dev/null``, is
     written to, and so is a file that a process has open, such as ``/dev/stdout``. Where a folder
     lets no file be replaced, as one that is mounted by itself, the file is written in place.
-
-    Args:
-        path: The file.
-        *parts: Its bytes, in their order.
-
-    Raises:
-        OSError: It cannot be written; one that was there is as before. Or it is a disk or a socket.
     """
     path = _destination(Path(path))
     try:
@@ -269,28 +243,14 @@ def _replace(path: Path, there: os.stat_result | None, parts: Sequence[bytes | m
 
 
 def open_to_append(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a file for `open`, without waiting until somebody reads, where it is a pipe.
-
-    Raises:
-        OSError: It cannot be opened, or is a pipe that nobody reads.
-    """
+    """Open a file for `open`, without waiting until somebody reads, where it is a pipe."""
     fd = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666)
     os.set_blocking(fd, True)
     return fd
 
 
 def read_file(path: str | os.PathLike[str], most: int, *, follow: bool = True) -> bytes:
-    """Return the bytes of a file that somebody else may have made.
-
-    Args:
-        path: The file.
-        most: Bytes that it may have.
-        follow: Whether it may be a link to another file.
-
-    Raises:
-        OSError: It cannot be read, or is no ordinary file.
-        ValueError: It is larger, or its name has a NUL.
-    """
+    """Return the bytes of a file that somebody else may have made."""
     with open_file(path, follow=follow) as file:
         size = os.fstat(file.fileno()).st_size
         data = bytearray()

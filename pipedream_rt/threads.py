@@ -8,11 +8,7 @@ from pathlib import Path
 
 
 def name_this_thread(name: str) -> None:
-    """Name the calling thread, in Python and in the kernel, whose names ``top -H`` shows.
-
-    Args:
-        name: The name, of which the kernel keeps 15 bytes.
-    """
+    """Name the calling thread, in Python and in the kernel, whose names ``top -H`` shows."""
     threading.current_thread().name = name
     with suppress(OSError):  # where /proc is not mounted
         Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_bytes(name.encode()[:15])

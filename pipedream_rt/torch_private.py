@@ -50,11 +50,7 @@ def optional(path: str, otherwise: Any) -> Any:
 
 
 def needed(path: str) -> Any:
-    """Return what a dotted path below ``torch`` names.
-
-    Raises:
-        ImportError: It names nothing.
-    """
+    """Return what a dotted path below ``torch`` names."""
     found = optional(path, _MISSING)
     if found is _MISSING:
         _refuse(f", which lacks {path}")
@@ -251,11 +247,7 @@ OPERATORS: dict[str, Any] = optional("torch._library.custom_ops.OPDEFS", {})
 
 
 def parts_of_operator(operator: Any) -> tuple[Any, ...]:
-    """Take an operator of the user's apart that ``torch.library.custom_op`` has made.
-
-    Raises:
-        PicklingError: It has parts that are not known here.
-    """
+    """Take an operator of the user's apart that ``torch.library.custom_op`` has made."""
     known = {"_init_fn", "_abstract_fn", "_setup_context_fn", "_backward_fn"}
     others = [
         name

@@ -38,16 +38,7 @@ that of a pipe with the secret of the job.
 
 
 def serve_forks(connection: socket.socket, run: RunWorker, imports: bool = True) -> bool:
-    """Fork a worker for each request, and report each that ends, until the other end closes.
-
-    Args:
-        connection: Connection to the coordinator's process.
-        run: The life of a worker, which each child runs.
-        imports: Whether to import the modules that requests name.
-
-    Returns:
-        Whether its workers die with this process, as those do that join by themselves.
-    """
+    """Fork a worker for each request, and report each that ends, until the other end closes."""
     # Imported once for all workers. Nothing is computed here, so torch makes no thread pool.
     import_module("pipedream_rt.workers.process")
     # The threads of NumPy's library of linear algebra only wait, and it handles forks itself.

@@ -49,7 +49,6 @@ class Worker:
     """What a worker is started with.
 
     Attributes:
-        name: Name of the worker, unique in the job.
         threads: Number of threads for torch's own parallel loops.
         secret: The secret of the job; None over an inherited connection, whose call carries it.
         bind: Network interface to listen on for other workers; None for loopback.
@@ -68,7 +67,6 @@ class Tries:
     """How often a worker has tried to join in vain, and whether a group waits for it.
 
     Attributes:
-        failures: Number of attempts in a row that have failed.
         lost: When the worker lost its last group, in seconds of the monotonic clock of this
             machine; None if it never was in one.
     """
@@ -107,20 +105,7 @@ class Tries:
 
 
 def serve_at(place: Place, worker: Worker, tries: Tries) -> int:
-    """Join a coordinator, once it listens and has a place, and host stages until it says to end.
-
-    Args:
-        place: Where the coordinator is.
-        worker: The worker.
-        tries: What the attempts before this one have come to.
-
-    Returns:
-        Exit code of the process.
-
-    Raises:
-        JobOver: Nobody will call this worker again.
-        PipelineError: The coordinator refused the worker, or does not speak this protocol.
-    """
+    """Join a coordinator, once it listens and has a place, and host stages until it says to end."""
     said = tries.failures > 0
     if place.warm or tries.is_awaited(time.monotonic()):
         _import_torch()  # while the coordinator is out of reach, perhaps
@@ -149,22 +134,7 @@ def serve(
     call_timeout: timedelta | None = None,
     returns: bool = False,
 ) -> int:
-    """Answer the call of a coordinator, and host stages until it says to end.
-
-    Args:
-        control: The control connection.
-        worker: The worker.
-        call_timeout: For the coordinator to call; None for one that has started this worker, and
-            will call it or end.
-        returns: Whether the worker joins again by itself when a generation ends.
-
-    Returns:
-        Exit code of the process.
-
-    Raises:
-        JobOver: Nobody will call this worker again.
-        PipelineError: The coordinator refused the worker, or does not speak this protocol.
-    """
+    """Answer the call of a coordinator, and host stages until it says to end."""
     key = be_admitted(control, worker.name, worker.secret, call_timeout, returns)
     host_stage = _import_torch()  # now, while the others join: a waiting worker stays small
     make_room(0)  # for the sockets with which the next line tries what this process may

@@ -84,21 +84,6 @@ def host_stage(
     Threads of this process: the calling one reads the control connection; one computes for all
     stages, and reads the links while it waits; one reads the links while that one computes; those
     of torch RPC and its tunnel mostly wait.
-
-    Args:
-        control: The control connection.
-        welcome: The coordinator's welcome.
-        threads: Number of threads for torch's own parallel loops.
-        key: The key of the job.
-        bind: Network interface to listen on; None for loopback.
-        tls: Encrypts the links to other members; None to leave them. A worker that the coordinator
-            has started looks into its own environment.
-
-    Returns:
-        Exit code of the process.
-
-    Raises:
-        PeerLost: The coordinator has sent a record that no worker knows.
     """
     sys.path.extend(p for p in welcome["path"] if p not in sys.path)
     control.notice_within(4 * welcome["beat_s"])

@@ -67,14 +67,7 @@ def is_name(name: str) -> bool:
 
 
 def file_name(kind: str, stage: int, num_stages: int) -> str:
-    """Name of the file with one kind of tensors of a stage.
-
-    Args:
-        kind: ``"model"``, ``"loss"``, ``"optimizer"``, ``"versions"``, ``"buffers"``,
-            ``"replica"`` or ``"shard"``.
-        stage: Index of the stage; of a replica, its address.
-        num_stages: Number of stages, or of addresses.
-    """
+    """Name of the file with one kind of tensors of a stage."""
     return f"{kind}-{stage + 1:05d}-of-{num_stages:05d}.safetensors"
 
 
@@ -84,13 +77,7 @@ def replica_name(replica: int, count: int) -> str:
 
 
 def files_of(folder: Path, files: Iterable[str], kind: str) -> list[Path]:
-    """Files with one kind of tensors of all stages of a checkpoint, in their order.
-
-    Args:
-        folder: Folder of the checkpoint.
-        files: The names that its manifest lists; no other file is ever read.
-        kind: See `file_name`.
-    """
+    """Files with one kind of tensors of all stages of a checkpoint, in their order."""
     return [folder / name for name in sorted(files) if name.startswith(f"{kind}-")]
 
 
@@ -103,9 +90,6 @@ def checkpoints(root: Path) -> list[Path]:
     """List the checkpoints of a run, newest first; they are not verified.
 
     A folder with another name, as the user's copy ``step-00000200-best``, is none.
-
-    Args:
-        root: Folder of the run.
     """
     if not root.is_dir():
         return []
@@ -118,11 +102,7 @@ def step_of(folder: Path) -> int:
 
 
 def give_back(root: Path) -> None:
-    """Give a checkpoint its name again that was being replaced when its run died.
-
-    Args:
-        root: Folder of the run, whose lock this process holds.
-    """
+    """Give a checkpoint its name again that was being replaced when its run died."""
     for left in root.glob(f".step-*{BEING_REPLACED}"):
         whole = root / left.name.removeprefix(".").removesuffix(BEING_REPLACED)
         if not whole.exists():
@@ -131,11 +111,7 @@ def give_back(root: Path) -> None:
 
 
 def remove_parts(root: Path) -> None:
-    """Remove what a run left that died while it wrote, or removed an old checkpoint.
-
-    Args:
-        root: Folder of the run, whose lock this process holds; `give_back` was called.
-    """
+    """Remove what a run left that died while it wrote, or removed an old checkpoint."""
     for left in root.glob(".step-*.part"):
         remove(left)
 
@@ -155,11 +131,7 @@ def size_and_digest(path: Path) -> list[int | bytes]:
 
 
 def digest_of(path: Path) -> bytes:
-    """Checksum of a file, 16 bytes of BLAKE2b.
-
-    Raises:
-        OSError: It cannot be read, or is no ordinary file.
-    """
+    """Checksum of a file, 16 bytes of BLAKE2b."""
     digest = blake2b(digest_size=16)
     with open_file(path, follow=False) as file:
         while block := file.read(1 << 20):

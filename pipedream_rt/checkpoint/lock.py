@@ -32,15 +32,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.
 
 
 class _Held:
-    """A locked file or folder, closed in every forked child.
-
-    Args:
-        path: The file or folder.
-        flags: How to open it.
-
-    Raises:
-        OSError: It cannot be opened or locked; a `BlockingIOError` if somebody else has locked it.
-    """
+    """A locked file or folder, closed in every forked child."""
 
     def __init__(self, path: Path, flags: int) -> None:
         self._fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
@@ -63,14 +55,7 @@ class _Held:
 
 
 class RunLock:
-    """The lock of a folder, held from when this object is made until `release`.
-
-    Args:
-        root: Folder of the run; made if it is not there.
-
-    Raises:
-        CheckpointError: Another run holds it, or the folder cannot be written.
-    """
+    """The lock of a folder, held from when this object is made until `release`."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -129,12 +114,7 @@ class RunLock:
 
 
 def give_back_if_idle(root: Path) -> None:
-    """Give a checkpoint its name again that was being replaced when its run died.
-
-    Args:
-        root: Folder of a run. If a run is at work there, or the folder can only be read, nothing
-            is done.
-    """
+    """Give a checkpoint its name again that was being replaced when its run died."""
     if any(root.glob(f".step-*{BEING_REPLACED}")):
         with suppress(CheckpointError):
             RunLock(root).release()

@@ -35,23 +35,13 @@ class Manifest:
 
     Attributes:
         step: Number of updates done, which is the number of the next mini-batch.
-        schedule: Name of the schedule.
-        workers: Number of workers.
-        stages_per_worker: Number of stages that each worker hosts.
         per_update: Micro-batches per update.
-        groups: Hyper-parameters of each parameter group, packed by `pack_hyper`.
         files: Size in bytes and checksum of each file, by name.
-        plain: What stages keep that is no tensor, by the texts of its keys (`messages/keys.py`).
         extra: The user's own data.
-        floor: Oldest weight version that may be read: that of weights loaded in mid-run.
-        passes: Number of micro-batches that were evaluated or inferred from so far.
-        place: Where the loader was; see `pipedream_rt.coordinator.loading`.
-        attached: States of the objects given to `Pipeline.attach`, by name.
         results: Results of mini-batches before ``step`` that the script had not seen, as dicts.
         slack: Extra warm-up forwards before each hop; empty for none.
         identity: What a script that goes on must give again; see
             `pipedream_rt.job.identity`.
-        fingerprints: The fingerprints of each stage; see `pipedream_rt.stage.fingerprint`.
         run: Identity of the run that made it, drawn when the run began; empty if not known.
     """
 
@@ -228,11 +218,7 @@ _FIELDS = {
 
 
 def seal(manifest: Manifest) -> bytes:
-    """Pack a manifest, with format and checksum, into the bytes of its file.
-
-    Raises:
-        CheckpointError: The user's data in it cannot be packed, or nobody could read it again.
-    """
+    """Pack a manifest, with format and checksum, into the bytes of its file."""
     try:
         packed = _pack({f.name: getattr(manifest, f.name) for f in fields(manifest)})
     except (TypeError, ValueError, OverflowError) as error:
@@ -246,14 +232,7 @@ def seal(manifest: Manifest) -> bytes:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint.
-
-    Args:
-        folder: Folder of the checkpoint.
-
-    Raises:
-        CheckpointError: There is none, it is damaged, or this version cannot read its format.
-    """
+    """Read the manifest of a checkpoint."""
     try:
         data = schema.read_file(folder / MANIFEST, _LARGEST, follow=False)
         magic, version, packed, checksum = msgpack.unpackb(data)
@@ -287,15 +266,7 @@ _UNREADABLE = (
 
 
 def refuse_unsaveable(name: str, value: Any) -> None:
-    """Refuse a value that a manifest cannot hold.
-
-    Args:
-        name: What the value is the state of, for the message.
-        value: The value.
-
-    Raises:
-        ConfigError: It holds more than numbers, texts, bytes, tensors, lists and dicts.
-    """
+    """Refuse a value that a manifest cannot hold."""
     try:
         _pack(value)
     except (TypeError, ValueError, OverflowError) as error:

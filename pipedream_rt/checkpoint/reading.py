@@ -39,16 +39,6 @@ def newest_good(path: Path, spare: Collection[Path] = ()) -> tuple[Path, Manifes
     """Find the checkpoint to load: the one given, or the newest of a run that is whole.
 
     The one before is of the same run, or it is not taken.
-
-    Args:
-        path: Folder of a checkpoint or of a run.
-        spare: Checkpoints of the run that are not to be taken.
-
-    Returns:
-        Folder of the checkpoint, and its manifest.
-
-    Raises:
-        CheckpointError: There is no checkpoint, or none is whole.
     """
     try:
         if (path / MANIFEST).exists() or (is_name(path.name) and not checkpoints(path)):
@@ -82,17 +72,7 @@ def newest_good(path: Path, spare: Collection[Path] = ()) -> tuple[Path, Manifes
 
 
 def verify(folder: Path) -> Manifest:
-    """Check every byte of a checkpoint against its checksums.
-
-    Args:
-        folder: Folder of the checkpoint.
-
-    Returns:
-        Its manifest.
-
-    Raises:
-        CheckpointError: It is not whole; the message says which file is wrong, and how.
-    """
+    """Check every byte of a checkpoint against its checksums."""
     manifest = read_manifest(folder)
     _verify_files(folder, manifest)
     return manifest
@@ -138,24 +118,6 @@ def read_stage(
     """Read the state of a stage, whichever files it is in.
 
     The stages need not be those that wrote the checkpoint.
-
-    Args:
-        folder: Folder of a checkpoint that was verified.
-        files: The names that its manifest lists.
-        weights: Keys of the stage's state dict, all of which must be there.
-        parameters: Names of the stage's trainable parameters.
-        buffers: Names of the stage's buffers. They come as ``hidden``, also those that are in a
-            state dict.
-        plain: What is no tensor, from the manifest.
-        replica: Name of the replica of the stage, whose own buffers and extra state are taken if
-            there are any; empty for replica 0.
-        others: Further names under which the stage keeps something for its steps.
-
-    Returns:
-        The state. It has an older weight version only if that has all of the stage's parameters.
-
-    Raises:
-        CheckpointError: A weight is missing, or a file cannot be read.
     """
 
     def tensors(kind: str, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
@@ -229,15 +191,7 @@ def _older_versions(tensors_of: Written, parameters: set[str]) -> dict[int, dict
 
 
 def shapes(folder: Path, files: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """Shapes of all weights in a checkpoint that was verified, those of the loss too, by key.
-
-    Args:
-        folder: Folder of the checkpoint.
-        files: The names that its manifest lists.
-
-    Raises:
-        CheckpointError: A file cannot be read.
-    """
+    """Shapes of all weights in a checkpoint that was verified, those of the loss too, by key."""
     found = {}
     for path in (*files_of(folder, files, "model"), *files_of(folder, files, "loss")):
         with _opened(path) as file:
@@ -249,15 +203,7 @@ def shapes(folder: Path, files: Collection[str]) -> dict[str, tuple[int, ...]]:
 
 
 def weights_of(folder: Path, files: Collection[str]) -> dict[str, Tensor]:
-    """All weights and buffers of a checkpoint that was verified, by key of the unsplit model.
-
-    Args:
-        folder: Folder of the checkpoint.
-        files: The names that its manifest lists.
-
-    Raises:
-        CheckpointError: A file cannot be read.
-    """
+    """All weights and buffers of a checkpoint that was verified, by key of the unsplit model."""
     return _tensors(files_of(folder, files, "model"), lambda key: True)
 
 

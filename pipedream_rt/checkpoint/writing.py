@@ -47,18 +47,7 @@ _PRIVATE_FILE, _PRIVATE_FOLDER = 0o600, 0o700
 
 
 class Part:
-    """A checkpoint on its way to the disk: a folder of another name, until `commit`.
-
-    Args:
-        root: Folder of the run, whose lock this process holds.
-        step: Step of the checkpoint. A checkpoint of the same step is replaced.
-
-    Attributes:
-        folder: The folder to write into.
-
-    Raises:
-        CheckpointError: The folder cannot be made.
-    """
+    """A checkpoint on its way to the disk: a folder of another name, until `commit`."""
 
     def __init__(self, root: Path, step: int) -> None:
         self._root = root
@@ -71,14 +60,7 @@ class Part:
             raise self._unwritable(error) from error
 
     def commit(self) -> Path:
-        """Give the checkpoint its name, once all its files are written.
-
-        Returns:
-            Folder of the checkpoint.
-
-        Raises:
-            CheckpointError: It cannot be renamed; an older one of that name stays as it was.
-        """
+        """Give the checkpoint its name, once all its files are written."""
         root, final = self._root, self._final
         try:
             sync(self.folder)
@@ -106,22 +88,7 @@ class Part:
 def write_stage(
     folder: Path, stage: int, num_stages: int, state: Snapshot
 ) -> tuple[dict[str, list[Any]], dict[str, Any], dict[str, dict[str, int]]]:
-    """Write the files of one stage, and wait until they are on the disk.
-
-    Args:
-        folder: Folder of the checkpoint, which exists.
-        stage: Index of the stage.
-        num_stages: Number of stages.
-        state: The state of the stage.
-
-    Returns:
-        Size and checksum of each file, by name; what is no tensor, by the texts of its keys; the
-        bytes of each weight, by file and key.
-
-    Raises:
-        CheckpointError: A file cannot be written, or the optimizer state has a value that has no
-            place in a checkpoint.
-    """
+    """Write the files of one stage, and wait until they are on the disk."""
     moments, plain = _tensors_and_plain(state.steps)
     plain |= {str(Key(EXTRA, str(stage), (key,))): value for key, value in state.extra.items()}
     older = {
@@ -162,23 +129,7 @@ def write_replica(
     steps: StepState,
     extra: dict[str, Any],
 ) -> tuple[dict[str, list[Any]], dict[str, Any], dict[str, dict[str, int]]]:
-    """Write the files of a replica other than replica 0, and wait until they are on the disk.
-
-    Args:
-        folder: Folder of the checkpoint, which exists.
-        address: Address of the replica.
-        num_addresses: Number of addresses.
-        name: Name of the replica; see `replica_name`.
-        buffers: Its buffers, and its extra state that is a tensor, by name.
-        steps: What its optimizer keeps, if it steps a part alone.
-        extra: What its modules give by ``get_extra_state`` that is no tensor, packed.
-
-    Returns:
-        As `write_stage` does.
-
-    Raises:
-        CheckpointError: As `write_stage` does.
-    """
+    """Write the files of a replica other than replica 0, and wait until they are on the disk."""
     moments, plain = _tensors_and_plain(steps)
     plain |= {str(Key(EXTRA_OF_REPLICA, name, (address, k))): v for k, v in extra.items()}
     own = {written(name, key): tensor for key, tensor in buffers.items()}
@@ -210,9 +161,6 @@ def write_tensors(
 
     It is written by another name first, because a recovery has the same file written once more
     while the coordinator may be reading this one.
-
-    Raises:
-        CheckpointError: It cannot be written.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     # safetensors knows no complex numbers of double precision: they are written as pairs.
@@ -230,17 +178,7 @@ def write_tensors(
 
 
 def write_manifest(folder: Path, manifest: Manifest, weights: dict[str, dict[str, int]]) -> None:
-    """Write manifest and index, and wait until they are on the disk.
-
-    Args:
-        folder: Folder of the checkpoint.
-        manifest: The manifest; the index is added to its files here.
-        weights: Bytes of each weight, by file and key.
-
-    Raises:
-        CheckpointError: A file of a stage is not there, the two cannot be written, or the user's
-            data in the manifest cannot be packed.
-    """
+    """Write manifest and index, and wait until they are on the disk."""
     missing = [name for name in manifest.files if not (folder / name).exists()]
     if missing:
         raise CheckpointError(
@@ -270,13 +208,7 @@ def _write_private(path: Path, data: bytes) -> None:
 
 
 def prune(root: Path, keep: int, spare: Collection[Path] = ()) -> None:
-    """Remove the oldest checkpoints of a run.
-
-    Args:
-        root: Folder of the run.
-        keep: Number of the newest checkpoints, which stay.
-        spare: Older checkpoints that stay too.
-    """
+    """Remove the oldest checkpoints of a run."""
     for folder in checkpoints(root)[keep:]:
         if folder in spare:
             continue
@@ -290,15 +222,7 @@ def prune(root: Path, keep: int, spare: Collection[Path] = ()) -> None:
 
 
 def put_aside_others(root: Path, run: str) -> None:
-    """Rename the checkpoints of other runs, so that this one neither replaces nor removes them.
-
-    Args:
-        root: Folder of the run.
-        run: Identity of this run.
-
-    Raises:
-        CheckpointError: One cannot be renamed, so that it could be destroyed.
-    """
+    """Rename the checkpoints of other runs, so that this one neither replaces nor removes them."""
     for folder in checkpoints(root):
         try:
             other = read_manifest(folder).run
@@ -323,10 +247,6 @@ def put_aside_later(root: Path, newest: Path) -> None:
 
     A run that went back to an earlier step writes checkpoints of earlier steps than those it has
     written before. Without this, a resume would take one of those.
-
-    Args:
-        root: Folder of the run.
-        newest: Folder of the checkpoint that was written last.
     """
     for folder in checkpoints(root):
         if step_of(folder) > step_of(newest):

@@ -14,13 +14,7 @@ from pipedream_rt.schema import is_count, printable
 
 
 class Grouped(click.Command):
-    """A command whose help has its options in groups.
-
-    Args:
-        *given: What a command takes.
-        groups: The names of the parameters of each group, by its heading. Others come last.
-        **options: What a command takes.
-    """
+    """A command whose help has its options in groups."""
 
     def __init__(self, *given: Any, groups: Mapping[str, str], **options: Any) -> None:
         super().__init__(*given, **options)
@@ -55,17 +49,7 @@ def _replicas(context: click.Context, option: click.Parameter, text: str | None)
 
 
 def refuse_too_many(plan: Plan, updates: int, most: int, what: str) -> None:
-    """Refuse to do something for so many actions that it would take hours, or all memory.
-
-    Args:
-        plan: The plan.
-        updates: The number of updates.
-        most: The number of actions that can be borne.
-        what: What would be done, in words.
-
-    Raises:
-        ConfigError: There are more.
-    """
+    """Refuse to do something for so many actions that it would take hours, or all memory."""
     # On each stage a forward and a backward, which some schedules cut in two, for a micro-batch.
     actions = 2 * plan.num_stages * plan.per_update * updates
     if actions > most:

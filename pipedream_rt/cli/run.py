@@ -154,11 +154,7 @@ def _folder(path: str) -> str:
 
 
 def count_of(text: str | None) -> int | None:
-    """Return the number of workers that torchrun's words for it mean; None if nothing was said.
-
-    Raises:
-        BadParameter: They mean none.
-    """
+    """Return the number of workers that torchrun's words for it mean; None if nothing was said."""
     if text is None or text == "":
         return None
     if text in ("auto", "cpu"):

@@ -74,14 +74,7 @@ def drawn(
     end: float | None = None,
     width: int | None = None,
 ) -> str:
-    """Draw a trace as text.
-
-    Args:
-        trace: The trace.
-        begin: Where to begin, in seconds; None to leave it to the drawing.
-        end: Where to end, in seconds; None to leave it to the drawing.
-        width: Columns; None for those of the terminal.
-    """
+    """Draw a trace as text."""
     view = drawings.window(trace, begin, end)
     return drawings.text(trace, view, width or shutil.get_terminal_size((100, 24)).columns)
 
@@ -113,11 +106,7 @@ def _numbers(trace: Trace) -> tuple[str, ...]:
 
 
 def write_drawing(path: str, text: str) -> None:
-    """Write a drawing into a file.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
+    """Write a drawing into a file."""
     try:
         write_file(path, text.encode())
     except OSError as error:

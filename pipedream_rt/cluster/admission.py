@@ -16,13 +16,7 @@ from pipedream_rt.software import software
 
 
 class Refusal(NamedTuple):
-    """Why a worker cannot become a member.
-
-    Attributes:
-        reason: The reason in words.
-        passing: Whether the reason may pass, so that the worker may try again later.
-        proven: Whether the worker has proved that it knows the secret of the job.
-    """
+    """Why a worker cannot become a member."""
 
     reason: str
     passing: bool = False

@@ -32,17 +32,8 @@ class ClusterSpec:
     """What every kind of cluster is told.
 
     Attributes:
-        plan: Which worker hosts which stages.
-        crew: How many worker processes do the work of the plan's workers.
-        receive: Takes messages for the coordinator.
-        fail: Called with the error when the cluster cannot go on, as when a worker dies.
-        generation: Number of this group in the process.
-        timeout: How long to wait for a message that is sure to come.
-        start_timeout: How long to wait for all workers to join.
-        heartbeat: How long a worker process may be silent.
         threads: Number of threads for torch's own parallel loops in each worker started here.
         recovers: Whether the pipeline has had workers before.
-        around: The context in which stages of this process compute.
     """
 
     plan: Plan
@@ -75,10 +66,8 @@ class Cluster(Protocol):
     """The workers of one pipeline.
 
     Attributes:
-        names: By worker of the plan, the name of the worker process that does its work.
         places: By worker of the plan, a text that is the same for those which share memory with
             each other; empty for one that shares none.
-        transport: Carries the messages between the coordinator and the stages.
         without_rpc: Why references lead to no modules, parameters and optimizers; empty if they do.
         endpoints: What `Pipeline.explain` says of torch RPC; empty for stages in this process.
     """

@@ -34,11 +34,6 @@ class Callers:
     """Calls every connection with a nonce, and reads what each answers.
 
     Anybody may connect, so the number of those that have not answered is bounded.
-
-    Args:
-        key: The key of the job.
-        selector: Where each connection is registered until it has answered or was dropped.
-        tls: Encrypts the connections of workers that were started elsewhere; None to leave them.
     """
 
     def __init__(

@@ -48,11 +48,7 @@ may take 20 s."""
 
 
 class JobOver(PipelineError):
-    """The job has ended, and nobody will call this worker again.
-
-    Args:
-        code: The exit code of its script.
-    """
+    """The job has ended, and nobody will call this worker again."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"the job is over: its script has ended with exit code {code}")
@@ -72,11 +68,7 @@ class Place:
     """Where a worker finds its coordinators, and how long it waits there.
 
     Attributes:
-        address: ``HOST:PORT`` of the coordinator.
-        timeout_s: Seconds to wait for a coordinator to listen.
-        persist: Whether to try again where there is no place for the worker in the job.
         call_timeout: For who listens there to say its first word; None to wait for ever.
-        known: Whether the host is known to exist, though its name may lead nowhere for a while.
         longest_pause_s: Seconds between two attempts at most. Where somebody waits to say that the
             job is over, they are few.
         warm: Whether to import torch before anybody calls.

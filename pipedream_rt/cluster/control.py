@@ -103,21 +103,7 @@ _SEND_TIMEOUT = timedelta(seconds=10)
 
 
 class Control:
-    """One end of a control connection. Sending is safe from any thread, receiving from one.
-
-    Args:
-        connection: A connected stream socket.
-        peer: Name of the other end, for error messages.
-        local_host: Numeric address of this end of a connection between processes that do not
-            inherit it; empty for a socket pair, which one process made.
-        channel: What the two ends have in common where the connection is encrypted; see `Wrapped`.
-        below: The TCP socket under the connection, for its settings; `close` closes it too.
-        remote_host: Numeric address of the other end as this end sees it; empty if nobody asks.
-
-    Attributes:
-        peer: Name of the other end, for error messages.
-        remote_host: Its address, as given.
-    """
+    """One end of a control connection. Sending is safe from any thread, receiving from one."""
 
     def __init__(
         self,

@@ -25,8 +25,6 @@ class Gone(NamedTuple):
     """A connection that has ended.
 
     Attributes:
-        control: The connection.
-        error: How that was noticed.
         member: Whose it was; None if nobody had said hello.
     """
 
@@ -42,21 +40,9 @@ class Door:
     secret, with the right version of the protocol and with a name that is still free becomes a
     member; whoever answers otherwise is refused with the reason.
 
-    Args:
-        key: The key of the job.
-        listener: Where workers that were started elsewhere connect; None where all are started
-            here.
-        tls: Encrypts their connections; None to leave them.
-
     Attributes:
-        key: The key of the job.
-        listener: Where workers that were started elsewhere connect.
-        tls: Encrypts their connections.
-        members: Those that have come for the next generation.
-        refused: Those that know the secret and were refused for good, and why, by name.
         expected: How many the next generation will have if nobody is lost meanwhile; 0 if that is
             not known.
-        is_closed: Whether nobody can join any more.
     """
 
     def __init__(

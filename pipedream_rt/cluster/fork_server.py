@@ -77,14 +77,7 @@ class ForkedWorker:
 
     Safe from any thread.
 
-    Args:
-        server: The fork server that has forked it.
-        parent: The connection to the server over which it was asked for.
-        pid: Process number.
-        pidfd: Descriptor of the process, owned by this object from now on.
-
     Attributes:
-        pid: Process number.
         returncode: Exit code, negative for a signal as in `subprocess.Popen`, `UNKNOWN` if the
             server that forked it has ended before it; None while it runs.
     """

@@ -41,14 +41,6 @@ class Formation:
 
     Workers that were all started here inherit their links from this process, so that nothing of
     them listens. Others meet at their doors (see `Meeting`).
-
-    Args:
-        plan: Which worker hosts which stage.
-        members: The workers, in the order of their ranks.
-        local: The workers that were started here, which says how one of them has ended.
-        deadline: When to give up.
-        heartbeat: How long a worker may be silent; it sends four signs of life in that time.
-        tls: Encrypts the links that are not inherited; None to leave them.
     """
 
     def __init__(

@@ -17,12 +17,7 @@ from pipedream_rt.transport.base import Lost, Receive, Sender, Transport
 
 
 class _LocalReference:
-    """A reference within the process.
-
-    Args:
-        value: What it refers to.
-        owner: Name of the worker that holds the value.
-    """
+    """A reference within the process."""
 
     def __init__(self, value: Any, owner: str) -> None:
         self._value = value
@@ -35,7 +30,6 @@ class _LocalReference:
         )
 
     def local_value(self) -> Any:
-        """Return the value itself."""
         return self._value
 
     def owner_name(self) -> str:
@@ -44,18 +38,7 @@ class _LocalReference:
 
 
 class ClusterHere:
-    """The part of a `Cluster` that does not depend on how the stages get their turns.
-
-    Args:
-        spec: What the cluster is told.
-        transport: Carries the messages.
-
-    Attributes:
-        names: Names of the workers.
-        transport: Carries the messages.
-        without_rpc: See `Cluster`.
-        endpoints: See `Cluster`.
-    """
+    """The part of a `Cluster` that does not depend on how the stages get their turns."""
 
     without_rpc = endpoints = ""
 
@@ -94,7 +77,6 @@ class ClusterHere:
         return error
 
     def stories(self) -> list[str]:
-        """See `Cluster.stories`."""
         return [f"{host.name}: {host.inbox.story()}" for host in self._hosts]
 
     def status(self) -> list[dict[str, Any]]:
@@ -107,16 +89,13 @@ class ClusterHere:
         return [Reading(now, now, now)] * self._plan.workers
 
     def newcomers(self) -> int:
-        """See `Cluster.newcomers`."""
         return 0
 
     def reference(self, stage: int, part: str) -> Reference:
-        """See `Cluster.reference`."""
         worker = self._plan.worker_of(stage)
         return _LocalReference(self._hosts[worker].part(stage, part), self.names[worker])
 
     def parameter_references(self, stage: int) -> list[Reference]:
-        """See `Cluster.parameter_references`."""
         worker = self._plan.worker_of(stage)
         parameters = self._hosts[worker].part(stage, "parameters")
         return [_LocalReference(p, self.names[worker]) for p in parameters]

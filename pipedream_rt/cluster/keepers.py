@@ -10,11 +10,7 @@ _BY_HAND = "pipedream-rt worker HOST:PORT --name NAME"
 
 
 class ByHand:
-    """The user, who starts each worker with a command.
-
-    Args:
-        command: The command.
-    """
+    """The user, who starts each worker with a command."""
 
     def __init__(self, command: str = _BY_HAND) -> None:
         self._command = command
@@ -27,7 +23,6 @@ class ByHand:
         )
 
     def missing(self) -> str:
-        """See `Keeper.missing`."""
         return f"start them with `{self._command}`"
 
     def replace(self, names: Collection[str]) -> None:
@@ -35,12 +30,7 @@ class ByHand:
 
 
 class ByLauncher:
-    """A command that has started the same everywhere, and starts again what ends.
-
-    Args:
-        title: Whose processes they are, in words.
-        renew: Has it end all of them and start others; None where they do so by themselves.
-    """
+    """A command that has started the same everywhere, and starts again what ends."""
 
     def __init__(self, title: str, renew: Callable[[], None] | None = None) -> None:
         self._title = title
@@ -51,11 +41,9 @@ class ByLauncher:
         return ""
 
     def missing(self) -> str:
-        """See `Keeper.missing`."""
         return f"look at what the other processes of {self._title} say"
 
     def replace(self, names: Collection[str]) -> None:
-        """See `Keeper.replace`."""
         if self._renew is not None:
             self._renew()
 

@@ -28,12 +28,7 @@ COORDINATOR_END, WORKER_END = b"coordinator", b"worker"
 
 
 class JobKey(NamedTuple):
-    """The key of a job, as its coordinator has made it of the secret.
-
-    Attributes:
-        key: The key.
-        salt: With what it was made, which workers are told in their call.
-    """
+    """The key of a job, as its coordinator has made it of the secret."""
 
     key: bytes
     salt: bytes
@@ -46,11 +41,7 @@ class JobKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Secret:
-    """The secret of a job: a generated token of 64 hexadecimal digits, or another text.
-
-    Attributes:
-        text: The secret.
-    """
+    """The secret of a job: a generated token of 64 hexadecimal digits, or another text."""
 
     text: str
 
@@ -96,9 +87,6 @@ class Talk(NamedTuple):
     """What the two ends of a control connection know in common, of which proofs are made.
 
     Attributes:
-        key: The key of the job.
-        asked: The nonce of the coordinator's call.
-        answer: The nonce of the worker's hello.
         channel: The SHA-256 of the certificate with which the coordinator's end encrypts the
             connection; empty where nothing is encrypted. Somebody in between has another one.
     """

@@ -56,14 +56,7 @@ _ENGINES = {"ray": ("pipedream_rt.cluster.engines.ray", "RayWorkers")}
 
 
 class Launcher:
-    """Starts the workers of a pipeline, one generation after another.
-
-    Args:
-        workers: See `Pipeline`.
-
-    Raises:
-        ConfigError: What an engine needs is not installed.
-    """
+    """Starts the workers of a pipeline, one generation after another."""
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers

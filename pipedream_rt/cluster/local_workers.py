@@ -15,14 +15,6 @@ class LocalWorkers:
     """Worker processes that this process has started.
 
     Each inherits its end of a socket pair as its control connection.
-
-    Args:
-        threads: Number of threads for torch's own parallel loops in each worker.
-        forks: The fork server that starts them.
-
-    Attributes:
-        processes: The processes by name of the worker.
-        controls: The coordinator's ends of the control connections by name of the worker.
     """
 
     def __init__(self, threads: int, forks: ForkServer) -> None:
@@ -47,7 +39,6 @@ class LocalWorkers:
         return self._forks.open_end() if self.processes else None
 
     def replace_forks(self) -> None:
-        """See `ForkServer.replace`."""
         self._forks.replace()
 
     def name_of(self, control: Control) -> str | None:

@@ -65,15 +65,7 @@ class _Talk:
     """One connection on which words are exchanged.
 
     Attributes:
-        socket: The connection.
-        calls: Whether this member has called, rather than let somebody in.
-        rank: Rank of the other member; -1 while it has not said so.
-        callers_nonce: What the caller has drawn.
-        doors_nonce: What the door has drawn.
         wanted: Bytes of the word that comes next; 0 while the kernel connects.
-        came: What has come of it.
-        channel: What the two ends have in common where they encrypt; see `Wrapped`.
-        nearby: Whether it leads to a Unix door, and not to a TCP door.
     """
 
     socket: socket.socket
@@ -88,16 +80,7 @@ class _Talk:
 
 
 class Meeting:
-    """Connects one member of a group to all others.
-
-    Args:
-        group: The group.
-        door: The TCP door of this member; it does not block, and stays the caller's.
-        addresses: Where the door of each rank is.
-        deadline: When to give up.
-        tls: Encrypts the connections of TCP doors; None to leave them as they are.
-        nearby: The Unix door of this member; None if it has none.
-    """
+    """Connects one member of a group to all others."""
 
     def __init__(
         self,

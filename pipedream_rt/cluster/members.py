@@ -20,13 +20,7 @@ _CRASHES = [f"killed by SIG{name}" for name in ("SEGV", "ABRT", "FPE", "BUS", "I
 
 
 class Seat(NamedTuple):
-    """A worker of the plan, whose work a worker process does.
-
-    Attributes:
-        worker: Its number in the plan.
-        title: What it is called by what it hosts, as ``stage 2``.
-        stages: Addresses of the stages that it hosts.
-    """
+    """A worker of the plan, whose work a worker process does."""
 
     worker: int
     title: str
@@ -47,22 +41,12 @@ class Member:
     ``stopped``, ``heard``, ``doing`` and ``beat``, which other threads only read.
 
     Attributes:
-        name: Name of the worker, unique in the group.
-        description: Process number and machine, in words.
-        control: The control connection.
-        same_clock: Whether the worker runs on the coordinator's kernel.
         seats: The workers of the plan whose work it does; empty until all have said hello.
-        returns: Whether it joins again by itself when a generation ends.
         stage: The first stage that it hosts.
-        ready: Whether it has imported torch.
         processor: Its kind of processor; empty until it is ready.
-        obstacle: What keeps torch RPC from being fenced off there.
-        stopped: Whether its stages compute no more, or its connection has ended.
         heard: When it last sent anything, in seconds of the monotonic clock.
         doing: Text form of the action that it announced last; empty where a job asks for none.
         beat: Its last sign of life.
-        story: Its answers when it was asked what it waits for.
-        clock: Its clock and the time at which that came, both in nanoseconds.
     """
 
     name: str

@@ -36,9 +36,7 @@ class UnixDoor(NamedTuple):
     """The Unix door of this member.
 
     Attributes:
-        listener: Listens, and does not block.
         place: A text that is the same for the members that find this door.
-        name: The name of this door.
     """
 
     listener: socket.socket
@@ -50,11 +48,8 @@ class DoorAt(NamedTuple):
     """Where a member listens for the others.
 
     Attributes:
-        host: Numeric address of its TCP door.
-        port: Port of its TCP door.
         place: A text that is the same for the members that find its Unix door; empty if there is
             none.
-        name: The name of its Unix door.
     """
 
     host: str

@@ -41,15 +41,7 @@ _EXIT_TIMEOUT = timedelta(seconds=3)
 
 
 class ProcessCluster:
-    """Worker processes, each hosting its stages; links join them, and torch RPC holds references.
-
-    Args:
-        spec: What the cluster is told.
-        door: Where workers join that are started elsewhere; all are started here if it has no
-            listener.
-        own: With a listener, the names of the workers to start here besides.
-        keeper: Who has started them.
-    """
+    """Worker processes, each with its stages; links join them, and torch RPC holds references."""
 
     def __init__(
         self,
@@ -59,7 +51,6 @@ class ProcessCluster:
         own: Sequence[str] = (),
         keeper: Keeper = BY_HAND,
     ) -> None:
-        """Start or await the workers and form a group with them; after an error nothing is left."""
         wish = rpc_of_environment()
         make_room(spec.crew.most)
         obstacles = {COORDINATOR_NAME: fence.obstacle()}
@@ -133,32 +124,26 @@ class ProcessCluster:
         if not self._watch.ending:
             self._fail(once(lambda: self.name_loss(error)))
 
-    def may_wait(self) -> None:
-        """See `Cluster.may_wait`."""
+    def may_wait(self) -> None: ...
 
     def waiting(self) -> AbstractContextManager[None]:
         """See `Cluster.waiting`; processes compute whether the coordinator waits or not."""
         return nullcontext()
 
     def name_loss(self, error: PipelineError) -> PipelineError:
-        """See `Cluster.name_loss`."""
         return self._watch.name_loss(error)
 
     def stories(self) -> list[str]:
-        """See `Cluster.stories`."""
         return self._watch.stories()
 
     def status(self) -> list[dict[str, Any]]:
-        """See `Cluster.status`."""
         return self._watch.status()
 
     def clocks(self) -> list[Reading]:
-        """See `Cluster.clocks`."""
         readings = self._watch.clocks()
         return [r for r, m in zip(readings, self._members, strict=True) for _ in m.seats]
 
     def newcomers(self) -> int:
-        """See `Cluster.newcomers`."""
         members, door = self._members, self._door
         free = self._crew.most - len(members)
         if not free or not self._crew.stays_open or not all(m.returns for m in members):
@@ -170,15 +155,12 @@ class ProcessCluster:
         return ready
 
     def reference(self, stage: int, part: str) -> Reference:
-        """See `Cluster.reference`."""
         return self._rpc.reference(stage, part)
 
     def parameter_references(self, stage: int) -> list[Reference]:
-        """See `Cluster.parameter_references`."""
         return list(self._rpc.parameter_references(stage))
 
     def kill(self) -> None:
-        """See `Cluster.kill`."""
         self._watch.ending = self._killed = True
         for process in self._local.processes.values():
             process.kill()
@@ -187,7 +169,6 @@ class ProcessCluster:
         self.close()
 
     def close(self) -> None:
-        """See `Cluster.close`."""
         if not self._life.begin_closing():
             return
         self._watch.ending = True

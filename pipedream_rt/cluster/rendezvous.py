@@ -25,14 +25,6 @@ _TURN_S = 1.0
 class Rendezvous:
     """Gathers as many workers as there are to be, over their control connections.
 
-    Args:
-        plan: How many workers are needed, and which stages each hosts.
-        local: The workers that were started here, which come over inherited connections.
-        door: Where workers join that were started elsewhere.
-        heartbeat: How long a worker that was started here may be silent.
-        keeper: Who has started those.
-        crew: How many workers there are to be; None for one for each of the plan.
-
     Attributes:
         members: The workers that have come, once `gather` has ended. Whoever made the rendezvous
             closes their connections, also after an error.

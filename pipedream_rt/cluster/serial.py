@@ -28,15 +28,7 @@ from pipedream_rt.transport.memory import DirectTransport, ShuffledTransport
 
 
 class _Worker:
-    """A worker: its stages, what they do, and the message that they wait for.
-
-    Args:
-        host: The host of its stages.
-        ready: Where the worker is put when a message has come for it.
-
-    Attributes:
-        host: The host of its stages.
-    """
+    """A worker: its stages, what they do, and the message that they wait for."""
 
     def __init__(self, host: StageHost, ready: deque[_Worker]) -> None:
         self.host = host
@@ -69,13 +61,7 @@ class _Worker:
 
 
 class SerialCluster(ClusterHere):
-    """Every worker gets turns in the thread that uses the pipeline.
-
-    Args:
-        spec: What the cluster is told. Nothing that is sure to come is waited for.
-        shuffle_seed: For tests: a seed that says whose turn it is, and when messages arrive; such
-            an order repeats exactly. None for each worker in its turn.
-    """
+    """Every worker gets turns in the thread that uses the pipeline."""
 
     def __init__(self, spec: ClusterSpec, *, shuffle_seed: int | None = None) -> None:
         self._draw = None if shuffle_seed is None else random.Random(shuffle_seed)
@@ -133,7 +119,6 @@ class SerialCluster(ClusterHere):
         return True
 
     def close(self) -> None:
-        """See `Cluster.close`."""
         if not self._life.begin_closing():
             return
         if not self._takes_turns:
@@ -141,7 +126,6 @@ class SerialCluster(ClusterHere):
         self._life.close()
 
     def kill(self) -> None:
-        """See `Cluster.kill`."""
         self.close()
 
     def _end(self) -> None:

@@ -68,17 +68,7 @@ script has started may hold it for a moment longer than the script lives."""
 
 
 class Workers:
-    """The workers of one node.
-
-    Args:
-        names: Their names.
-        threads: Number of threads for torch's own parallel loops in each.
-        address: ``HOST:PORT`` at which they join the pipelines of the script, one after another.
-        secret: The secret of the job.
-        imports: What the script imports that they need too.
-        bind: Network interface on which they listen for each other; None for loopback.
-        patience: How long each waits for somebody to listen at the address.
-    """
+    """The workers of one node."""
 
     def __init__(
         self,
@@ -115,7 +105,6 @@ class Workers:
         self.start()
 
     def start(self) -> None:
-        """Start all workers."""
         for name in self._names:
             self._start_one(name)
 

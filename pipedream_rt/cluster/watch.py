@@ -32,17 +32,6 @@ class Watch:
 
     The thread is a daemon, though `end` joins it: the interpreter joins all other threads before it
     runs what closes a pipeline that its user forgot to close.
-
-    Args:
-        members: The workers; all of them have come when `start` is called.
-        local: The workers that were started here, which says how one of them has ended.
-        fail: Called with a `WorkerLost` when a worker is lost, on the thread of the watch.
-        heartbeat: How long a worker may be silent.
-        keeper: Who has started the others.
-
-    Attributes:
-        ending: Whether the workers are to end, so that the loss of one is no failure any more.
-        silent: The names of the workers that were given up because they did not answer.
     """
 
     def __init__(
@@ -146,7 +135,6 @@ class Watch:
         return member.lost(how, problem, note)
 
     def name_loss(self, error: PipelineError) -> PipelineError:
-        """See `Cluster.name_loss`."""
         peer = getattr(error, "peer", "")
         member = next((member for member in self._members if member.name == peer), None)
         return error if member is None else self.loss_of(member, error)
@@ -165,7 +153,6 @@ class Watch:
         return told
 
     def status(self) -> list[dict[str, Any]]:
-        """See `Cluster.status`."""
         now = time.monotonic()
         return [
             {
@@ -180,7 +167,6 @@ class Watch:
         ]
 
     def clocks(self) -> list[Reading]:
-        """See `Cluster.clocks`."""
         return [clock_of(member) for member in self._members]
 
     def wait_until_stopped(self, timeout: timedelta) -> None:

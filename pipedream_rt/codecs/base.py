@@ -126,11 +126,7 @@ class OutsideGraph(ByteCodec):
 
 
 def require_direction(direction: object) -> None:
-    """Refuse what is no direction.
-
-    Raises:
-        ConfigError: It is none.
-    """
+    """Refuse what is no direction."""
     if direction not in _DIRECTIONS:
         names = ", ".join(map(repr, _DIRECTIONS))
         raise ConfigError(f"the direction of a codec is one of {names}, not {direction!r}")
@@ -156,11 +152,7 @@ class Sizes:
 
 
 def require_flag(name: str, value: object) -> None:
-    """Refuse what is neither True nor False.
-
-    Raises:
-        ConfigError: It is something else.
-    """
+    """Refuse what is neither True nor False."""
     if not isinstance(value, bool):
         raise ConfigError(f"{name}, of a codec, is True or False, not {value!r}")
 
@@ -168,18 +160,7 @@ def require_flag(name: str, value: object) -> None:
 def require_same(
     found: object, shape: torch.Size, dtype: torch.dtype, codec: Codec, where: str
 ) -> Tensor:
-    """Return what a codec has made in the place of a tensor.
-
-    Args:
-        found: What it has made.
-        shape: The shape that it must have.
-        dtype: The dtype that it must have.
-        codec: The codec.
-        where: The edge, for people.
-
-    Raises:
-        ConfigError: It is no tensor, or of another shape or dtype.
-    """
+    """Return what a codec has made in the place of a tensor."""
     if isinstance(found, Tensor) and found.shape == shape and found.dtype == dtype:
         return found
     was = f"{str(dtype).removeprefix('torch.')} of shape {tuple(shape)}"
@@ -195,11 +176,7 @@ def require_same(
 
 
 def require_parts(found: object, codec: Codec, where: str) -> tuple[Tensor, ...]:
-    """Return what a codec has packed.
-
-    Raises:
-        ConfigError: It is no tuple of tensors.
-    """
+    """Return what a codec has packed."""
     if isinstance(found, tuple) and all(map(_can_cross, found)):
         return found
     kinds = ", ".join(map(_kind_of, found)) if isinstance(found, tuple) else _kind_of(found)
@@ -223,11 +200,7 @@ def _kind_of(part: object) -> str:
 
 
 def require_floating(found: object, codec: Codec, where: str) -> Tensor:
-    """Return what a codec has encoded.
-
-    Raises:
-        ConfigError: It is none that can ask for a gradient.
-    """
+    """Return what a codec has encoded."""
     if isinstance(found, Tensor) and found.is_floating_point() and _can_cross(found):
         return found
     raise ConfigError(
@@ -238,11 +211,7 @@ def require_floating(found: object, codec: Codec, where: str) -> Tensor:
 
 @contextmanager
 def naming(codec: Codec, where: str) -> Iterator[None]:
-    """Say of an error of a codec, in the body, which one it was and where.
-
-    Raises:
-        RuntimeError: The codec has raised an error.
-    """
+    """Say of an error of a codec, in the body, which one it was and where."""
     try:
         yield
     except (PipelineError, RecomputationEnds):
@@ -257,15 +226,7 @@ PROBES = ((4, 32), (2, 3, 64))
 
 
 def try_out(codec: Codec, where: str) -> None:
-    """Try a codec on tensors of zeros, so that what cannot work is refused before a run.
-
-    Args:
-        codec: The codec.
-        where: What it is for, for people.
-
-    Raises:
-        ConfigError: It raises, or gives back another shape or dtype.
-    """
+    """Try a codec on tensors of zeros, so that what cannot work is refused before a run."""
     for shape in PROBES:
         probe = torch.linspace(-1, 1, math.prod(shape), device="cpu").reshape(shape)
         try:

@@ -13,11 +13,7 @@ from pipedream_rt.codecs.base import Direction, GraphCodec, require_direction
 
 @dataclass(frozen=True)
 class _Cast(GraphCodec):
-    """A cast, and back.
-
-    Attributes:
-        direction: Which way it is for.
-    """
+    """A cast, and back."""
 
     direction: Direction = "both"
     to: ClassVar[torch.dtype]
@@ -32,7 +28,6 @@ class _Cast(GraphCodec):
         return longer and tensor.dim() >= 2
 
     def encode(self, tensor: Tensor) -> Tensor:
-        """Cast."""
         return tensor.to(self.to)
 
     def decode(self, coded: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:

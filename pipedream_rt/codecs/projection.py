@@ -84,13 +84,7 @@ class Projection(GraphCodec):
 
 
 def orthonormal(columns: int, rank: int, seed: int = 0) -> Tensor:
-    """Return random orthonormal columns, (columns, rank), in float32.
-
-    Args:
-        columns: The number of rows.
-        rank: The number of columns.
-        seed: The seed.
-    """
+    """Return random orthonormal columns, (columns, rank), in float32."""
     generator = torch.Generator().manual_seed(seed)
     random = torch.randn(columns, rank, dtype=torch.float64, generator=generator, device="cpu")
     basis: Tensor = torch.linalg.qr(random).Q

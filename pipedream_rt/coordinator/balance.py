@@ -14,12 +14,7 @@ _FROM, _UPDATES, _BUSY_S = 3, 10, 1.0
 
 
 class Balance:
-    """Says once, from what stages have computed so far, that they take too unequal times.
-
-    Args:
-        plan: The plan.
-        say: Called with the sentence.
-    """
+    """Says once, from what stages have computed so far, that they take too unequal times."""
 
     def __init__(self, plan: Plan, say: Callable[[str], object]) -> None:
         self._plan = plan
@@ -50,13 +45,7 @@ _WAITED = 0.5
 
 
 class Size:
-    """Says once, where the pipe sets the pace, that one process would be as fast.
-
-    Args:
-        plan: The plan.
-        waited: Returns the seconds for which the script has waited for results so far.
-        say: Called with the sentence.
-    """
+    """Says once, where the pipe sets the pace, that one process would be as fast."""
 
     def __init__(
         self, plan: Plan, waited: Callable[[], float], say: Callable[[str], object]

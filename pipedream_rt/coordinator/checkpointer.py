@@ -46,12 +46,7 @@ class _Begun:
     """A checkpoint that the stages are writing.
 
     Attributes:
-        part: The folder that they write into.
-        position: Position of the command that made them write.
-        origin: The point of the feed that the checkpoint is an origin for.
-        manifest: The manifest, without the files and the results.
         unseen: The mini-batches before it whose results the script had not seen when it began.
-        root: Folder of the run.
         keep: Number of the newest checkpoints to keep; None to keep all.
     """
 
@@ -67,15 +62,9 @@ class _Begun:
 class Checkpointer:
     """The maker of checkpoints, one at a time.
 
-    Args:
-        group: The workers of the pipeline.
-        options: Where checkpoints are kept and when they are made; None if only `Pipeline.save`
-            makes them, in a folder that the script gives.
-
     Attributes:
         folder: Folder of the run; None if the script gives a folder each time.
         keep: Number of the newest checkpoints to keep; None to keep all.
-        blocked_s: Seconds for which checkpoints have kept the coordinator from other work.
     """
 
     def __init__(self, group: WorkerGroup, options: Checkpoints | None) -> None:

@@ -28,10 +28,7 @@ class Part(NamedTuple):
     """A micro-batch that is to be fed.
 
     Attributes:
-        x: What is fed of its inputs.
-        y: The structure and the tensors of the target.
         samples: The number of its samples.
-        weight: What it weighs in a mean of losses.
     """
 
     x: Fed
@@ -46,9 +43,6 @@ class CutBatch(NamedTuple):
     Attributes:
         batch: The mini-batch, as its micro-batches are told of it; or the first of several parts.
         parts: The micro-batches, with None for the empty ones at the end of a short mini-batch.
-        shares: By what the loss of each is multiplied.
-        told: Whether micro-batches are told what the whole weighs, so that the loss of each is its
-            part of that of the whole already.
         first_part: The first part, where the mini-batch has several that are not joined.
     """
 
@@ -73,14 +67,7 @@ class CutBatch(NamedTuple):
 
 
 class Cutter:
-    """Cuts mini-batches.
-
-    Args:
-        forwards: What the forwards of the model do.
-        weighing: What micro-batches weigh.
-        per_update: The number of micro-batches of a mini-batch.
-        pairs: Says of a mini-batch whether none of its micro-batches may have a single sample.
-    """
+    """Cuts mini-batches."""
 
     def __init__(
         self,
@@ -116,13 +103,7 @@ class Cutter:
     def cut(
         self, batch: Batch | Accumulated, training: bool | None, adds: bool = False
     ) -> CutBatch:
-        """Cut a mini-batch that is trained on into micro-batches, before any of it is sent.
-
-        Args:
-            batch: The mini-batch.
-            training: The mode that all modules were set to; None if to none.
-            adds: Whether the losses of the micro-batches of a part add up, see `Feeder`.
-        """
+        """Cut a mini-batch that is trained on into micro-batches, before any of it is sent."""
         k = self._per_update
         if isinstance(batch, Batch):
             return self._cut(batch, k, training)
@@ -190,9 +171,6 @@ class LossChecks:
     """Which mini-batches' losses are compared with those of their micro-batches.
 
     The first ones; and the first with labels that do not count, which often come later.
-
-    Args:
-        count: How many of the first ones; 0 for none at all.
     """
 
     def __init__(self, count: int) -> None:

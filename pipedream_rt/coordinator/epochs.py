@@ -28,12 +28,7 @@ def say_if_not_drawn(begun: list[bool]) -> None:
 
 
 class Epoch(Generator[StepResult, None, None]):
-    """The results of an epoch, one after another; its length is that of its loader.
-
-    Args:
-        results: The results.
-        loader: The loader.
-    """
+    """The results of an epoch, one after another; its length is that of its loader."""
 
     def __init__(self, results: Generator[StepResult, None, None], loader: object) -> None:
         self._results, self._loader = results, loader
@@ -61,16 +56,7 @@ class Epoch(Generator[StepResult, None, None]):
 
 
 class Epochs:
-    """The epochs of a run: how many have ended, and the place in the loader of the present one.
-
-    Args:
-        feeder: Feeds the mini-batches.
-
-    Attributes:
-        number: Number of epochs that have ended.
-        seen: Number of the mini-batches whose results the script has been given, counted from the
-            start of the run; `Feeder.step` counts those that were injected.
-    """
+    """The epochs of a run: how many have ended, and the place in the loader of the present one."""
 
     def __init__(self, feeder: Feeder) -> None:
         self._feeder = feeder

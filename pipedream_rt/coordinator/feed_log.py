@@ -46,8 +46,6 @@ class Origin:
         run: Identity of the run that made the checkpoint; empty if not known.
         floor: The oldest weight version that a stage reads after this point; None for the one that
             the checkpoint names.
-        with_optimizer: Whether the optimizer state of the checkpoint belongs to this point; not if
-            the script has gone on with another optimizer.
         optimizer: The pickled `OptimizerSpec` that the stages had at this point; empty if none.
         training: The mode that all modules had been set to (`Module.train`); None if never.
         apart: The mode that stages had been set to by themselves after that, by stage.
@@ -64,14 +62,7 @@ class Origin:
 
 
 class Entry(NamedTuple):
-    """One item of the feed.
-
-    Attributes:
-        role: The stages that the item is for.
-        position: The position of the item.
-        payload: The payload of its message, whose turn is set anew in each generation.
-        tensors: The tensors of its message.
-    """
+    """One item of the feed."""
 
     role: Role
     position: int
@@ -86,12 +77,8 @@ class FeedLog:
     While something is held that no checkpoint has, such as a kept version, there are no newer
     origins: a recovery makes it again from what was fed.
 
-    Args:
-        on: Whether entries are kept; not if the run recovers from no failure.
-
     Attributes:
         origins: The origins, oldest first.
-        on: Whether entries are kept.
     """
 
     def __init__(self, on: bool) -> None:

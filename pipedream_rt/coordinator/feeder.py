@@ -76,32 +76,8 @@ _NOTHING = Fed(0, b"", *flat_copy(None))
 class Feeder:
     """The feeder of micro-batches for training, evaluation and inference.
 
-    Args:
-        lease: Keeps the workers.
-        credits: Number of mini-batches on their way at a time.
-        forwards: What the forwards of the model do.
-        has_loss: Whether the last stage computes a loss.
-        settings: The settings of torch that the workers have.
-        weighing: What micro-batches weigh in their mini-batch.
-        pairs: Says of a mini-batch whether none of its micro-batches may have a single sample.
-        check_loss: In how many of the first mini-batches the loss of the whole is compared with
-            those of the micro-batches.
-        recorder: Where the coordinator writes its spans; None for no trace.
-        fingerprint_every: Number of mini-batches after which a result has a fingerprint; None for
-            no fingerprints.
-        given: Returns the values that the script has changed since the start.
-        refuse: Called before every injection, to refuse what would not reach the stages.
-        first: Called with the first mini-batch, before it is fed.
-        watch: Functions that are called with every result, in order.
-        injected: Called with every mini-batch that was injected, and the optimizer of then.
-
     Attributes:
-        forwards: What the forwards of the model do.
-        credits: Number of mini-batches on their way at a time.
         optimizer: The optimizer that the stages step with; None if there is none.
-        step: Number of mini-batches injected so far.
-        passes: Number of micro-batches fed so far for evaluation and inference.
-        numbers: The numbers of what stages keep between the passes of a generation or evaluation.
         pending: The mini-batches on their way, oldest first.
         waited_s: The seconds for which the script has waited for results.
         watch_first: Called with each mini-batch that was injected, and what it became, as long as

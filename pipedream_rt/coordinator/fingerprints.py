@@ -12,17 +12,7 @@ from pipedream_rt.stage.fingerprint import total
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageFingerprint:
-    """The fingerprints of one stage, each 32 hex digits.
-
-    Attributes:
-        version: Number of the newest weight version.
-        weights: Of the newest version of the parameters, frozen ones too.
-        buffers: Of all buffers.
-        optimizer: Of the optimizer state of all parameters.
-        rest: Of each value that modules give as extra state, or that the optimizer keeps in its
-            groups and attributes.
-        older: Of each older version that is kept, by its number.
-    """
+    """The fingerprints of one stage, each 32 hex digits."""
 
     version: int
     weights: str
@@ -37,10 +27,6 @@ def of_stages(plan: Plan, found: Sequence[dict[str, Any]]) -> list[dict[str, Any
 
     Replicas have the same, but for their buffers, of which those of replica 0 count, and for what
     each of them keeps for its steps: a part of a divided optimizer, or residuals of its edges.
-
-    Args:
-        plan: The plan.
-        found: The fingerprints at each address, as plain data.
     """
     made = []
     for stage in range(plan.num_stages):

@@ -38,12 +38,9 @@ class _Generation:
     """The forwards of one call of `generate`.
 
     Attributes:
-        feeder: Feeds them.
         version: Number of the kept version that is read; 0 for the newest weights.
         beside: What one item is drawn of after each forward.
-        config: The configuration of the model.
         caches: By ``id`` of a cache here, the cache, and the number of those on the stages.
-        positions: The positions of the forwards in the feed.
     """
 
     feeder: Feeder

@@ -100,28 +100,11 @@ class WorkerGroup:
 
     One thread, the coordinator's, uses the group; only `status` and the end may come from others.
 
-    Args:
-        plan: The plan of the pipeline.
-        start: Starts the workers of a generation.
-        specs: The pickled `StageSpec` of every stage, as `pickled_specs` returns them.
-        forwards: What the forwards of the model do.
-        timeout: How long to wait for a message that is sure to come.
-        failures: Decides whether to recover from a failure.
-
     Attributes:
-        plan: The plan of the present generation.
-        life: The life of the pipeline. An error that the group does not recover from ends it.
         at_end: Functions to call when the pipeline ends, before the workers do.
-        at_last: Functions to call when the workers have ended.
-        position: The position of the next item of the feed.
-        log: The feed since the oldest origin.
-        restarts: The recoveries so far.
-        next_micro_batch: Number of the next micro-batch to be fed for training.
-        next_loss: Number of the next micro-batch whose loss is to be taken.
         training: The mode that all modules were set to (`Module.train`); None if never.
         apart: The mode that stages were set to by themselves after that, by stage.
         loads: The number of times that weights were loaded.
-        touched: Whether stages were told to do what may have changed weights or optimizers.
     """
 
     def __init__(

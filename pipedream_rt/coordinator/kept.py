@@ -67,7 +67,6 @@ class KeptVersion:
             group.log.release()
 
     def __enter__(self) -> KeptVersion:
-        """Return the version."""
         return self
 
     def __exit__(

@@ -13,12 +13,6 @@ class Lease:
 
     Every object of the user's that needs the workers refers to it: the pipeline, a pending step,
     the handle of a stage, the optimizer.
-
-    Args:
-        group: The group whose workers end.
-
-    Attributes:
-        group: The group whose workers end.
     """
 
     def __init__(self, group: WorkerGroup) -> None:

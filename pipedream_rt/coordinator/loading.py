@@ -204,21 +204,10 @@ def _state_of(loader: object) -> Any:
 class Loading:
     """One epoch of a loader, from which one item is drawn ahead of injection.
 
-    Args:
-        loader: Any iterable.
-        epoch: Number of the epoch.
-        place: Where the epoch goes on; None for its beginning.
-        pending: The mini-batches before that place whose results the script has not seen yet.
-
     Attributes:
-        epoch: Number of the epoch.
         fetched: A list with the item that was drawn ahead; empty at the end of the loader.
-        pending: The mini-batches whose results the script has not seen yet.
         error: What the loader raised, kept until the results of the items before it are handed
             out; None if it raised nothing.
-
-    Raises:
-        ConfigError: The loader has fewer items than were drawn before.
     """
 
     def __init__(

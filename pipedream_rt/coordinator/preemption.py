@@ -34,12 +34,6 @@ class Preemption:
     The signal is left alone where the script has a handler of its own, or wakes by signals itself
     as asyncio does, and where the pipeline is used by another thread than the main one, which alone
     may set handlers.
-
-    Args:
-        grace: The time after which the script is ended without a checkpoint.
-
-    Attributes:
-        noted: Whether the signal has come.
     """
 
     def __init__(self, grace: timedelta) -> None:

@@ -24,13 +24,9 @@ class Reception:
     aside, because threads of the RPC pool must not wait; the thread that takes from the inbox makes
     the error from it.
 
-    Args:
-        plan: The plan, which knows what addresses are called.
-
     Attributes:
         inbox: The coordinator's inbox, the same in all generations.
         cluster: The workers of the present generation; None while they start.
-        generation: Number of the present generation.
     """
 
     def __init__(self, plan: Plan) -> None:

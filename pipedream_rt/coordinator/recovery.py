@@ -71,12 +71,7 @@ def _is_evidence(error: BaseException, action: Action | None) -> bool:
 
 
 class Failures:
-    """The failures of a run so far, which decide whether it recovers from the next one.
-
-    Args:
-        most: Number of failures to recover from.
-        plan: The plan of the pipeline.
-    """
+    """The failures of a run so far, which decide whether it recovers from the next one."""
 
     def __init__(self, most: int, plan: Plan) -> None:
         self._left = self._most = most
@@ -85,16 +80,7 @@ class Failures:
         self._unexplained: list[range] = []
 
     def note(self, error: BaseException, open_micro_batches: range) -> None:
-        """Count a failure, or raise where the run cannot go on.
-
-        Args:
-            error: The failure.
-            open_micro_batches: The micro-batches that were fed and whose losses had not come.
-
-        Raises:
-            PoisonedMicroBatch: The same action failed for the third time.
-            BaseException: ``error`` itself, if the run cannot go on after it.
-        """
+        """Count a failure, or raise where the run cannot go on."""
         if not is_passing(error) or not self._most:
             raise error
         action = action_of(error, self._plan)

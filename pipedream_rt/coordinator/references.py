@@ -32,7 +32,6 @@ class StageHandle:
 
     Attributes:
         index: Number of the stage, 0-based.
-        layers: Names of its layers in the unsplit model.
     """
 
     index: int
@@ -63,23 +62,14 @@ class _Nowhere:
         raise ConfigError(refusal(self._why))
 
     def local_value(self) -> Any:
-        """See `to_here`."""
         return self.to_here()
 
     def owner_name(self) -> str:
-        """See `to_here`."""
         return str(self.to_here())
 
 
 class References:
-    """The references of a pipeline, and the optimizer over them.
-
-    Args:
-        lease: Keeps the workers.
-        feeder: Sends the optimizer's hyper-parameters along with micro-batches, and flushes.
-        model: The unsplit model.
-        names: The names of the trainable parameters, stage by stage.
-    """
+    """The references of a pipeline, and the optimizer over them."""
 
     def __init__(
         self,

@@ -61,17 +61,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a pipeline is made of when its workers are there.
-
-    Attributes:
-        lease: The holder of the workers.
-        feeder: Injects mini-batches and hands out their results.
-        epochs: Trains on loaders.
-        references: Reaches what is on the stages, by name.
-        checkpointer: Makes checkpoints.
-        run_state: Saves, loads and resumes.
-        trace: Collects what the stages have recorded.
-    """
+    """What a pipeline is made of when its workers are there."""
 
     lease: Lease
     feeder: Feeder

@@ -65,18 +65,8 @@ def _usable(found: Path) -> Iterator[None]:
 class RunState:
     """Everything that a run needs to go on, saved in checkpoints and loaded from them.
 
-    Args:
-        lease: Keeps the workers.
-        feeder: Counts mini-batches and flushes.
-        epochs: Knows the place of the script in its loader.
-        model: The unsplit model.
-        checkpointer: Makes checkpoints.
-        identity: Returns what the script has given to `Pipeline`, with its present optimizer.
-        preemption: Says whether the script is to end after a checkpoint; None if it is never.
-
     Attributes:
         resumed: The manifest of the checkpoint from which the run goes on; None if from none.
-        is_read: Whether somebody has asked for weights, or saved them.
     """
 
     def __init__(

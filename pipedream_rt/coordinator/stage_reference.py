@@ -32,12 +32,7 @@ def refuse_left_out(cluster: Cluster) -> None:
 
 
 class PendingResult:
-    """What a method of a stage will return; also what an RRef to it would be.
-
-    Args:
-        owner: The name of the worker of the stage.
-        collect: Waits for the result.
-    """
+    """What a method of a stage will return; also what an RRef to it would be."""
 
     def __init__(self, owner: str, collect: Callable[[], Any]) -> None:
         self._owner = owner
@@ -46,7 +41,6 @@ class PendingResult:
         self._error: ConfigError | None = None
 
     def wait(self) -> Any:
-        """Wait for the result, and return it."""
         if self._collect is not None:
             collect, self._collect = self._collect, None
             try:
@@ -58,7 +52,6 @@ class PendingResult:
         return self._result
 
     def to_here(self) -> Any:
-        """See `wait`."""
         return self.wait()
 
     def owner_name(self) -> str:
@@ -78,7 +71,6 @@ class _Methods:
         return list(REACHED)
 
     def __getattr__(self, name: str) -> Any:
-        """Return a method."""
         if name.startswith("__"):
             raise AttributeError(name)
         if name not in REACHED:
@@ -90,13 +82,7 @@ class _Methods:
 
 
 class StageReference:
-    """A reference to the module of a stage, which its worker owns.
-
-    Args:
-        index: Number of the stage.
-        lease: Keeps the workers.
-        feeder: Flushes.
-    """
+    """A reference to the module of a stage, which its worker owns."""
 
     def __init__(self, index: int, lease: Lease, feeder: Feeder) -> None:
         self._index = index

@@ -40,11 +40,7 @@ _STATUS = {
 
 
 class StatusServer:
-    """The server of status records, on a thread of its own.
-
-    Args:
-        status: Returns the record to send; called on that thread.
-    """
+    """The server of status records, on a thread of its own."""
 
     def __init__(self, status: Callable[[], Status]) -> None:
         self._status = status

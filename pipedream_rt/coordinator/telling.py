@@ -77,13 +77,6 @@ class Telling:
     """Tells observers of a run.
 
     The thread of the script tells; only `end` may come from another one, when nothing else does.
-
-    Args:
-        record: What was told so far, for reports meanwhile; the first of the observers.
-        observers: The observers, in the order in which they are told.
-
-    Attributes:
-        record: See above.
     """
 
     def __init__(self, record: RunRecord, observers: Iterable[Observer]) -> None:

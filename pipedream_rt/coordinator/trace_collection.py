@@ -18,13 +18,7 @@ from pipedream_rt.schedules import Plan
 
 
 class TraceCollection:
-    """The collector of the trace of a run.
-
-    Args:
-        lease: Keeps the workers.
-        feeder: Flushes the pipe.
-        recorder: Where the coordinator writes its spans; None if nothing is recorded.
-    """
+    """The collector of the trace of a run."""
 
     def __init__(self, lease: Lease, feeder: Feeder, recorder: Recorder | None) -> None:
         self._group = lease.group

@@ -35,8 +35,6 @@ class Advice:
 
     Attributes:
         optimizer: The name of its class. It must have a momentum.
-        most: The largest staleness that this is about.
-        make: Makes the corrections that gave the lowest loss.
         slowdown: How many times the updates of plain training it took with them to the same
             held-out loss, on that of two tasks where it took more.
         plain: The same without corrections.
@@ -87,12 +85,6 @@ def advised(
     """Return the corrections that are best for an optimizer; none where none were shown to help.
 
     Beyond the staleness that was measured, those of the largest measured one are taken.
-
-    Args:
-        optimizer: The class of the optimizer.
-        groups: The options of each parameter group, of which those that were left out have the
-            defaults of the class.
-        staleness: The largest staleness of a stage.
     """
     rows = _rows(optimizer)
     if not staleness or not rows or not all(_has_momentum(rows[0].optimizer, g) for g in groups):
@@ -101,13 +93,7 @@ def advised(
 
 
 def samples_taken(schedule: str, optimizer: type | None, per_stage: float) -> float | None:
-    """Return what `SAMPLES` has of an optimizer, or of the class that it is a kind of.
-
-    Args:
-        schedule: The name of the schedule.
-        optimizer: The class of the optimizer.
-        per_stage: The number of micro-batches for each stage; nothing was measured below 1.
-    """
+    """Return what `SAMPLES` has of an optimizer, or of the class that it is a kind of."""
     rows = SAMPLES.get(schedule, {})
     name = _measured(optimizer, rows)
     return None if name is None or per_stage < 1 else rows[name][per_stage >= 4]

@@ -158,17 +158,7 @@ HOOKS = ("before_forward", "after_backward", "before_step", "after_step")
 
 
 def require_number(name: str, value: object, least: float, below: float = math.inf) -> None:
-    """Refuse an attribute that is no number in a range.
-
-    Args:
-        name: Name of the attribute.
-        value: Its value.
-        least: The least that it may be.
-        below: What it must be less than.
-
-    Raises:
-        ConfigError: It is not.
-    """
+    """Refuse an attribute that is no number in a range."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not least <= value < below:  # type: ignore[operator]  # NaN is neither
         most = "" if below == math.inf else f", and less than {below:g}"
@@ -176,12 +166,7 @@ def require_number(name: str, value: object, least: float, below: float = math.i
 
 
 def refuse_nonsense(correction: Correction) -> None:
-    """Refuse a correction that would do nothing, or whose hooks would not be called.
-
-    Raises:
-        ConfigError: It has no hooks, or hooks on the object rather than in its class, or a method
-            with a name that is nearly that of a hook; or it cannot be given its state.
-    """
+    """Refuse a correction that would do nothing, or whose hooks would not be called."""
     name, known = type(correction).__name__, ", ".join(HOOKS)
     for found in {*dir(type(correction)), *vars(correction)}:
         on_object = found in HOOKS and found in vars(correction)

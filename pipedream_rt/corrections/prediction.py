@@ -118,16 +118,7 @@ class Extrapolation(Correction):
 def expected_step(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor
 ) -> Tensor:
-    """Return what the next step of an optimizer would take off a parameter if no gradient came.
-
-    Args:
-        optimizer: The optimizer.
-        group: The group of the parameter.
-        parameter: The parameter, which has a state.
-
-    Raises:
-        ConfigError: There is no rule for the optimizer.
-    """
+    """Return what the next step of an optimizer would take off a parameter if no gradient came."""
     own: Any = getattr(optimizer, "expected_step", None)
     step: Tensor
     if own is not None:
@@ -166,15 +157,7 @@ def step_of_moments(
     decays: bool,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Return lr * (m^ / (sqrt(v^) + eps)), with the decoupled decay of weights if it decays.
-
-    Args:
-        group: The options: ``lr``, ``betas``, ``eps``, ``weight_decay``.
-        state: The moments of the parameter, under the names that `torch.optim.Adam` gives them.
-        parameter: The parameter.
-        decays: Whether weights decay apart from the gradient.
-        bias: What the first moment still lacks of one; None for beta1 to the number of steps.
-    """
+    """Return lr * (m^ / (sqrt(v^) + eps)), with the decoupled decay of weights if it decays."""
     betas, number = group["betas"], float(state["step"])
     lacks = betas[0] ** number if bias is None else float(bias)
     first, second = state["exp_avg"], state.get("max_exp_avg_sq", state["exp_avg_sq"])

@@ -47,19 +47,7 @@ _COMPUTED = {
 
 
 class Accelerator:
-    """An accelerator, on which the stages of one worker compute.
-
-    Args:
-        device: The device, with its number.
-        near: The addresses of this job whose workers compute on accelerators; what goes to those of
-            them that are in this process need not go by the host.
-        threaded: Whether messages leave by a thread of their own; else by the thread that computes.
-        name: The name of the worker, for that thread.
-
-    Attributes:
-        name: See `Device`.
-        stream: The stream in which the worker does everything.
-    """
+    """An accelerator, on which the stages of one worker compute."""
 
     def __init__(
         self, device: torch.device, near: Collection[int], threaded: bool, name: str
@@ -78,17 +66,14 @@ class Accelerator:
         torch.accelerator.set_device_index(self._device.index)
 
     def entered(self) -> AbstractContextManager[object]:
-        """See `Device.entered`."""
         return _Entered(self.stream)
 
     # -- layers and what they draw --------------------------------------------------------------
 
     def place(self, module: nn.Module) -> None:
-        """See `Device.place`."""
         moved(module, self._device)
 
     def placed(self, value: Any) -> Any:
-        """See `Device.placed`."""
         return on_device(value, self._device)
 
     def seed(self, seed: int) -> None:
@@ -97,7 +82,6 @@ class Accelerator:
         self._module.manual_seed(seed)
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[object]:
-        """See `Device.autocast`."""
         return torch.autocast(self._device.type, dtype=dtype)
 
     # -- values ---------------------------------------------------------------------------------
@@ -107,7 +91,6 @@ class Accelerator:
         return Late(value.detach().to(self._device), check)
 
     def brings_back(self) -> bool:
-        """See `Device.brings_back`."""
         return True
 
     def brought_back(self, value: Any) -> Any:
@@ -121,7 +104,6 @@ class Accelerator:
         return replaced(value, (Tensor,), back)
 
     def taken(self, message: Message) -> Message:
-        """See `Device.taken`."""
         if not message.tensors or message.payload.kind not in _COMPUTED:
             return message
         given = message.tensors
@@ -171,8 +153,6 @@ class Accelerator:
         )
 
     def sending(self, send: Sender, failed: Callable[[BaseException], object]) -> Send:
-        """See `Device.sending`."""
-
         def leave(to: int, index: int, payload: Payload, tensors: tuple[Tensor, ...]) -> None:
             if isinstance(payload, Loss) and isinstance(payload.loss, Late):
                 tensors = (*tensors, payload.loss.value)
@@ -210,7 +190,6 @@ class Accelerator:
         return self._down(tensor.resolve_conj().resolve_neg())
 
     def settle(self) -> Callable[[], None]:
-        """See `Device.settle`."""
         event = self.stream.record_event()
 
         def wait() -> None:
@@ -220,7 +199,6 @@ class Accelerator:
         return wait
 
     def marks(self, capacity: int) -> Marks | None:
-        """See `Device.marks`."""
         return Marks(self.stream, capacity)
 
     def facts(self) -> Mapping[str, Any]:
@@ -256,9 +234,6 @@ class _Entered:
 
     Autograd has a thread for each device, on which the backwards of all stages would take turns,
     and which may still hold what a backward has left when the process ends.
-
-    Args:
-        stream: The stream of the worker.
     """
 
     __slots__ = ("_before", "_stream")

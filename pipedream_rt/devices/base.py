@@ -118,11 +118,9 @@ class Host:
 
     name = "cpu"
 
-    def settle_in(self) -> None:
-        """See `Device.settle_in`."""
+    def settle_in(self) -> None: ...
 
     def entered(self) -> AbstractContextManager[object]:
-        """See `Device.entered`."""
         return nullcontext()
 
     def place(self, module: nn.Module) -> None:
@@ -131,45 +129,35 @@ class Host:
             moved(module, torch.device("cpu"))
 
     def placed(self, value: Any) -> Any:
-        """See `Device.placed`."""
         return value
 
     def seed(self, seed: int) -> None:
-        """See `Device.seed`."""
         torch.default_generator.manual_seed(seed)
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[object]:
-        """See `Device.autocast`."""
         return torch.autocast("cpu", dtype=dtype)
 
     def number(self, value: Tensor, check: Callable[[float], object] = accept) -> float | Late:
-        """See `Device.number`."""
         found = float(value.item())
         check(found)
         return found
 
     def brings_back(self) -> bool:
-        """See `Device.brings_back`."""
         return accelerator_here() is not None
 
     def brought_back(self, value: Any) -> Any:
-        """See `Device.brought_back`."""
         return replaced(value, (Tensor,), lambda t: t.cpu() if is_away(t) else t)
 
     def taken(self, message: Message) -> Message:
-        """See `Device.taken`."""
         return message
 
     def sending(self, send: Sender, failed: Callable[[BaseException], object]) -> Send:
-        """See `Device.sending`."""
         return send
 
     def copied(self, tensor: Tensor) -> Tensor:
-        """See `Device.copied`."""
         return tensor.clone()
 
     def settle(self) -> Callable[[], None]:
-        """See `Device.settle`."""
         return _nothing
 
     def marks(self, capacity: int) -> Marks | None:
@@ -180,8 +168,7 @@ class Host:
         """See `Device.facts`; what a process has resident is told elsewhere."""
         return {"device": self.name}
 
-    def close(self) -> None:
-        """See `Device.close`."""
+    def close(self) -> None: ...
 
 
 def _nothing() -> None:

@@ -26,11 +26,7 @@ class OwnDevice(NamedTuple):
 
 
 def device_named(name: str) -> torch.device:
-    """Return the device of a name, which may be another machine's.
-
-    Raises:
-        ConfigError: There is no such name, or nothing can be computed there.
-    """
+    """Return the device of a name, which may be another machine's."""
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -42,15 +38,7 @@ def device_named(name: str) -> torch.device:
 
 
 def device_there(name: str, number: int = 0) -> torch.device:
-    """Return the device of a name, with its number.
-
-    Args:
-        name: What torch calls it, as ``"cuda:1"``; or ``"cuda"``, for which ``number`` counts.
-        number: See `OwnDevice`. Where there are fewer devices, processes share them in turn.
-
-    Raises:
-        ConfigError: This process has no such device; the message lists those that are there.
-    """
+    """Return the device of a name, with its number."""
     device = device_named(name)
     if device.type == "cpu":
         return torch.device("cpu")
@@ -86,9 +74,6 @@ def module_in_use(unknown: bool) -> Any:
     """Return torch's module for the accelerator, if this process has used it; else None.
 
     To ask an accelerator for anything else would begin to use it.
-
-    Args:
-        unknown: What counts for a kind whose module cannot say so.
     """
     kind = accelerator_here()
     if kind is None:

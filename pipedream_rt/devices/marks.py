@@ -15,10 +15,6 @@ class Done(NamedTuple):
     Attributes:
         begin: The event before it.
         end: The event after it.
-        kind: As in `SPAN`.
-        stage: The address of the stage.
-        index: As in `SPAN`.
-        version: As in `SPAN`.
     """
 
     begin: torch.Event
@@ -30,12 +26,7 @@ class Done(NamedTuple):
 
 
 class Marks:
-    """The last actions in one stream.
-
-    Args:
-        stream: The stream.
-        capacity: The number of actions that are kept.
-    """
+    """The last actions in one stream."""
 
     def __init__(self, stream: torch.Stream, capacity: int) -> None:
         self._stream = stream
@@ -62,9 +53,6 @@ class Marks:
         Events tell the milliseconds between two of them as a float32, which is exact enough for
         neighbours alone. So the times are added up from the last mark backwards, for which the host
         waits, and whose time it therefore knows.
-
-        Returns:
-            Each action, and when it began and ended, in ns of ``time.monotonic_ns``.
         """
         later = self.mark()
         later.synchronize()

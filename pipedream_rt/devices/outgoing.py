@@ -25,11 +25,6 @@ class Leaving:
     """A message on its way out.
 
     Attributes:
-        send: Hands it to the transport.
-        failed: Called with what a check raises.
-        to: The address of the receiver.
-        index: See `Message`.
-        payload: Its payload, whose loss may be `Late`.
         tensors: Copies of its tensors on the host; one more, the last, for a loss that is late.
         copied: The event after which the copies are there; None if there are none.
     """
@@ -43,11 +38,7 @@ class Leaving:
     copied: torch.Event | None
 
     def leave(self) -> None:
-        """Wait for the copies, and hand the message over.
-
-        Raises:
-            BaseException: What the check of a late number raises.
-        """
+        """Wait for the copies, and hand the message over."""
         payload, tensors = self.payload, self.tensors
         if self.copied is not None:
             self.copied.synchronize()
@@ -63,11 +54,7 @@ class AtOnce:
     """Messages that leave at once, by the thread that sends them."""
 
     def put(self, leaving: Leaving) -> None:
-        """Hand a message over, as soon as its tensors are there.
-
-        Raises:
-            BaseException: What the check of a late number raises.
-        """
+        """Hand a message over, as soon as its tensors are there."""
         leaving.leave()
 
     def close(self) -> None:
@@ -75,12 +62,7 @@ class AtOnce:
 
 
 class ByThread:
-    """Messages that leave by a thread of their own, in the order in which they were sent.
-
-    Args:
-        name: The name of the thread.
-        begin: Called by it at first.
-    """
+    """Messages that leave by a thread of their own, in the order in which they were sent."""
 
     def __init__(self, name: str, begin: Callable[[], object] = lambda: None) -> None:
         self._begin = begin

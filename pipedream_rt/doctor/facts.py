@@ -24,13 +24,7 @@ _MOST_FILES = 2000
 
 
 def facts(folder: str, token: str, source: str) -> Facts:
-    """Return what this machine finds.
-
-    Args:
-        folder: The folder that all machines are to share; empty for none.
-        token: What the first machine has written to the file that `token_file` names.
-        source: The folder with the user's source files; empty for none.
-    """
+    """Return what this machine finds."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return {
         "host": socket.gethostname(),

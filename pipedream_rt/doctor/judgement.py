@@ -25,10 +25,7 @@ class Finding:
     """A line of what was found.
 
     Attributes:
-        check: What was looked at.
         where: The machine or the link; empty for all.
-        grade: ``"ok"``, ``"note"`` (good to know), ``"warn"`` or ``"fail"`` (a job will not run).
-        text: What was found.
         remedy: What to do; empty where nothing need be done.
     """
 
@@ -61,15 +58,7 @@ def judge(
     expected: int,
     addresses: Mapping[str, tuple[str, str]] | None = None,
 ) -> list[Finding]:
-    """Return what was found, in the order in which a user would mend it.
-
-    Args:
-        machines: What each machine has found.
-        links: What each link is like, by caller and called.
-        clocks: Seconds by which the clock of each machine is ahead of the first one's.
-        expected: How many machines there are to be.
-        addresses: The address that each machine announces, and the one that the first one sees.
-    """
+    """Return what was found, in the order in which a user would mend it."""
     found = []
     if len(machines) < expected:
         found.append(

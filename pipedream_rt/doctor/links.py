@@ -27,11 +27,7 @@ _CHUNK = bytes(1 << 20)
 class Echo:
     """Answers measurements on a thread, until it is closed.
 
-    Args:
-        host: Numeric address to listen at.
-
     Attributes:
-        port: The port.
         nonce: What callers show first; whoever does not is sent away.
     """
 

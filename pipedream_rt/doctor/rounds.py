@@ -71,17 +71,7 @@ def look_at_this(folder: str, source: str) -> Found:
 
 
 def look_at_all(job: Membership, folder: str, source: str, patience: timedelta) -> Found:
-    """Ask all machines of a job, from the first one.
-
-    Args:
-        job: The job.
-        folder: The folder that all machines are to share; empty for none.
-        source: The folder with the user's source files; empty for none.
-        patience: How long to wait for the machines.
-
-    Raises:
-        ConfigError: This machine cannot listen, has no secret, or cannot write to the folder.
-    """
+    """Ask all machines of a job, from the first one."""
     node, deadline = job.node, Deadline(patience)
     secret = job.secret(deadline)
     found = Found()
@@ -116,14 +106,7 @@ def look_at_all(job: Membership, folder: str, source: str, patience: timedelta) 
 
 
 def be_looked_at(job: Membership, source: str, patience: timedelta) -> str:
-    """Answer the first machine until it asks nothing more.
-
-    Returns:
-        Why this machine was sent away; empty if it was not.
-
-    Raises:
-        PipelineError: Nobody asks.
-    """
+    """Answer the first machine until it asks nothing more."""
     node = job.node
     secret = job.secret(Deadline(patience))
     place = Place(joined(node.host, node.port), patience.total_seconds(), known=True)

@@ -120,12 +120,7 @@ _KNOWN = frozenset(_NAMES.split())
 
 
 def known_arguments() -> dict[str, tuple[str, str]]:
-    """Return what becomes of each argument of the transformers that is installed.
-
-    Returns:
-        By name, one of ``"same"``, ``"other"``, ``"refused"`` and ``"unknown"``; and what is other,
-        or why it is refused.
-    """
+    """Return what becomes of each argument of the transformers that is installed."""
     refused = {name.split()[0]: reason for name, _, reason in _REFUSED}
     found = {}
     for each in fields(TrainingArguments):
@@ -142,15 +137,7 @@ def known_arguments() -> dict[str, tuple[str, str]]:
 
 
 def refuse_arguments(args: Any, given: Mapping[str, Any]) -> None:
-    """Refuse what a pipeline cannot do, by name.
-
-    Args:
-        args: The `TrainingArguments`.
-        given: What the script has given as ``pipeline=``.
-
-    Raises:
-        ConfigError: Something was asked for that cannot be done; nothing was started.
-    """
+    """Refuse what a pipeline cannot do, by name."""
     for name, holds, reason in _REFUSED:
         if holds(args):
             raise ConfigError(f"PipelineTrainer cannot do {name}: {reason}")
@@ -182,13 +169,7 @@ def _recomputes(args: Any) -> bool:
 
 
 def options_of(args: Any, given: Mapping[str, Any], weigh: Callable[..., Any]) -> dict[str, Any]:
-    """Return the options of a pipeline that arguments mean; those that were given win.
-
-    Args:
-        args: The `TrainingArguments`.
-        given: What the script has given as ``pipeline=``.
-        weigh: See `Training`.
-    """
+    """Return the options of a pipeline that arguments mean; those that were given win."""
     training: dict[str, Any] = {} if "loss_fn" in given else {"weigh": weigh}
     # A norm that clips nothing is in the logs as well.
     largest = args.max_grad_norm

@@ -51,9 +51,6 @@ class _Log:
     """A log that waits for what is to be written.
 
     Attributes:
-        step: The step of which it is.
-        state: What the state of the Trainer has then.
-        rate: The learning rate of the step.
         loss: The sum of the losses since the log before, once they are there.
     """
 
@@ -68,8 +65,6 @@ class _Injected:
     """A mini-batch on its way.
 
     Attributes:
-        pending: The result that will come.
-        factor: By what the loss of each of its parts is divided.
         since: The number of mini-batches since the last log, this one too.
         log: The log that is due after it.
     """
@@ -81,11 +76,7 @@ class _Injected:
 
 
 class Updates:
-    """The updates of one call of ``train``.
-
-    Args:
-        trainer: The trainer, a `PipelineMixin`.
-    """
+    """The updates of one call of ``train``."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -108,18 +99,7 @@ class Updates:
         resumed: str | None,
         skipped: int,
     ) -> None:
-        """Train on a loader once.
-
-        Args:
-            epoch: The number of the epoch.
-            loader: The loader, which yields the parts of mini-batches.
-            steps_in_epoch: The number of parts in an epoch.
-            updates: The number of updates in an epoch.
-            asked: What logs and evaluations want to know: the ``trial``, the keys to ``ignore``,
-                and the time of the ``start``.
-            resumed: The checkpoint from which the epoch goes on, or from whose end; None for none.
-            skipped: The number of parts that were trained on before it.
-        """
+        """Train on a loader once."""
         trainer, args = self._trainer, self._trainer.args
         each, step, first, states = args.gradient_accumulation_steps, -1, 0, False
         if resumed is not None:

@@ -47,15 +47,7 @@ _HOOKS = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook}
 
 
 class LiveModel:
-    """A model that is up to date when it is read.
-
-    Args:
-        model: The model.
-        fetch: Returns weights and buffers of now, by name; None if they are lost.
-
-    Attributes:
-        is_old: Whether the stages may have newer weights than the model.
-    """
+    """A model that is up to date when it is read."""
 
     def __init__(self, model: nn.Module, fetch: Callable[[], Mapping[str, Any] | None]) -> None:
         self.model, self._fetch = model, fetch
@@ -171,11 +163,7 @@ class LiveModel:
 
     @contextmanager
     def with_gradients(self, before_step: str = "") -> Iterator[None]:
-        """Refuse to read gradients while the body runs.
-
-        Args:
-            before_step: The event, if weights must not be changed in it.
-        """
+        """Refuse to read gradients while the body runs."""
         before = self._digests() if before_step and not self.is_old else {}
         self._gradients_wanted = True
         self._watch()

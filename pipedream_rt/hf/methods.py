@@ -76,13 +76,7 @@ SAME = frozenset(_OTHERS.split())
 
 
 def problems_of(cls: type, mixin: type, own: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the methods of a trainer that a pipeline could not take into account, and why.
-
-    Args:
-        cls: The class of the trainer.
-        mixin: `PipelineMixin`.
-        own: What the object has of its own, as ``vars`` returns it.
-    """
+    """Yield the methods of a trainer that a pipeline could not take into account, and why."""
     for name, known in REPLACED.items():
         there = getattr(Trainer, name, None)
         found = () if there is None else tuple(inspect.signature(there).parameters)

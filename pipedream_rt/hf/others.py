@@ -16,8 +16,6 @@ class Understood:
     """What has to be known of a class whose ``compute_loss`` or ``training_step`` is its own.
 
     Attributes:
-        other: What is other than without a pipeline, for people.
-        tells: What the model is told beside the mini-batch.
         module: Returns the module that is trained, of a trainer; None for its model.
         unless: Returns why a trainer cannot be done; empty if it can.
     """
@@ -29,12 +27,7 @@ class Understood:
 
 
 class SentenceLoss(nn.Module):
-    """A loss of sentence-transformers, which calls the model that it has, as a model with a loss.
-
-    Args:
-        loss: The loss.
-        collect: Returns features and labels of a mini-batch.
-    """
+    """A loss of sentence-transformers, which calls its model itself, as a model with a loss."""
 
     def __init__(self, loss: nn.Module, collect: Callable[[Mapping[str, Any]], Any]) -> None:
         super().__init__()

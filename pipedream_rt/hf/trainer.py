@@ -47,9 +47,7 @@ class _Resume(NamedTuple):
     """A state of a pipeline that is loaded as soon as there is one.
 
     Attributes:
-        folder: The folder of the state.
         weights: The number of the weights that the script's model had when it was asked for.
-        groups: Whether the optimizer has got the hyper-parameters already.
     """
 
     folder: Path
@@ -200,13 +198,7 @@ class PipelineMixin(Trainer):
     def _settled(
         self, example: Mapping[str, Any], looks: bool = True, trains: bool = False
     ) -> Pipeline:
-        """Return the pipeline, whose stages have what the script's model and optimizer have.
-
-        Args:
-            example: A mini-batch, with which it starts, if there is none.
-            looks: Whether the script may have changed something since the last call.
-            trains: Whether it is to train next, so that the model is old then.
-        """
+        """Return the pipeline, whose stages have what the script's model and optimizer have."""
         live, resume = self._live, self._resume
         is_ours = self._is_open and live.model is self._trained()
         is_ours = is_ours and (self.optimizer is None or self._owns_optimizer)
@@ -290,12 +282,7 @@ class PipelineMixin(Trainer):
         return samples_in(batch) if found is None else found
 
     def _fed(self, inputs: Mapping[str, Any], number: Any) -> dict[str, Any]:
-        """Return a part of a mini-batch as the stages take it.
-
-        Args:
-            inputs: The part, as the loader yields it.
-            number: What the model is told that the whole mini-batch weighs; None for nothing.
-        """
+        """Return a part of a mini-batch as the stages take it."""
         own = type(self)._prepare_inputs, type(self)._prepare_input
         if own != (Trainer._prepare_inputs, Trainer._prepare_input):
             inputs = self._prepare_inputs(dict(inputs))
@@ -385,12 +372,7 @@ class PipelineMixin(Trainer):
         )
 
     def _submitted(self, parts: Sequence[Any], number: Any) -> tuple[PendingStep, int]:
-        """Inject a mini-batch, and return by what the losses of its parts are divided.
-
-        Args:
-            parts: Its parts, as the loader yields them.
-            number: What the Trainer counts in all of them; None if it counts nothing.
-        """
+        """Inject a mini-batch, and return by what the losses of its parts are divided."""
         if self.optimizer is None:
             raise ConfigError(
                 "trainer.model or trainer.optimizer was replaced in the middle of a training, "
@@ -413,11 +395,7 @@ class PipelineMixin(Trainer):
         return pending, factor
 
     def _norms(self, flush: bool) -> dict[int, float]:
-        """Return the norms of the gradients of the last updates, by the step of the Trainer.
-
-        Args:
-            flush: Whether to wait for all updates.
-        """
+        """Return the norms of the gradients of the last updates, by the step of the Trainer."""
         assert self._pipe is not None
         with self._live.lock:
             if flush:
@@ -539,13 +517,7 @@ def _state_of(pipe: Pipeline) -> dict[str, Any]:
 def _give_state(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], found: Mapping[str, Any]
 ) -> None:
-    """Give an optimizer what is kept for some of its parameters.
-
-    Args:
-        optimizer: The optimizer.
-        names: The name of each parameter, by ``id``.
-        found: What is kept, by name.
-    """
+    """Give an optimizer what is kept for some of its parameters."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     packed = optimizer.state_dict()
     packed["state"] |= {

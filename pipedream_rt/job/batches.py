@@ -21,13 +21,7 @@ Prepare: TypeAlias = Callable[[Any], Any]
 
 
 class Batch(NamedTuple):
-    """A mini-batch, or the example of one.
-
-    Attributes:
-        args: The positional arguments of the model's forward.
-        kwargs: The keyword arguments.
-        target: What the loss takes beside the output.
-    """
+    """A mini-batch, or the example of one."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -38,11 +32,6 @@ class Accumulated(NamedTuple):
     """A mini-batch whose parts are not joined: the gradients of all of them are added up.
 
     Their tensors may have different shapes. Each part is cut into its share of the micro-batches.
-
-    Attributes:
-        parts: The parts.
-        of: How many there are in a mini-batch that is not short.
-        factor: By what the loss of each part is multiplied.
     """
 
     parts: tuple[Batch, ...]

@@ -35,12 +35,7 @@ def _printed(codecs: list[Codec]) -> list[str]:
 
 
 class Codecs(NamedTuple):
-    """The codecs of a run, by the stages at both ends of an edge.
-
-    Attributes:
-        of_graph: Those that autograd derives through.
-        of_bytes: Those outside of autograd.
-    """
+    """The codecs of a run, by the stages at both ends of an edge."""
 
     of_graph: dict[tuple[int, int], GraphCodec]
     of_bytes: dict[tuple[int, int], ByteCodec]

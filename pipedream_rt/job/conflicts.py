@@ -30,28 +30,9 @@ class Facts:
     Names are empty where there is nothing of the kind.
 
     Attributes:
-        schedule: The schedule, as it is called in messages.
         flushes: Whether the pipe is empty at every update.
-        reads_late: Whether every update is read when the norm of the model can be known.
-        cuts_backward: Whether backwards are cut in two.
         per_update: The number of micro-batches per update.
         num_stages: The number of stages.
-        replicas: The most replicas of a stage.
-        shards: Whether the optimizer is divided among replicas.
-        clip: How gradients are clipped.
-        scaled: Whether losses are scaled.
-        averages: Whether weights are averaged.
-        corrections: The corrections for staleness.
-        recomputes: Whether stages compute activations again.
-        feeds_back: Whether codecs keep what they have lost of gradients.
-        tied: A weight that several stages use.
-        hooked: A parameter with a hook on its gradient.
-        tied_hooked: One that is tied too.
-        sum_hooked: A parameter with a hook on its accumulated gradient.
-        half: A parameter in float16.
-        sparse: A layer of a stage with replicas whose gradients are sparse.
-        renormed: A layer that changes its weight in its forward.
-        renormed_often: One of a stage with replicas.
     """
 
     schedule: str = ""
@@ -100,15 +81,7 @@ class Facts:
 
 
 class Conflict(NamedTuple):
-    """Two features that do not go together.
-
-    Attributes:
-        feature: The one.
-        other: The other.
-        why: Why not, as a text with `Facts` in braces.
-        instead: What to do instead.
-        holds: Whether a job has both.
-    """
+    """Two features that do not go together."""
 
     feature: str
     other: str

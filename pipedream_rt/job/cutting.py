@@ -126,15 +126,7 @@ def samples_of(batch: Batch) -> int | None:
 
 
 def cut_batch(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
-    """Cut a mini-batch into micro-batches, whose tensors are views.
-
-    Args:
-        batch: The mini-batch.
-        sizes: The number of samples of each micro-batch; 0 gives an empty one.
-
-    Raises:
-        ConfigError: A value has another number of samples, and no mark.
-    """
+    """Cut a mini-batch into micro-batches, whose tensors are views."""
     total, made = sum(sizes), dict[int, Sequence[Any]]()
     places = _places(batch)
 
@@ -163,18 +155,7 @@ def cut_batch(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
 
 
 def micro_batch_sizes(samples: int, micro_batches: int, *, pairs: bool = False) -> list[int]:
-    """Return the number of samples of each micro-batch: equal ones, then a short one, then 0.
-
-    Args:
-        samples: The number of samples in the mini-batch, at least 1.
-        micro_batches: The number of micro-batches, k.
-        pairs: Whether none may have a single sample, as BatchNorm needs two; where one would, all
-            have as nearly the same number as can be.
-
-    Returns:
-        The k sizes: 30 samples in 4 micro-batches give 8, 8, 8, 6; 5 samples give 2, 2, 1, 0. With
-        pairs 13 samples give 4, 3, 3, 3, and not 4, 4, 4, 1; and 5 samples 3, 2, 0, 0.
-    """
+    """Return the number of samples of each micro-batch: equal ones, then a short one, then 0."""
     size = -(-samples // micro_batches)
     count = -(-samples // size)
     if pairs and samples > 1 and samples - (count - 1) * size == 1:
@@ -219,11 +200,7 @@ class Lists:
         self._whole: set[str] = set()
 
     def refuse_unclear(self, batch: Batch, samples: int) -> None:
-        """Refuse such a list in a mini-batch that is to be cut.
-
-        Raises:
-            ConfigError: There is one.
-        """
+        """Refuse such a list in a mini-batch that is to be cut."""
         for place, value in _lists_in(batch):
             if len(value) != samples or samples < 2:
                 self._whole.add(place)

@@ -41,14 +41,7 @@ bits that are those of one stage are worth more."""
 def with_schedule(
     options: Options, optimizer: type | None, stages: int, modules: Iterable[nn.Module]
 ) -> Options:
-    """Return options that have a schedule.
-
-    Args:
-        options: The options, with or without one.
-        optimizer: The class of the optimizer; None if nothing is trained.
-        stages: The number of stages.
-        modules: Those of the model.
-    """
+    """Return options that have a schedule."""
     if options.schedule is not None:
         return options
     count, given = options.micro_batches, options.layout.replicas

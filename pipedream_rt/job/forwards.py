@@ -48,12 +48,7 @@ class Fed(NamedTuple):
     """The flattened inputs of a micro-batch, of which each stage gets its share.
 
     Attributes:
-        program: Number of the program to follow.
-        definition: The pickled program, if it is a new one.
-        structure: The structure of the inputs.
-        tensors: Their tensors, copied.
         labels: The number of labels that the model's own loss is a mean over; None if not known.
-        only_labels: Whether that loss is such a mean and nothing else.
     """
 
     program: int
@@ -66,13 +61,7 @@ class Fed(NamedTuple):
 
 @dataclass(slots=True)
 class Cache:
-    """What is known in the script of the caches of keys and values that the stages have.
-
-    Attributes:
-        name: The keyword argument of the model that takes the cache.
-        value: A cache as of `transformers`, with the shapes that those of the stages have together;
-            its tensors have no values.
-    """
+    """What is known in the script of the caches of keys and values that the stages have."""
 
     name: str
     value: Any
@@ -94,13 +83,7 @@ class Forwards(Protocol):
     """What the forwards of a model do.
 
     Attributes:
-        own_loss: Whether the model computes its loss itself.
-        is_sequence: Whether the model is a sequence of layers; else its forward is recorded.
-        takes_total: Whether its forward has an argument ``num_items_in_batch``: what the whole
-            mini-batch weighs.
         dtype: The coarsest dtype in which it computes.
-        layers: The modules that stay whole, by name, of a model that is taken apart.
-        definitions: The pickled programs that were made since the start, by their numbers.
         first_defined: The number of the first of these.
     """
 
@@ -137,13 +120,8 @@ class SequenceForwards:
     """The forwards of a sequence of layers: one program, which every stage knows.
 
     Attributes:
-        own_loss: Always False.
-        is_sequence: Always True.
-        takes_total: Always False.
-        dtype: Always float32, as nobody asks.
         layers: Always empty.
         definitions: Always empty.
-        first_defined: 1, for there is one program.
     """
 
     own_loss: bool = False
@@ -156,15 +134,12 @@ class SequenceForwards:
 
     @property
     def how(self) -> str:
-        """See `Forwards.how`."""
         return "cut between the layers of a sequence"
 
     def program(self) -> str:
-        """See `Forwards.program`."""
         return "the layers are called one after another"
 
     def fed(self, batch: Batch, mode: Mode, training: bool | None) -> Fed:
-        """See `Forwards.fed`."""
         if len(batch.args) != 1 or batch.kwargs:
             raise ConfigError(
                 "a sequence of layers takes pairs (x, y), of which x goes to the first layer; it "
@@ -173,37 +148,19 @@ class SequenceForwards:
         return Fed(0, b"", *flat_copy(batch.args[0]))
 
     def cached(self, batch: Batch, cache: Cache, length: int) -> Fed:
-        """See `Forwards.cached`."""
         raise ConfigError("a sequence of layers has no cache, so it cannot generate")
 
     def shares(self, head: MicroBatch, tensors: Sequence[Tensor]) -> Iterator[Share]:
-        """See `Forwards.shares`."""
         yield 0, head.structure, tuple(tensors)
 
     def stage_programs(self, stage: int) -> tuple[StageProgram, ...]:
-        """See `Forwards.stage_programs`."""
         return ()
 
 
 class RecordedForwards:
     """The recorded forwards of a model.
 
-    Args:
-        model: The unsplit model.
-        layers: The modules that stay whole, by name.
-        own_loss: Whether the model computes its loss itself.
-        autocast: The dtype of autocast; None for none.
-        modes: Which modules do not follow the mode of the model.
-
     Attributes:
-        own_loss: See `Forwards`.
-        is_sequence: Always False.
-        takes_total: See `Forwards`.
-        dtype: See `Forwards`.
-        layers: See `Forwards`.
-        homes: The stage of each layer that was called so far, by name.
-        cuts: The programs so far, cut into stages.
-        definitions: The pickled programs that were made since the start.
         first_defined: The number of the first of these.
     """
 
@@ -251,7 +208,6 @@ class RecordedForwards:
         return f"cut by a recorded forward: {len(self.cuts)} programs so far{reads}"
 
     def program(self) -> str:
-        """See `Forwards.program`."""
         lines = []
         for stage, program in enumerate(self.cuts[0].stages):
             for source, slots in program.takes.items():
@@ -312,11 +268,9 @@ class RecordedForwards:
         return tuple(sorted(self._entries))
 
     def stage_programs(self, stage: int) -> tuple[StageProgram, ...]:
-        """See `Forwards.stage_programs`."""
         return tuple(each.stages[stage] for each in self.cuts)
 
     def fed(self, batch: Batch, mode: Mode, training: bool | None) -> Fed:
-        """See `Forwards.fed`."""
         structure, tensors = flat_copy((batch.args, batch.kwargs))
         key = _key(mode, training, structure, tensors)
         known = (found for found in self._programs.get(key, ()) if found[1].holds_for(tensors))
@@ -379,7 +333,6 @@ class RecordedForwards:
         return Fed(number, definition, structure, tensors)
 
     def shares(self, head: MicroBatch, tensors: Sequence[Tensor]) -> Iterator[Share]:
-        """See `Forwards.shares`."""
         stages = self.cuts[head.program].stages
         for stage in self.entries:
             slots = stages[stage].takes.get(COORDINATOR, ())

@@ -59,9 +59,6 @@ class Parts(NamedTuple):
     """An optimizer argument taken apart.
 
     Attributes:
-        optimizer_class: The class.
-        kwargs: Its keyword arguments.
-        groups: For each group the names of its parameters and its options.
         attributes: Attributes that the optimizer of every stage gets after it was built.
     """
 
@@ -184,9 +181,6 @@ class GivenOptimizer:
     """The optimizer that the script gave to `Pipeline`, of which the pipeline has made its own.
 
     A scheduler or a line that changes it later would change nothing, so that is refused.
-
-    Args:
-        argument: See `OptimizerArgument`.
     """
 
     def __init__(self, argument: OptimizerArgument) -> None:

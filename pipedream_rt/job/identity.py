@@ -47,16 +47,8 @@ class Identity:
     """What a script has given to `Pipeline`, in plain data.
 
     Attributes:
-        seed: The seed.
         optimizer: The name of the optimizer's class; empty for none.
-        groups: The names of the parameters of each group.
-        hyper_parameters: The hyper-parameters of each group as the script gave them, packed.
-        loss: The name of the loss function and a digest of its code.
-        schedule: The name of the schedule.
-        corrections: The corrections for staleness, as they print.
-        codecs: The codecs of the edges, as they print.
         threads: The number of threads of each worker.
-        torch: The version of torch.
     """
 
     seed: int

@@ -48,25 +48,8 @@ class Job:
     """A run that was prepared.
 
     Attributes:
-        options: The options.
-        model: The unsplit model.
-        plan: The plan, proved as it will run.
-        crew: How many worker processes do the work of its workers.
-        specs: By stage, its specification, packed; see `pickled_specs`.
-        forwards: What the forwards of the model do.
         loss_fn: The loss function; None for a pipeline that only infers.
-        weighing: What micro-batches weigh.
-        corrections: The corrections for staleness.
-        codecs: The codecs of the edges.
-        given: The optimizer that the script gave.
         optimizer: Its parts; None without one.
-        brought: The state that it already has, by name of its parameter.
-        names: The names of the trainable parameters, stage by stage.
-        script_values: What the script may change while it trains.
-        changes_modes: Whether a layer does something when its mode is set.
-        settings: The settings of torch that the workers have.
-        chosen: What is said at the start of what was chosen.
-        notices: What is said at the start of what this costs.
     """
 
     options: Options

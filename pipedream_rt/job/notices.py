@@ -27,13 +27,7 @@ _HEAVY = 1.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
-    """Which options of `Pipeline` the user has left out.
-
-    Attributes:
-        schedule: Whether ``schedule`` was.
-        micro_batches: Whether ``micro_batches`` was.
-        corrections: Whether ``corrections`` was.
-    """
+    """Which options of `Pipeline` the user has left out."""
 
     schedule: bool
     micro_batches: bool
@@ -116,12 +110,7 @@ def _about_flushes(plan: Plan) -> list[str]:
 
 
 def about_balance(model: UnsplitModel, layers: Sequence[Sequence[str]]) -> list[str]:
-    """Return what is said where one layer holds most of a model that was cut by parameters.
-
-    Args:
-        model: The model.
-        layers: By stage, the names of its layers.
-    """
+    """Return what is said where one layer holds most of a model that was cut by parameters."""
     if len(layers) == 1:
         return []
     sizes = {

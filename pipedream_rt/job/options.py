@@ -329,11 +329,7 @@ CheckpointOption: TypeAlias = str | os.PathLike[str] | Checkpoints | None
 
 
 def checkpoint_option(checkpoint: CheckpointOption) -> Checkpoints | None:
-    """Return the option ``checkpoint`` of `Pipeline` as `Checkpoints`; a path is their folder.
-
-    Raises:
-        ConfigError: The option is neither a path nor `Checkpoints`.
-    """
+    """Return the option ``checkpoint`` of `Pipeline` as `Checkpoints`; a path is their folder."""
     if checkpoint is None or isinstance(checkpoint, Checkpoints):
         return checkpoint
     return Checkpoints(checkpoint)
@@ -341,11 +337,7 @@ def checkpoint_option(checkpoint: CheckpointOption) -> Checkpoints | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """All options of a `Pipeline`, whose docstring says what they are.
-
-    Raises:
-        ConfigError: A value makes no sense by itself.
-    """
+    """All options of a `Pipeline`, whose docstring says what they are."""
 
     stages: Stages | Literal["auto"] = 1
     example: Any = None

@@ -46,12 +46,6 @@ def holders_of(
 class ScriptValues:
     """The values of the script's that stages have copies of.
 
-    Args:
-        model: The unsplit model.
-        layers: The layers of a model that is taken apart; empty for a sequence.
-        stages: By stage, its holders by number.
-        fixed: Objects of which all stages have copies that nobody can reach, as corrections.
-
     Attributes:
         forwards_store: Whether a layer or the loss may change a value of its own in its forward.
     """
@@ -138,11 +132,7 @@ class ScriptValues:
 
     @contextmanager
     def stages_compute(self) -> Iterator[None]:
-        """Let the body compute stages in this process, which share with the script what has a name.
-
-        Raises:
-            ConfigError: The script has changed something of it.
-        """
+        """Let the body compute stages that share with the script what has a name."""
         common = [(n, h) for n, h in self._holders.items() if not h.travels]
         for number, holder in common:
             for change in holder.changes():
@@ -242,12 +232,7 @@ class _Weights:
         ]
 
     def watch_layers(self, sequence: nn.Module, inside: Set[int]) -> None:
-        """Look at the layers and hooks of a sequence, and of those in it, too.
-
-        Args:
-            sequence: The sequence.
-            inside: The ``id`` of each module that is a layer or in one.
-        """
+        """Look at the layers and hooks of a sequence, and of those in it, too."""
         for where, each in sequence.named_modules():
             if id(each) not in inside:
                 hooks = [held for key, held in vars(each).items() if key.endswith("_hooks")]

@@ -46,11 +46,8 @@ class Split(NamedTuple):
     """A model split into stages.
 
     Attributes:
-        layers: By stage, the names of its layers, and of parameters and buffers beside them.
         links: The pairs of a producer and a consumer; None for a chain.
         entries: The stages that take inputs of the model; empty for the first alone.
-        forwards: What the forwards of the model do.
-        modes: Which modules do not follow the mode of the model.
     """
 
     layers: tuple[tuple[str, ...], ...]
@@ -68,8 +65,6 @@ class ForwardOptions(NamedTuple):
     """How forwards are recorded.
 
     Attributes:
-        own_loss: Whether the model computes its loss itself.
-        trains: Whether the stages will train.
         autocast: The dtype of autocast; None for none.
     """
 
@@ -81,7 +76,6 @@ class ForwardOptions(NamedTuple):
 def split_model(
     model: UnsplitModel, stages: Stages, example: Any, options: ForwardOptions
 ) -> Split:
-    """Split a model."""
     if model.sequence is not None:
         points = split_points(model.sequence, stages, model.elements)
         names = list(model.sequence)

@@ -40,23 +40,10 @@ from pipedream_rt.stage.buffers import buffer_slots
 class UnsplitModel:
     """The model as the user gave it, which is read and never changed.
 
-    Args:
-        model: A module or a list of modules.
-        loss_fn: The loss function, whose parameters are trained too if it is a module.
-        opens: Whether a layer of a sequence that holds most of it may be cut inside, by a recorded
-            forward of the whole.
-
     Attributes:
-        given: The model as it was given.
-        whole: The model as one module.
-        elements: The names of the elements of a sequence, which may be sequences themselves.
         sequence: Its layers by name, if it is a sequence of layers; else None.
-        blueprint: The list of those layers that workers build.
         names: The name of each trainable parameter by its ``id``, in the order of the model; those
             of the loss come last.
-
-    Raises:
-        ConfigError: The model is neither, or something of it would be another thing on stages.
     """
 
     def __init__(

@@ -29,19 +29,9 @@ _Counted: TypeAlias = Callable[[Any], "float | None"]
 
 
 class Weighing:
-    """What mini-batches and micro-batches weigh.
-
-    Args:
-        weigh: The function of the user's. None: the labels that the loss is a mean over, if it is a
-            cross entropy of torch, or one that the model computes itself; else the samples.
-        loss_fn: The loss function.
-
-    Attributes:
-        is_given: Whether a function of the user's weighs.
-    """
+    """What mini-batches and micro-batches weigh."""
 
     def __init__(self, weigh: Weigh | None, loss_fn: object = None) -> None:
-        """Check it."""
         if weigh is not None and not callable(weigh):
             raise ConfigError(
                 "weigh must be a function of a mini-batch that returns a number, as "

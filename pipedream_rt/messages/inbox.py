@@ -27,12 +27,8 @@ class Wanted(NamedTuple):
     """A message that somebody waits for.
 
     Attributes:
-        key: The key of the message.
-        deadline: When to give up.
         instead: Keys of messages that may come in its place. Of ``key`` and these, only one ever
             comes.
-        also: Keys of messages to take if they are there and none of those is.
-        wanted: Says of a message under one of the keys ``also`` whether to take it.
     """
 
     key: Key
@@ -66,12 +62,10 @@ class Bell:
         self._calls: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def wait(self, seconds: float | None) -> None:
-        """See `Waiter.wait`."""
         with suppress(queue.Empty):
             self._calls.get(timeout=seconds)
 
     def wake(self) -> None:
-        """See `Waiter.wake`."""
         self._calls.put(None)
 
 
@@ -91,17 +85,10 @@ class Inbox:
     waits or was taken: the messages of one edge are taken with rising numbers. Messages with the
     same number on two edges are different messages.
 
-    Args:
-        owner: Name of the owner for messages, as ``"stage 2"``.
-        generation: Number of the generation; messages of others are dropped.
-        waiter: What the taker waits with; None for a bell.
-
     Attributes:
-        awaited: The keys that the taker waits for now.
         arrived_ns: When the message that was taken last had arrived, on the clock of
             ``time.monotonic_ns``.
         recent: The last ten things that the taker has done, for a stall report.
-        titles: Says what addresses are called, for messages; a plan knows of replicas.
     """
 
     def __init__(self, owner: str, generation: int = 0, waiter: Waiter | None = None) -> None:
@@ -121,12 +108,7 @@ class Inbox:
         self.titles: Titles = name_of
 
     def put(self, message: Message) -> bool:
-        """Keep a message until it is taken. Never blocks.
-
-        Returns:
-            Whether the message was kept; not if it is a duplicate, of another generation, or comes
-            after `close`.
-        """
+        """Keep a message until it is taken. Never blocks."""
         key = message.key
         with self._lock:
             if message.generation != self._generation:
@@ -151,16 +133,7 @@ class Inbox:
         return True
 
     def take(self, wanted: Wanted) -> Message:
-        """Wait for a message and remove it.
-
-        Returns:
-            The message. Messages that came before `close` can still be taken after it.
-
-        Raises:
-            MessageTimeout: No message came in time.
-            RuntimeError: Another thread is waiting already.
-            BaseException: The reason given to `close`.
-        """
+        """Wait for a message and remove it."""
         claimed = False
         try:
             with self._lock:
@@ -183,11 +156,7 @@ class Inbox:
         raise self._closed()
 
     def take_if_there(self, wanted: Wanted) -> Message | None:
-        """Remove a message, as `take`; return None if it is not there, and keep in mind the wish.
-
-        Raises:
-            BaseException: The reason given to `close`.
-        """
+        """Remove a message as `take` does; if it is not there, note the wish and return None."""
         with self._lock:
             self.awaited, self._also = (wanted.key, *wanted.instead), wanted.also
             if (found := self._find(wanted)) is not None:
@@ -202,14 +171,7 @@ class Inbox:
         self._watched = True
 
     def follow(self, steps: Steps[T]) -> T:
-        """Do steps to their end, and wait for each message that they want.
-
-        Returns:
-            What they return.
-
-        Raises:
-            BaseException: What they raise, or `take`, if they do not handle it.
-        """
+        """Do steps to their end, and wait for each message that they want."""
         try:
             wanted = next(steps)
             while True:
@@ -270,12 +232,7 @@ class Inbox:
             return key in self._waiting
 
     def close(self, reason: Reason) -> None:
-        """Wake the taker with a reason. Safe from any thread; the first reason stays.
-
-        Args:
-            reason: The error that `take` raises when the message asked for is not there; or a
-                function that returns it, which the taker calls.
-        """
+        """Wake the taker with a reason. Safe from any thread; the first reason stays."""
         with self._lock:
             if self._reason is None:
                 self._reason = reason
@@ -286,9 +243,6 @@ class Inbox:
 
         Messages that were not taken are dropped, because they come again. Messages that were taken
         are still dropped when they come a second time.
-
-        Args:
-            generation: Number of the new generation; messages of others are dropped from now on.
         """
         with self._lock:
             self._generation = generation

@@ -47,10 +47,8 @@ class Key(NamedTuple):
     """Where a value stands in the state of a stage.
 
     Attributes:
-        part: Whose it is: the optimizer's, or a rule's by its name.
         name: The parameter that it belongs to, by its name in the unsplit model; the address, of
             an optimizer's own; empty for what all stages have agreed on.
-        path: Its place there.
     """
 
     part: str
@@ -74,11 +72,7 @@ def can_be_written(part: object) -> bool:
 
 
 def written(*parts: str | int) -> str:
-    """Return parts of a key as one text; `parsed` is the inverse.
-
-    Raises:
-        ValueError: One is neither a text nor an integer of 64 bits.
-    """
+    """Return parts of a key as one text; `parsed` is the inverse."""
     for each in parts:
         if not can_be_written(each):
             raise ValueError(f"{each!r} can be no part of a key")
@@ -89,11 +83,7 @@ def written(*parts: str | int) -> str:
 
 
 def parsed(text: str) -> tuple[str | int, ...]:
-    """Return the parts of a key.
-
-    Raises:
-        ValueError: The text is none.
-    """
+    """Return the parts of a key."""
     return tuple(map(_part_of, text.split("/")))
 
 
@@ -109,11 +99,7 @@ def _part_of(text: str) -> str | int:
 
 
 def key_of(text: str) -> Key:
-    """Return the key that `Key.__str__` has written.
-
-    Raises:
-        ValueError: The text is none.
-    """
+    """Return the key that `Key.__str__` has written."""
     match parsed(text):
         case (str() as part, str() as name, *path) if part:
             kinds = tuple(map(type, path))
@@ -129,11 +115,7 @@ def by_text(state: Mapping[Key, T]) -> dict[str, T]:
 
 
 def by_key(state: Mapping[str, T]) -> dict[Key, T]:
-    """Return a state of which `by_text` has written the keys.
-
-    Raises:
-        ValueError: One is no key.
-    """
+    """Return a state of which `by_text` has written the keys."""
     return {key_of(text): value for text, value in state.items()}
 
 
@@ -147,11 +129,7 @@ def by_name(state: Mapping[Key, T], part: str, names: Iterable[str]) -> dict[str
 
 
 def optimizer_state(named: Mapping[str, Mapping[Any, Any]]) -> StepState:
-    """Return the state of some parameters from their optimizer, by name and then by its own key.
-
-    Raises:
-        ConfigError: A key of the optimizer cannot be written.
-    """
+    """Return the state of some parameters from their optimizer, by name and then by its own key."""
     found: StepState = {}
     for name, values in named.items():
         # That there is a state, though an empty one, may count for an optimizer.

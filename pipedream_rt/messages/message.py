@@ -91,11 +91,7 @@ _ONLY_LOOK = {
 
 
 class Payload:
-    """The content of a message without its tensors: a frozen class for each kind of edge.
-
-    Attributes:
-        kind: The kind of the edges on which it travels.
-    """
+    """The content of a message without its tensors: a frozen class for each kind of edge."""
 
     __slots__ = ()
     kind: ClassVar[EdgeKind]
@@ -127,8 +123,6 @@ class Start(Payload):
     in it. In a later generation the stage also loads a checkpoint and goes on from there.
 
     Attributes:
-        digest: The SHA-256 of these (see `digest_of`), because a transport need not authenticate
-            tensors.
         optimizer: The pickled `OptimizerSpec`; empty if a command will bring it.
         training: The mode to set the modules of the stage to (`Module.train`); None to leave it as
             it is.
@@ -158,24 +152,16 @@ class MicroBatch(Payload):
     """The input of a forward, from the coordinator to the first stages or from stage to stage.
 
     Attributes:
-        turn: The turn of this item of the receiver's feed.
         turns: By stage, the turn of this item of the feed of the replica that it goes to; empty if
             each stage has one, for then all are given the same items.
-        micro_batch: Number of the micro-batch among those to train on, or among all others.
-        mode: What the stages do with it.
-        empty: Whether it has no samples; it then fills up a short mini-batch and changes nothing.
-        program: Number of the program that the stages follow.
         definition: The pickled programs of all stages, where the number is a new one; else empty.
         version: Number of the kept version that the stages read; 0 for the newest weights.
         cache: Number of that in which a stage keeps what the next micro-batch needs: what layers
             cache in a generation, or the buffers as an evaluation has them; 0 for none.
-        fingerprint: Whether each stage adds a fingerprint to the trail.
         hyper: Those hyper-parameters of each parameter group that the script has changed, packed by
             `pack_hyper`; None unless it is trained on.
         given: The values that the script has changed since the start: the number of what holds
             each, its key there, and the value as `pack_hyper` packs it.
-        structure: The structure of the value whose tensors the message carries.
-        requires_grad: For each tensor, whether a gradient is expected back.
         coded: What the codec of the edge has packed; empty for nothing. See `Coding`.
         trail: For each stage passed, in rising order: its index, the weight version that it read,
             the nanoseconds that it has computed so far, and where it was asked for a fingerprint of
@@ -207,8 +193,6 @@ class Command(Payload):
     """Coordinator to every stage: a command to carry out at its turn and to reply to.
 
     Attributes:
-        turn: The turn of this item of the receiver's feed.
-        name: The name of the command.
         structure: The structure of the argument whose tensors the message carries; empty for none.
     """
 
@@ -223,12 +207,10 @@ class Target(Payload):
     """Coordinator to the stage that computes the loss: the target, and the weight of the loss.
 
     Attributes:
-        structure: The structure of the target whose tensors the message carries.
         share: The share that the micro-batch has in what its mini-batch weighs, 0 or more.
         compared: Where the loss of the whole mini-batch is to be compared with those of its
             micro-batches: how many of these have samples and come to this replica, and the number
             of samples in this one; else empty.
-        metrics: The pickled functions that are computed beside the loss.
     """
 
     structure: Structure
@@ -243,7 +225,6 @@ class Gradient(Payload):
     """Consumer to producer: the gradients of the activations that the producer sent.
 
     Attributes:
-        present: For each tensor that asked for a gradient, whether the message carries one.
         coded: What the codec of the edge has packed; empty for nothing. See `Coding`.
     """
 
@@ -259,8 +240,6 @@ class Loss(Payload):
     Attributes:
         loss: The loss without its weight; None for an empty micro-batch and in inference. Until the
             message leaves a worker with an accelerator, it may be a `Late` of ``devices``.
-        metrics: By name, parts of the loss, and what the functions beside it returned, or their
-            errors.
         trail: For each stage, in rising order, what `MicroBatch.trail` has.
         structure: The structure of the output in inference; empty otherwise.
     """
@@ -300,11 +279,6 @@ class Partial(Payload):
     """A replica of a stage to another one: what it has summed of the gradients of an update.
 
     The index of the message is the number of the update.
-
-    Attributes:
-        present: For each parameter of the stage, whether the message carries a gradient.
-        hyper: The hyper-parameters of the update, as `MicroBatch` brings them.
-        read: The versions that its micro-batches with samples have read.
     """
 
     present: list[bool]
@@ -327,9 +301,6 @@ class Norm(Payload):
     """A stage to the one before it: the norms of its gradients and of those of stages behind it.
 
     The index of the message is the number of the update; its one tensor has the norms.
-
-    Attributes:
-        numbers: For each norm, the place of its parameter in the unsplit model.
     """
 
     numbers: list[int]
@@ -344,8 +315,6 @@ class Total(Payload):
 
     Attributes:
         update: Number of the update, of which ``index`` is made.
-        total: The norm; infinite for an update that is skipped. Of no meaning if a tensor has the
-            norm, where a device has made it.
     """
 
     update: int
@@ -358,7 +327,6 @@ class Reply(Payload):
     """Stage to coordinator: the result of a command.
 
     Attributes:
-        structure: The structure of the result whose tensors the message carries.
         refused: Why there is none, of a command that only looks; empty if there is one.
     """
 
@@ -369,11 +337,7 @@ class Reply(Payload):
 @payload(EdgeKind.SAVED)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved(Payload):
-    """Stage to coordinator: the result of a command to save, which later replies may overtake.
-
-    Attributes:
-        structure: The structure of the result: what `write_stage` returned, or an error's text.
-    """
+    """Stage to coordinator: the result of a command to save, which later replies may overtake."""
 
     structure: Structure
 
@@ -384,10 +348,6 @@ class Failed(Payload):
     """Stage to coordinator: an error as data, since no exception crosses a transport.
 
     Attributes:
-        action: The text form of the action that raised, or the name of a command.
-        type_name: The name of the error's class.
-        text: The text of the error.
-        trace: The traceback on the worker, as text.
         pickled: The error itself, pickled; empty if it cannot be.
     """
 
@@ -429,25 +389,13 @@ class Sender(Protocol):
         tensors: tuple[Tensor, ...],
         ready: Callable[[], torch.Event],
     ) -> bool:
-        """Hand a message over as it is, tensors on accelerators included, within this process.
-
-        Args:
-            to: The address of the receiver.
-            index: See `Message`.
-            payload: See `Message`.
-            tensors: See `Message`.
-            ready: Returns the event of the message; see `Message`.
-
-        Returns:
-            Whether the receiver is in this process; if not, nothing was done.
-        """
+        """Hand a message over as it is, tensors on accelerators included, within this process."""
 
 
 class Key(NamedTuple):
     """The key under which a message waits in an inbox.
 
     Attributes:
-        edge: The edge on which the message travels.
         number: The turn of the message if it is an item of the feed; else the index of the message.
     """
 
@@ -464,16 +412,11 @@ class Message:
     """One message.
 
     Attributes:
-        to: The address of the receiver.
-        sender: The address of the sender.
         index: The position of the item of the feed that the message belongs to. It is not the
             number of the micro-batch, which comes again when a run goes back to a checkpoint. A
             message that belongs to no item has the generation (`Ready`), a number for the version
             (`Weight`) or the update (`Share`, `Partial`, `Stepped`, `Norm`, `Total`), or 0
             (`Start`, `Failed`).
-        generation: Number of the generation; a receiver of another generation drops the message.
-        payload: The content of the message without its tensors.
-        tensors: The tensors that travel with it, which the sender does not change any more.
         ready: The event after which tensors on an accelerator have their values. Only within a
             process; None where the tensors are on the host.
     """

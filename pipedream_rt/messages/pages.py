@@ -18,12 +18,7 @@ LARGE = 1 << 22
 
 
 def want_large_pages(address: int, size: int) -> None:
-    """Ask the kernel for large pages in a block of memory; nothing happens where it has none.
-
-    Args:
-        address: Of the first byte.
-        size: Bytes of the block. Those of pages that are not wholly inside stay as they are.
-    """
+    """Ask the kernel for large pages in a block of memory; nothing happens where it has none."""
     madvise = _madvise()
     if madvise is None:
         return

@@ -27,9 +27,7 @@ class Value(NamedTuple):
     """A flattened value that crosses stages.
 
     Attributes:
-        structure: The structure of the value.
         tensors: The tensors, in the order of their numbers in the structure.
-        requires_grad: For each tensor, whether a gradient is expected back.
     """
 
     structure: Structure
@@ -57,18 +55,7 @@ def _load_class(data: bytes) -> type:
 
 
 def flatten(value: object) -> tuple[Structure, list[Tensor]]:
-    """Take a value apart into its structure and its tensors.
-
-    Args:
-        value: Tensors in tuples, named tuples, lists, dicts, dataclasses and dicts that are
-            dataclasses, nested at will, with None, bool, int, float, str and bytes beside them.
-
-    Returns:
-        The structure, and the tensors in the order of their numbers in it.
-
-    Raises:
-        ConfigError: The value holds an object of another type; the message says what and where.
-    """
+    """Take a value apart into its structure and its tensors."""
     tensors: dict[int, tuple[int, Tensor]] = {}
     structure = _flatten(value, tensors, "value")
     return structure, [tensor for _, tensor in tensors.values()]
@@ -157,15 +144,7 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Any:
-    """Put a value together again.
-
-    Args:
-        structure: The structure from `flatten`, which may have gone through msgpack.
-        tensors: The tensors from `flatten`, in the same order.
-
-    Returns:
-        A value equal to the one that was flattened.
-    """
+    """Put a value together again."""
     tag = structure[0]
     if tag == "T":
         return tensors[structure[1]]
@@ -187,11 +166,7 @@ def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Any:
 
 
 def places(structure: Structure) -> dict[int, str]:
-    """Return where each tensor stands in a value, as ``1.mask`` in ``(x, {"mask": y})``.
-
-    Args:
-        structure: The structure from `flatten`.
-    """
+    """Return where each tensor stands in a value, as ``1.mask`` in ``(x, {"mask": y})``."""
     tag = structure[0]
     if tag == "T":
         return {structure[1]: ""}
@@ -215,11 +190,6 @@ def own(
     are kept (transposed, channels last), and so are expanded dimensions (the gradient of a sum):
     kernels round differently for another layout, so with contiguous copies the result would depend
     on where the model is cut.
-
-    Args:
-        tensor: Any tensor.
-        copy: Whether the storage must be a new one.
-        clone: Makes the copy, perhaps in other memory, with the strides that `torch.clone` gives.
     """
     tensor = tensor.detach()
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():

@@ -46,11 +46,7 @@ _VALUES = {cls: _values(cls) for cls in PAYLOADS}
 
 
 def encode(message: Message) -> bytes:
-    """Return the bytes of a message without its tensors.
-
-    Raises:
-        TransportError: A value has no msgpack form, as an integer of more than 64 bits.
-    """
+    """Return the bytes of a message without its tensors."""
     payload = message.payload
     cls = type(payload)
     values = list(_VALUES[cls](payload))
@@ -64,18 +60,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes, tensors: Sequence[Tensor]) -> Message:
-    """Return the message of which `encode` returned the bytes.
-
-    Args:
-        data: The bytes of the message.
-        tensors: The tensors that came with them.
-
-    Returns:
-        The message.
-
-    Raises:
-        TransportError: The bytes are no message of this format.
-    """
+    """Return the message of which `encode` returned the bytes."""
     try:
         found, to, sender, index, generation, number, values = msgpack.unpackb(
             data, strict_map_key=False, unicode_errors="surrogatepass"
@@ -109,11 +94,7 @@ _DTYPES = {
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype of a name.
-
-    Raises:
-        KeyError: It is unknown to this version of torch.
-    """
+    """Return the dtype of a name."""
     return _DTYPES[name]
 
 
@@ -169,21 +150,12 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def elements_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of the elements of a tensor in their order, whatever its strides.
-
-    Raises:
-        RuntimeError: It is sparse, or nested.
-    """
+    """Return the bytes of the elements of a tensor in their order, whatever its strides."""
     return bytes_of(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous())
 
 
 def place_for(description: Sequence[Any]) -> Place:
-    """Make room for a tensor that `described` described.
-
-    Raises:
-        ValueError: The description makes no sense.
-        KeyError: The dtype is unknown to this version of torch.
-    """
+    """Make room for a tensor that `described` described."""
     name, shape, stride = description
     if len(shape) != len(stride) or min((0, *shape, *stride)) < 0:
         raise ValueError(f"no tensor has the shape {shape} and the strides {stride}")

@@ -48,13 +48,7 @@ _WRAP = ("torch", "pipedream_rt", "beartype", "jaxtyping", "typeguard", "functoo
 
 
 def code_of(things: Iterable[object], *, built: bool = False) -> Code:
-    """Return the code of things that are pickled.
-
-    Args:
-        things: Modules, whose modules inside them count too; classes; functions; other objects, of
-            which their classes count.
-        built: Whether the worker builds the modules, rather than unpickles them.
-    """
+    """Return the code of things that are pickled."""
     found: Code = {}
     modules = set(_ALWAYS)
     for thing in things:
@@ -79,15 +73,7 @@ def code_of(things: Iterable[object], *, built: bool = False) -> Code:
 
 
 def refuse_other_code(here: Code, sent: Code) -> None:
-    """Refuse to compute with other code than the script would.
-
-    Args:
-        here: The code that this process has.
-        sent: The code that the script has.
-
-    Raises:
-        ConfigError: Something is another one. What only one of them has does not count.
-    """
+    """Refuse to compute with other code than the script would."""
     names = [name for name in sorted(here.keys() & sent.keys()) if here[name] != sent[name]]
     if names:
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""

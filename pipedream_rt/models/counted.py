@@ -28,9 +28,6 @@ class Counting(NamedTuple):
 
     Attributes:
         steps: The steps that make the labels that are compared with, in order.
-        slot: Their slot.
-        ignored: The label that does not count.
-        mean: The slot of the mean over them.
     """
 
     steps: tuple[Step, ...]

@@ -34,8 +34,6 @@ class StageProgram:
 
     Attributes:
         takes: The slots that the message of each producer fills, in order.
-        steps: The steps.
-        gives: The slots whose values go to each consumer.
         output: The result of the forward, on the stage that has it; None on others.
         carries: The objects that the stage has for the steps, pickled as they are at first.
     """
@@ -57,9 +55,7 @@ class Cut:
     """A program cut into stages.
 
     Attributes:
-        stages: What each stage does.
         layers: By stage, the names of the layers that it calls, in order.
-        held: By stage, the names of the parameters and buffers that it uses outside of layers.
     """
 
     stages: tuple[StageProgram, ...]
@@ -86,10 +82,6 @@ class Ways(NamedTuple):
     """The ways on which values can pass, where the stages are there already.
 
     A stage sends to the next one in any case, and the first stage takes inputs.
-
-    Attributes:
-        links: The pairs of a producer and a consumer.
-        entries: The stages that take inputs of the model.
     """
 
     links: Set[tuple[int, int]]
@@ -97,19 +89,7 @@ class Ways(NamedTuple):
 
 
 def cut(program: Program, homes: dict[str, int], num_stages: int, ways: Ways | None = None) -> Cut:
-    """Cut a program.
-
-    Args:
-        program: The program.
-        homes: By name, the stage of layers whose stage is known: at first those at which a stage
-            begins. Layers that are met are added.
-        num_stages: The number of stages.
-        ways: The ways on which values can pass; None for any. Where there is no straight way, a
-            value goes from each stage to the next.
-
-    Raises:
-        ConfigError: A value that one stage changes in place is needed by another as it was.
-    """
+    """Cut a program."""
     stage_of, now = [], 0
     for step in program.steps:
         if step.layer is not None:
@@ -119,14 +99,7 @@ def cut(program: Program, homes: dict[str, int], num_stages: int, ways: Ways | N
 
 
 class _Cutter:
-    """Finds out which steps each stage does, and which values pass.
-
-    Args:
-        program: The program.
-        stage_of: The stage of each step.
-        num_stages: The number of stages.
-        ways: The ways on which values can pass; None for any.
-    """
+    """Finds out which steps each stage does, and which values pass."""
 
     def __init__(
         self, program: Program, stage_of: Sequence[int], num_stages: int, ways: Ways | None
@@ -314,12 +287,6 @@ def find_layers(
     not depend on the number of stages, so the random numbers that layers draw do not either. An
     element that holds most of the model is taken apart where it has lists itself, as a backbone
     before a head.
-
-    Args:
-        model: The model.
-        points: Names of modules at which a stage is to begin: a module that has one inside is
-            taken apart.
-        opens: Whether an element that holds most of the model is.
     """
     whole = set(getattr(model, "_no_split_modules", None) or ())
     opened = {part for point in points for part in _parents(point)}
@@ -362,16 +329,7 @@ def _parents(name: str) -> Iterator[str]:
 
 
 def first_layer(name: str, program: Program, modules: Mapping[str, nn.Module]) -> str:
-    """Return the layer at which a stage begins that the user wants to begin at a module.
-
-    Args:
-        name: The name of the module.
-        program: The program of the model.
-        modules: The modules of the model, by name.
-
-    Raises:
-        ConfigError: There is no such module, or the forward does not call it.
-    """
+    """Return the layer at which a stage begins that the user wants to begin at a module."""
     called = program.layers()
     inside = [layer for layer in called if layer == name or layer.startswith(f"{name}.")]
     if inside:

@@ -59,13 +59,10 @@ class Holder:
     """An object that holds values under keys.
 
     Attributes:
-        value: The object; of globals, a function that has them.
         kind: How it holds them: as an ``"object"``, a ``"class"``, a ``"dict"``, a ``"list"``, a
             ``"cell"`` of a closure, the ``"globals"`` of a function, or as its own ``"state"``.
-        where: Where it was found, for people.
         names: The keys that count; None for all.
         travels: Whether a stage has a copy of its own, which alone is changed.
-        loads: Of the globals of functions, the attributes that these name.
     """
 
     value: Any
@@ -295,12 +292,7 @@ _ADDING = {"append", "appendleft", "extend", "insert", "add", "update"}
 
 
 def uses(function: FunctionType) -> Iterator[tuple[str, bool]]:
-    """Yield the globals and the variables of a closure that a function names.
-
-    Yields:
-        The name, and whether this use of it only adds to what stands there: ``seen.append(x)``,
-        ``seen[i] = x``, ``count += 1``.
-    """
+    """Yield the globals and the variables of a closure that a function names."""
     for code in _codes(function.__code__):
         steps = [ins for ins in dis.get_instructions(code) if ins.opname not in _NOTHING]
         stored = Counter(
@@ -343,10 +335,6 @@ def names_used(cls: type, *methods: str) -> tuple[frozenset[str], frozenset[str]
     """Return the attributes that some methods of a class may read, and those that they set.
 
     Those that any method on their way names count, of any object.
-
-    Args:
-        cls: The class.
-        *methods: The names of the methods; none for a call of an object.
     """
     names = [_names_in(function) for function in functions_called(cls, *methods)]
     loaded = frozenset(name for of_one, _ in names for name in of_one)
@@ -393,11 +381,7 @@ def functions_called(cls: type, *methods: str) -> list[FunctionType]:
 class Holders:
     """The holders that are found from some roots, each once.
 
-    Args:
-        spared: Objects that are left out with all that is in them, as weights, which have versions.
-
     Attributes:
-        found: The holders, by what tells them apart in this process.
         uses: How code uses what a name stands for: its value, what it is called, whether it only
             adds to it, and whether a stage has a copy of its own.
     """
@@ -534,12 +518,7 @@ class Holders:
 
 
 def collecting(walks: Iterable[Holders], elsewhere: bool) -> str:
-    """Return what code only adds to, as to collect it for the script; empty for nothing.
-
-    Args:
-        walks: By stage, what was found.
-        elsewhere: Whether stages are in other processes, where the script sees no global.
-    """
+    """Return what code only adds to, as to collect it for the script; empty for nothing."""
     uses: dict[tuple[int, str], list[tuple[Any, str, bool, bool]]] = {}
     for walk in walks:
         for key, used in walk.uses.items():

@@ -25,14 +25,7 @@ class NotDense(Exception):
 
 
 class Shaped(NamedTuple):
-    """What a layer has made of tensors without values.
-
-    Attributes:
-        result: Its result, with zeros in the place of tensors.
-        changed: The tensors that it has changed in place.
-        moved: Whether it has changed its buffers.
-        views: Tensors of the result that lie over the memory of one that it was given, with that.
-    """
+    """What a layer has made of tensors without values."""
 
     result: Any
     changed: list[Tensor]
@@ -45,11 +38,6 @@ def shapes_of(layer: nn.Module, given: Any, carried: Mapping[int, tuple[str, Any
 
     A layer that cannot run there, as it holds tensors in attributes or looks at values, is run on
     the values that there are.
-
-    Args:
-        layer: The layer.
-        given: Its arguments and keyword arguments.
-        carried: The objects in which it may keep something, by ``id``.
     """
     kinds = tuple({type(value) for _, value in carried.values()})
 

@@ -83,19 +83,13 @@ class Blueprint:
 
     Attributes:
         specs: By name, the layers that are built, in the order of the model.
-        seed: The seed of the random numbers that they draw.
     """
 
     specs: dict[str, LayerSpec] = field(default_factory=dict)
     seed: int = 0
 
     def on_meta(self) -> dict[str, nn.Module]:
-        """Build all layers on the meta device, where they have shapes and no values, and tie them.
-
-        Raises:
-            ConfigError: A factory fails, or makes another layer in each call, or a tied parameter
-                is not there.
-        """
+        """Build all layers on the meta device (shapes, no values), and tie them."""
         layers: dict[str, nn.Module] = {}
         for name, spec in self.specs.items():
             try:
@@ -116,12 +110,7 @@ class Blueprint:
     def build(
         self, wanted: Sequence[str], dropped: Callable[[], None] = lambda: None
     ) -> dict[str, nn.Module]:
-        """Build some of the layers, with the values that they have if all are built.
-
-        Args:
-            wanted: Their names.
-            dropped: Called when a layer was built that is not wanted, and is gone.
-        """
+        """Build some of the layers, with the values that they have if all are built."""
         torch.manual_seed(self.seed)
         left, built = set(wanted) & self.specs.keys(), {}
         # Tied parameters are kept until the layers that share them are built.

@@ -20,12 +20,7 @@ _METHODS = ("train", "eval")
 
 
 class Modes(NamedTuple):
-    """The names of modules that do not follow the mode of the model.
-
-    Attributes:
-        in_training: Those that are in eval mode while the model is in training mode.
-        in_eval: Those that are in training mode while the model is in eval mode.
-    """
+    """The names of modules that do not follow the mode of the model."""
 
     in_training: tuple[str, ...] = ()
     in_eval: tuple[str, ...] = ()
@@ -45,13 +40,7 @@ class Modes(NamedTuple):
 
 
 def own_methods(module: nn.Module, kind: type[nn.Module], names: Iterable[str]) -> list[str]:
-    """Return those methods of a module that are not those of a class of torch.
-
-    Args:
-        module: The module.
-        kind: The class.
-        names: The names of the methods.
-    """
+    """Return those methods of a module that are not those of a class of torch."""
     return [
         name
         for name in names
@@ -60,15 +49,7 @@ def own_methods(module: nn.Module, kind: type[nn.Module], names: Iterable[str]) 
 
 
 def modes_of(model: nn.Module, layers: Iterable[nn.Module]) -> Modes:
-    """Return which modules of a model do not follow its mode.
-
-    Args:
-        model: The model, which is afterwards as it was.
-        layers: The modules that stay whole; what they do when their mode is set, stages do.
-
-    Raises:
-        ConfigError: A module that is taken apart does something else when its mode is set.
-    """
+    """Return which modules of a model do not follow its mode."""
     whole = [each for layer in layers for each in layer.modules()]
     inside = {id(module) for module in whole}
     apart = [(n, m) for n, m in model.named_modules() if id(m) not in inside]

@@ -57,8 +57,6 @@ class Pretrained:
     """Where the weights of a model are.
 
     Attributes:
-        folder: The folder.
-        places: By name in the unsplit model, the file of a weight or buffer, and its key there.
         headers: By file, a digest of the list of what is in it, and its size in bytes.
     """
 
@@ -68,15 +66,7 @@ class Pretrained:
 
     @torch.no_grad()
     def fill(self, part: nn.Module) -> None:
-        """Read the weights and buffers of a part of the model.
-
-        Args:
-            part: The part, in which everything has the name that it has in the model.
-
-        Raises:
-            CheckpointError: A file is not the one that the script has seen, or cannot be read.
-            ConfigError: Its list of contents cannot be read.
-        """
+        """Read the weights and buffers of a part of the model."""
         by_file: dict[str, dict[str, Tensor]] = {}
         for name, tensor in named_tensors(part):
             if name in self.places:
@@ -106,14 +96,6 @@ def find_pretrained(folder: Path, model: nn.Module) -> Pretrained:
     """Find the weights of a model in a folder, as `transformers` and `Pipeline.save` write them.
 
     Only the lists of what is in the files are read.
-
-    Args:
-        folder: A folder with ``model.safetensors``, or with parts of it and their index.
-        model: The unsplit model, whose tensors need no values.
-
-    Raises:
-        ConfigError: The folder has no weights, lacks one of the model's, or has one of another
-            shape.
     """
     files: dict[str, str] = {}
     entries: dict[str, _Entry] = {}
@@ -236,12 +218,7 @@ def _header_of(path: Path) -> tuple[dict[str, _Entry], tuple[bytes, int]]:
 
 
 def give_values(module: nn.Module, value_for: Callable[[Tensor], Tensor | None]) -> None:
-    """Put values into the parameters and buffers of a module; what was one tensor stays one.
-
-    Args:
-        module: The module.
-        value_for: Returns the value of a tensor; None to leave it as it is.
-    """
+    """Put values into the parameters and buffers of a module; what was one tensor stays one."""
     made: dict[int, Tensor] = {}
     for owner in module.modules():
         for slots in (owner._parameters, owner._buffers):
@@ -260,15 +237,7 @@ def give_values(module: nn.Module, value_for: Callable[[Tensor], Tensor | None])
 
 
 def refuse_no_values(model: nn.Module, spared: Collection[int]) -> None:
-    """Refuse a model with a tensor on the meta device.
-
-    Args:
-        model: The unsplit model.
-        spared: The ``id`` of each tensor that a worker will make.
-
-    Raises:
-        ConfigError: A tensor has no values, and no worker will make it.
-    """
+    """Refuse a model with a tensor on the meta device."""
     for name, tensor in named_tensors(model):
         if tensor.is_meta and id(tensor) not in spared:
             raise ConfigError(

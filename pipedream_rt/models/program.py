@@ -40,11 +40,7 @@ from pipedream_rt.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Stands for the value of a slot.
-
-    Attributes:
-        number: Number of the slot.
-    """
+    """Stands for the value of a slot."""
 
     number: int
 
@@ -55,11 +51,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Stands for a parameter or a buffer that a step outside of the layers uses, or for a module.
-
-    Attributes:
-        name: Its name in the unsplit model.
-    """
+    """Stands for a parameter, buffer or module that a step outside of the layers uses."""
 
     name: str
 
@@ -73,9 +65,6 @@ class Carried:
     """Stands for an object in which layers keep what a later call needs, as a cache of keys.
 
     Every stage has one of its own, in which its layers keep what is theirs.
-
-    Attributes:
-        name: The keyword argument of the model under which it is given.
     """
 
     name: str
@@ -122,20 +111,12 @@ class Step:
     Attributes:
         name: The name under which the step is seeded: that of the layer, with ``#2`` at its second
             call, or ``(function)`` with a number.
-        target: What is called.
-        args: The positional arguments, with `Slot` and `Held` in the place of tensors.
         kwargs: The keyword arguments, in the same way.
         slots: The slot of the result as it is; or the slots of the tensors in the result, in order.
         made: The result with `Slot` in the place of tensors; None if ``slots`` is one number.
         kinds: The shape and the dtype of each tensor of a layer's result; empty for a function.
-        random: Whether it may draw random numbers; layers always may.
         free: Whether it computes the same wherever it runs: from the model's inputs alone, without
             weights, layers that have some, or random numbers.
-        after: The earlier steps, by number, that have changed in place what this one takes.
-        changes: The slots whose values it changes in place.
-        changes_held: The names, all of them, of parameters and buffers that it changes in place.
-        around: The contexts of torch in which it runs.
-        where: The line of the user's code that makes the step, for messages.
     """
 
     name: str
@@ -183,15 +164,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guard:
-    """A value that the forward has read from the model's inputs, on which its way depends.
-
-    Attributes:
-        steps: The numbers of the steps that compute what is read.
-        read: The function that reads it.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        value: What it has read.
-    """
+    """A value that the forward has read from the model's inputs, on which its way depends."""
 
     steps: tuple[int, ...]
     read: Callable[..., Any]
@@ -207,9 +180,6 @@ class Program:
     Attributes:
         inputs: The number of inputs, which stand in the first slots.
         steps: The steps, in order.
-        output: The result, with `Slot` in the place of tensors.
-        after: The steps that have changed in place what the result holds.
-        guards: What the forward has read from its inputs; with other values it may be another one.
         carries: The objects that stages have for the steps, pickled as they are at first, by name.
     """
 
@@ -257,11 +227,6 @@ def replaced(value: Any, kinds: tuple[type, ...], by: Callable[[Any], Any]) -> A
     It goes through tuples, lists, dicts, slices, dataclasses and mappings that are dataclasses, as
     the outputs of Hugging Face models are. Containers without such an object are returned as they
     are.
-
-    Args:
-        value: Anything.
-        kinds: The classes of the objects.
-        by: Called with each object, in order.
     """
     if isinstance(value, kinds):
         return by(value)
@@ -347,14 +312,7 @@ def filled(
     held: dict[str, Any],
     carried: Mapping[str, Any] = NONE_CARRIED,
 ) -> Any:
-    """Return a value with slots and names replaced by what they stand for.
-
-    Args:
-        value: The value.
-        values: The values of slots.
-        held: Parameters, buffers and modules, by name.
-        carried: The objects that layers keep something in, by name.
-    """
+    """Return a value with slots and names replaced by what they stand for."""
 
     def meant(each: Slot | Held | Carried) -> Any:
         if isinstance(each, Slot):
@@ -371,11 +329,7 @@ def held_by(model: nn.Module, name: str) -> Any:
 
 
 def put(step: Step, result: Any, values: dict[int, Any]) -> None:
-    """Put the result of a step into its slots.
-
-    Raises:
-        ConfigError: It is built otherwise than when the program was made.
-    """
+    """Put the result of a step into its slots."""
     if isinstance(step.slots, int):
         values[step.slots] = result
         return

@@ -87,13 +87,7 @@ _PLACES = {"data_ptr", "storage", "untyped_storage", "is_set_to"}
 
 
 class _Tag:
-    """What is known of a tensor that the forward has seen.
-
-    Attributes:
-        slot: Its slot.
-        depends: What it depends on.
-        after: The steps that have changed it in place through another tensor.
-    """
+    """What is known of a tensor that the forward has seen."""
 
     __slots__ = ("after", "depends", "slot")
 
@@ -115,27 +109,7 @@ def record(
     carried: Mapping[str, Any] = NONE_CARRIED,
     modes: Modes = Modes(),  # noqa: B008 - a tuple
 ) -> Program:
-    """Record one forward of a model; the model is afterwards as it was.
-
-    Args:
-        model: The unsplit model.
-        layers: The modules that are to stay whole, by name.
-        args: Positional arguments of the forward, whose tensors are not changed.
-        kwargs: Keyword arguments.
-        training: The mode that all modules are set to; None to leave every module as it is.
-        grad: Whether gradients are recorded around the forward.
-        autocast: The dtype of autocast around the forward; None for none.
-        carried: Objects among the keyword arguments in which layers keep what a later forward
-            needs, by name. They are afterwards as after this forward, with tensors without values.
-        modes: Which modules do not follow a mode that all modules are set to.
-
-    Returns:
-        The program. Its inputs are the tensors in ``(args, kwargs)``, in order.
-
-    Raises:
-        ConfigError: The forward does not take these inputs, or does something that cannot be
-            followed; the message names the line.
-    """
+    """Record one forward of a model; the model is afterwards as it was."""
     # Where the model is; of constants in the program only what is on the host travels.
     home = home_of(model)
     inputs: list[Tensor] = []
@@ -169,15 +143,7 @@ def record(
 
 
 def refuse_changing(one: Program, other: Program) -> None:
-    """Refuse a model whose forward does something else in two calls with the same inputs.
-
-    Args:
-        one: What was recorded of the first call.
-        other: What was recorded of the second.
-
-    Raises:
-        ConfigError: It does; the message names the line.
-    """
+    """Refuse a model whose forward does something else in two calls with the same inputs."""
     for first, second in zip_longest(one.steps, other.steps):
         if _content_of(first) != _content_of(second):
             step = first or second
@@ -213,15 +179,7 @@ def _content_of(step: Step | None) -> Any:
 
 
 class _Recorder(TorchFunctionMode):
-    """The notes of one forward.
-
-    Args:
-        model: The unsplit model.
-        layers: The layers, by name.
-        inputs: The input tensors.
-        carried: The objects in which layers keep something, by name.
-        kind: The kind of device that the model is on.
-    """
+    """The notes of one forward."""
 
     def __init__(
         self,
@@ -794,11 +752,7 @@ class _Recorder(TorchFunctionMode):
 
 
 class _Applied:
-    """Calls an autograd function; it can be pickled.
-
-    Args:
-        cls: The class of the function.
-    """
+    """Calls an autograd function; it can be pickled."""
 
     def __init__(self, cls: Any) -> None:
         self._cls = cls
@@ -818,11 +772,7 @@ class _Applied:
 
 
 class _Silent:
-    """Calls a function for its effect, as to hook a tensor; it can be pickled.
-
-    Args:
-        function: The function, whose result is of no use to later steps.
-    """
+    """Calls a function for its effect, as to hook a tensor; it can be pickled."""
 
     def __init__(self, function: Any) -> None:
         self._function = function
@@ -834,11 +784,7 @@ class _Silent:
 
 
 class _Watch(TorchDispatchMode):
-    """Notes every tensor that is made, and whether random numbers are drawn.
-
-    Args:
-        recorder: Where it notes them.
-    """
+    """Notes every tensor that is made, and whether random numbers are drawn."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

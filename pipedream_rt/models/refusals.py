@@ -15,14 +15,7 @@ from pipedream_rt.models.split import Layers
 
 
 def refuse_unfit_layers(layers: Layers) -> None:
-    """Refuse layers that cannot be trained on stages, whatever the split.
-
-    Args:
-        layers: The layers of the model, and the loss if it is a module.
-
-    Raises:
-        ConfigError: The message names the layer and says what to do.
-    """
+    """Refuse layers that cannot be trained on stages, whatever the split."""
     for name, layer in layers.items():
         for module in layer.modules():
             if isinstance(module, nn.parallel.DistributedDataParallel):
@@ -93,11 +86,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def refuse_loss(loss_fn: Any) -> None:
-    """Refuse a loss that cannot be called as one.
-
-    Raises:
-        ConfigError: It is not callable, or a class of modules.
-    """
+    """Refuse a loss that cannot be called as one."""
     if loss_fn is None:
         return
     if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
@@ -109,11 +98,7 @@ def refuse_loss(loss_fn: Any) -> None:
 
 
 def shared_buffers(parts: Sequence[nn.Module]) -> list[tuple[str, ...]]:
-    """Return, by stage, the names of the buffers that another stage has too.
-
-    Args:
-        parts: The layers of each stage, as one module.
-    """
+    """Return, by stage, the names of the buffers that another stage has too."""
     places: dict[int, list[tuple[int, str]]] = {}
     for stage, part in enumerate(parts):
         for key, buffer in part.named_buffers():

@@ -224,11 +224,7 @@ def autocasts() -> bool:
 
 
 def settings_now(of_devices: bool = False) -> Settings:
-    """Return the settings of this process and thread.
-
-    Args:
-        of_devices: Whether to return those too that accelerators alone go by.
-    """
+    """Return the settings of this process and thread."""
     return {name: s.read() for name, s in (_ALL if of_devices else _SETTINGS).items()}
 
 
@@ -249,11 +245,7 @@ def apply_settings(settings: Settings) -> None:
 
 
 def refuse_other_settings(settings: Settings) -> None:
-    """Refuse to go on where the script has changed a setting since the pipeline started.
-
-    Raises:
-        ConfigError: A setting differs; the message names it with both values.
-    """
+    """Refuse to go on where the script has changed a setting since the pipeline started."""
     now = settings_now(len(settings) > len(_SETTINGS))
     if now == settings:
         return
@@ -266,11 +258,7 @@ def refuse_other_settings(settings: Settings) -> None:
 
 
 def refuse_contexts() -> None:
-    """Refuse contexts around the loop that would not reach the workers.
-
-    Raises:
-        ConfigError: The calling thread is in one of them.
-    """
+    """Refuse contexts around the loop that would not reach the workers."""
     where = "; it acts on this thread alone, and the layers compute on workers: "
     if autocasts():
         raise ConfigError(
@@ -301,11 +289,7 @@ def refuse_contexts() -> None:
 
 
 def refuse_global_hooks() -> None:
-    """Refuse hooks on all modules of the process, which the workers would not have.
-
-    Raises:
-        ConfigError: Such a hook is there; the message has its name.
-    """
+    """Refuse hooks on all modules of the process, which the workers would not have."""
     for name, hooks in vars(torch.nn.modules.module).items():
         if name.startswith("_global_") and name.endswith("_hooks") and hooks:
             kind = name.removeprefix("_global_").removesuffix("s")
@@ -316,11 +300,7 @@ def refuse_global_hooks() -> None:
 
 
 def refuse_no_grad() -> None:
-    """Refuse to train where plain PyTorch could not.
-
-    Raises:
-        ConfigError: Gradients are off on this thread.
-    """
+    """Refuse to train where plain PyTorch could not."""
     if not torch.is_grad_enabled():
         raise ConfigError(
             "training inside torch.no_grad() or inference_mode(): leave that block, or use evaluate"

@@ -37,12 +37,7 @@ from pipedream_rt.torch_private import (
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
-    """A pickler that notes tensors, and can pickle modules with parametrizations.
-
-    Args:
-        file: What is written to.
-        take: Takes the memory of each tensor; None to write it to the file.
-    """
+    """A pickler that notes tensors, and can pickle modules with parametrizations."""
 
     def __init__(self, file: io.BytesIO, take: Take | None = None) -> None:
         super().__init__(file, buffer_callback=take)
@@ -161,7 +156,6 @@ Take: TypeAlias = Callable[[pickle.PickleBuffer], None]
 
 
 def _named_tuple(cls: Any, items: tuple[Any, ...]) -> Any:
-    """Return a named tuple."""
     return cls._make(items)
 
 
@@ -235,17 +229,7 @@ def range_of(tensor: Tensor) -> Range:
 def dumps(
     value: object, take: Take | None = None, along: set[int] | None = None
 ) -> tuple[bytes, dict[int, Range]]:
-    """Pickle a value for a worker.
-
-    Args:
-        value: The value.
-        take: Takes the memory of each tensor in it, to be given to `loads` as
-            ``buffers``, in order; None to have it among the bytes.
-        along: Gets the ``id`` of each object that went along.
-
-    Returns:
-        The bytes, which `loads` reads; and where every tensor in it lies, by ``id``.
-    """
+    """Pickle a value for a worker."""
     _have_the_script_travel()
     with io.BytesIO() as file:
         pickler = _Pickler(file, take)
@@ -302,12 +286,7 @@ def why_unpicklable(value: object, error: Exception) -> str:
 
 
 def alias(tensors: Mapping[int, Range], weights: Mapping[int, tuple[Range, str]]) -> str:
-    """Return the name of a weight or buffer over whose memory another tensor lies; empty if none.
-
-    Args:
-        tensors: Where each tensor lies, by ``id``.
-        weights: Where each weight and buffer of the model lies, and its name, by ``id``.
-    """
+    """Return a weight or buffer that shares memory with another tensor; empty if none does."""
     others = [where for each, where in tensors.items() if each not in weights and where[1]]
     for (start, end), name in weights.values():
         if any(first < end and start < last for first, last in others):
@@ -318,13 +297,7 @@ def alias(tensors: Mapping[int, Range], weights: Mapping[int, tuple[Range, str]]
 def foreign(
     tensors: Collection[int], owners: Mapping[int, tuple[Collection[int], str]], stage: int
 ) -> str:
-    """Return the name of a weight of another stage among tensors; empty if there is none.
-
-    Args:
-        tensors: The ``id`` of each tensor.
-        owners: For each weight and buffer of the model, the stages that have it, and its name.
-        stage: The stage that is allowed to have the tensors.
-    """
+    """Return the name of a weight of another stage among tensors; empty if there is none."""
     for each in tensors:
         stages, name = owners.get(each, ((stage,), ""))
         if stage not in stages:

@@ -36,14 +36,7 @@ def is_sequence(model: object) -> bool:
 
 
 def elements_of(model: nn.Module | Iterable[nn.Module]) -> Layers:
-    """Return the elements of a model by name; a sequence among them is one element.
-
-    Args:
-        model: An ``nn.Sequential``, an ``nn.ModuleList`` or a list of modules.
-
-    Raises:
-        ConfigError: The model is something else, has no layer, or has more than its layers.
-    """
+    """Return the elements of a model by name; a sequence among them is one element."""
     if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential | nn.ModuleList):
         raise ConfigError(
             f"the model is a {type(model).__name__}; a pipeline is cut between the layers of an "
@@ -70,12 +63,7 @@ def elements_of(model: nn.Module | Iterable[nn.Module]) -> Layers:
 
 
 def layers_of(elements: Layers, whole: Set[str] = frozenset()) -> Layers:
-    """Return the layers of a model: its elements, and the layers of those that are sequences.
-
-    Args:
-        elements: The elements, see `elements_of`.
-        whole: The names of elements that are not opened.
-    """
+    """Return the layers of a model: its elements, and the layers of those that are sequences."""
     return {
         name: layer
         for key, element in elements.items()
@@ -128,21 +116,7 @@ def _refuse_more_than_a_sequence(model: nn.Module) -> None:
 def split_points(
     layers: Layers, stages: int | Sequence[int | str], elements: Sequence[str] | None = None
 ) -> list[int]:
-    """Return the index of the first layer of every stage.
-
-    Args:
-        layers: The layers of the model.
-        stages: The number of stages, for a split that balances the number of parameters; or the
-            first layer of every stage but the first: by its name, or by the index or name of the
-            element or the sequence that begins with it.
-        elements: The names of the elements of the model; None if they are the layers.
-
-    Returns:
-        The indices of the layers, rising; the first is 0.
-
-    Raises:
-        ConfigError: There is no such split.
-    """
+    """Return the index of the first layer of every stage."""
     if not isinstance(stages, int):
         return _explicit(list(layers), stages, list(elements or layers))
     if isinstance(stages, bool) or not 1 <= stages <= len(layers):
@@ -154,11 +128,7 @@ def split_points(
 
 
 def listed_points(stages: object) -> list[int | str]:
-    """Return the split points that the user gave, each an index or a name.
-
-    Raises:
-        ConfigError: It is no list, or something else is in it.
-    """
+    """Return the split points that the user gave, each an index or a name."""
     if isinstance(stages, str) or not isinstance(stages, Sequence):
         raise ConfigError(
             "stages must be a number or a list, which has the first layer of every stage but the "
@@ -196,13 +166,6 @@ def balanced(sizes: Sequence[int], stages: int) -> list[int]:
     Among such cuts it takes one whose longest part has the fewest layers, which spreads layers
     without parameters. It is found by dynamic programming over (parts, layers), in
     O(stages x spare^2), where spare is the number of layers beyond one for each part.
-
-    Args:
-        sizes: The size of each layer.
-        stages: The number of parts; each has at least one layer.
-
-    Returns:
-        The index of the first layer of every part.
     """
     count = len(sizes)
     prefix = [0]
@@ -235,12 +198,7 @@ def balanced(sizes: Sequence[int], stages: int) -> list[int]:
 
 
 def ties_of(parts: Sequence[nn.Module], names: Mapping[int, str]) -> tuple[Tie, ...]:
-    """Return the trainable weights that several stages have.
-
-    Args:
-        parts: The layers of each stage, as one module.
-        names: The name of each trainable parameter in the unsplit model, by its ``id``.
-    """
+    """Return the trainable weights that several stages have."""
     users: dict[int, list[int]] = {}
     for stage, part in enumerate(parts):
         for parameter in part.parameters():

@@ -51,11 +51,7 @@ _READERS: dict[str, Callable[[], Any]] = {
 
 
 def surroundings_now(but: Collection[object]) -> Surroundings:
-    """Return what is on in this thread.
-
-    Args:
-        but: Modes of torch that do not count.
-    """
+    """Return what is on in this thread."""
     modes = [
         *function_modes(),
         *dispatch_modes(),

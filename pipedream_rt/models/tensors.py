@@ -47,11 +47,6 @@ def in_place_of(tensor: Tensor, value: Tensor, requires_grad: bool) -> Tensor:
     """Return a tensor over a value, of the class of another one and with its attributes.
 
     A layer may go by these.
-
-    Args:
-        tensor: The other one.
-        value: The value, whose memory the result has.
-        requires_grad: Whether the result requires a gradient; it is then a leaf.
     """
     made: Tensor = make_subclass(type(tensor), value.detach(), requires_grad)
     vars(made).update(vars(tensor))

@@ -50,11 +50,7 @@ def refusal(what: str) -> ConfigError:
 
 
 def called_with(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call the model.
-
-    Raises:
-        ConfigError: It does not take these inputs.
-    """
+    """Call the model."""
     try:
         return model(*args, **kwargs)
     except ConfigError:
@@ -139,12 +135,7 @@ def mode_set(model: nn.Module, training: bool | None, modes: Modes) -> Iterator[
 
 @contextmanager
 def as_it_was(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Leave the model and the random generators as they were, and refuse what is kept in between.
-
-    Raises:
-        ConfigError: The forward has changed an attribute of a module outside of the layers, or has
-            drawn random numbers of Python or NumPy.
-    """
+    """Restore the model and the random generators after the body; refuse what it keeps."""
     inside = modules_inside(layers)
     before = [
         (name, module, dict(vars(module)), {k: dict(vars(module)[k]) for k in _DICTS})

@@ -16,26 +16,14 @@ _LOST = 0.2
 
 
 def speed_of(busy_s: Sequence[float], seconds: float) -> float:
-    """Return how many times as fast as one process stages were, which would compute all by itself.
-
-    Args:
-        busy_s: By stage, the seconds that it has computed; of all replicas.
-        seconds: How long that has taken.
-    """
+    """Return how many times as fast the stages were as one process with all of them."""
     return sum(busy_s) / seconds if seconds > 0 else 0.0
 
 
 def about_size(
     plan: Plan, busy_s: Sequence[float], seconds: float, micro_batches: int
 ) -> list[str]:
-    """Return what is said of a run that one process would do as fast.
-
-    Args:
-        plan: The plan.
-        busy_s: By stage, the seconds that it has computed; of all replicas.
-        seconds: How long that has taken.
-        micro_batches: Of how many micro-batches.
-    """
+    """Return what is said of a run that one process would do as fast."""
     speed = speed_of(busy_s, seconds)
     if plan.workers == 1 or not 0 < speed < _AS_FAST:
         return []
@@ -51,12 +39,7 @@ def about_size(
 
 
 def about_balance(plan: Plan, busy_s: Sequence[float]) -> list[str]:
-    """Return what is said of stages of which some compute much longer than others.
-
-    Args:
-        plan: The plan.
-        busy_s: By stage, the seconds that it has computed, or one of its replicas.
-    """
+    """Return what is said of stages of which some compute much longer than others."""
     of_worker = [0.0] * plan.workers
     for stage, seconds in enumerate(busy_s):
         for worker in {plan.worker_of(a) for a in plan.addresses if plan.stage_of(a) == stage}:

@@ -19,13 +19,7 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One question for a peer's clock, and its answer. All times are in nanoseconds.
-
-    Attributes:
-        sent: The time of the question, on the coordinator's clock.
-        answered: The time that the peer answered, on the peer's clock.
-        received: The time when the answer came, on the coordinator's clock.
-    """
+    """One question for a peer's clock, and its answer. All times are in nanoseconds."""
 
     sent: int
     answered: int
@@ -49,12 +43,7 @@ def best(readings: Iterable[Reading]) -> Reading:
 
 @dataclass(frozen=True, slots=True)
 class ClockMap:
-    """The conversion of times on a peer's clock to the coordinator's clock.
-
-    Attributes:
-        first: The reading at the start of the trace.
-        last: The reading at the end of the trace.
-    """
+    """The conversion of times on a peer's clock to the coordinator's clock."""
 
     first: Reading
     last: Reading
@@ -65,15 +54,7 @@ class ClockMap:
         return max(self.first.error, self.last.error)
 
     def to_ours(self, times: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-        """Return times on the peer's clock as times on the coordinator's clock.
-
-        Args:
-            times: Times in nanoseconds, integers. 0 means that something did not happen, and stays
-                0.
-
-        Returns:
-            The times on the coordinator's clock, in nanoseconds.
-        """
+        """Return times on the peer's clock as times on the coordinator's clock."""
         a, b = self.first, self.last
         span = b.answered - a.answered
         # Relative to the first reading, since a float cannot hold all digits of a time itself.

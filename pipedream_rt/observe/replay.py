@@ -83,12 +83,7 @@ class Replay:
 
 
 class _Recorded:
-    """The version policy of a replay.
-
-    Args:
-        reads: The version that was read, by stage and micro-batch.
-        kept: The largest number of versions that were kept, by stage.
-    """
+    """The version policy of a replay."""
 
     def __init__(self, reads: list[list[int]], kept: list[int]) -> None:
         self._reads = reads
@@ -102,7 +97,6 @@ class _Recorded:
         return micro_batch // shape.per_update + 1
 
     def kept(self, stage: int, shape: Shape) -> int:
-        """See `VersionPolicy.kept`."""
         return self._kept[stage]
 
     def require(self, shape: Shape) -> None:

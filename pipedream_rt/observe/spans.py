@@ -63,12 +63,7 @@ _SHOWN = 1 << 11
 
 
 class Shown(NamedTuple):
-    """Where recorders write their newest spans for other processes of the machine to look at.
-
-    Attributes:
-        folder: A folder, with a file for each recorder.
-        host: The machine. On others the clock is another one, so nothing is written there.
-    """
+    """Where recorders write their newest spans for other processes of the machine to look at."""
 
     folder: str
     host: str
@@ -90,12 +85,7 @@ class Shown(NamedTuple):
 
 
 def newest_spans(file: Path) -> Spans:
-    """Return the newest spans that a recorder shows, oldest first; it may write at the same time.
-
-    Raises:
-        OSError: The file cannot be read, or is none.
-        ValueError: It is larger than any that a recorder writes.
-    """
+    """Return the newest spans that a recorder shows, oldest first, while it may write."""
     data = read_file(file, _SHOWN * SPAN.itemsize)
     spans = np.frombuffer(data, SPAN, len(data) // SPAN.itemsize)
     spans = spans[(spans["start"] > 0) & (spans["end"] >= spans["start"])]
@@ -105,11 +95,6 @@ def newest_spans(file: Path) -> Spans:
 
 class Recorder:
     """A ring of spans, in which new spans overwrite the oldest.
-
-    Args:
-        capacity: The number of spans that it holds.
-        shown: The descriptor of a file that has the newest of them too, which the recorder closes
-            when it goes; None for none.
 
     Attributes:
         capacity: The number of spans that it holds.

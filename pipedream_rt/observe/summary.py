@@ -34,15 +34,9 @@ class StageSummary:
     """The summary of one stage, or of one of its replicas.
 
     Attributes:
-        stage: Its address in the plan.
-        worker: Index of the worker that hosts it.
-        busy: Seconds that the stage computed, sending included.
-        waits: Seconds that it waited, by the stage whose message was missing; -1 for the
-            coordinator.
         versions: The largest number of weight versions kept at a time.
         in_flight: The largest number of micro-batches in flight.
         staleness: The number of micro-batches, by their staleness.
-        bytes_sent: The size of all tensors that it sent.
     """
 
     stage: int
@@ -176,13 +170,7 @@ def hops_between(plan: Plan) -> tuple[Edge, ...]:
 
 
 def hop_times(edge: Edge, sender: Spans, receiver: Spans) -> npt.NDArray[Any]:
-    """Return the nanoseconds from the end of the sender's actions to their messages' arrival.
-
-    Args:
-        edge: The edge of the messages.
-        sender: The spans of the stage at its source.
-        receiver: The spans of the stage at its target.
-    """
+    """Return the nanoseconds from the end of the sender's actions to their messages' arrival."""
     kinds = _SENDERS[edge.kind]
     sent = sender[np.isin(sender["kind"], kinds)]
     came = receiver[np.isin(receiver["kind"], kinds)]
@@ -258,12 +246,7 @@ WORKER_HEAD = ("worker", "stages", "process", "heard", "memory", "doing")
 
 
 def worker_rows(workers: Sequence[Mapping[str, Any]], most: int = 60) -> list[tuple[str, ...]]:
-    """Return what workers do at the moment, a row for each.
-
-    Args:
-        workers: Those of a status record; see `pipedream-rt status`.
-        most: The letters of what a worker does.
-    """
+    """Return what workers do at the moment, a row for each."""
     return [
         (
             str(each["name"]),

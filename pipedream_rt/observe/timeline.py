@@ -55,13 +55,7 @@ class Box(NamedTuple):
     """One action in a drawing.
 
     Attributes:
-        worker: Index of the worker.
-        stage: Index of the stage.
         kind: The number of the action's kind in a span.
-        index: Number of the micro-batch or the update.
-        version: The weight version that was read or made.
-        start: The time of its start, in nanoseconds from the start of the trace.
-        end: The time of its end, in nanoseconds from the start of the trace.
     """
 
     worker: int
@@ -83,9 +77,6 @@ class Window(NamedTuple):
 
     Attributes:
         boxes: The actions in it, in the order of their starts.
-        begin: The time where it begins, in nanoseconds from the start of the trace.
-        end: The time where it ends, in nanoseconds from the start of the trace.
-        length: The length of the whole trace, in nanoseconds.
     """
 
     boxes: list[Box]
@@ -100,17 +91,7 @@ class Window(NamedTuple):
 
 
 def window(trace: Trace, begin: float | None = None, end: float | None = None) -> Window:
-    """Return a part of a trace to draw.
-
-    Args:
-        trace: A trace, measured or simulated.
-        begin: Where the part begins, in seconds from the start of the trace; None for its start.
-        end: Where the part ends, in seconds from the start of the trace; None for the end of the
-            `MOST_DRAWN`-th action.
-
-    Raises:
-        TraceError: There is no action in that part.
-    """
+    """Return a part of a trace to draw."""
     spans = trace.spans[np.isin(trace.spans["kind"], list(NAMES))]
     if not len(spans):
         raise TraceError("there is no action in the trace")
@@ -146,11 +127,6 @@ def text(trace: Trace, view: Window, width: int = 100) -> str:
 
     A column shows the letter of the action that took the most of its time, or ``.`` if the worker
     was idle.
-
-    Args:
-        trace: The trace.
-        view: The part of it to draw.
-        width: The number of columns of the drawing.
     """
     plan = trace.plan
     names = [plan.name_of(worker) for worker in range(plan.workers)]
@@ -194,11 +170,6 @@ def svg(trace: Trace, view: Window, width: int = 1200) -> str:
     """Return an SVG document with a row of boxes for each worker and a time axis.
 
     Every box has a tooltip.
-
-    Args:
-        trace: The trace.
-        view: The part of it to draw.
-        width: The width in pixels.
     """
     workers = trace.plan.workers
     bottom = _TOP + workers * _ROW

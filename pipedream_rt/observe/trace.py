@@ -109,7 +109,6 @@ class WorkerFacts:
     """Facts about a worker in a trace, beside its spans.
 
     Attributes:
-        name: The name of the worker.
         dropped: The number of its oldest spans that were overwritten.
         clock_error_ns: The largest possible error of its times on the coordinator's clock, in ns.
         peak_memory_bytes: The largest resident memory that its process has had; 0 if unknown.
@@ -255,11 +254,7 @@ def _digest(packed: bytes, spans: memoryview) -> bytes:
 
 
 def fitting(trace: Trace) -> Trace:
-    """Return a trace whose parts fit each other.
-
-    Raises:
-        ValueError: Its plan, its workers and its spans do not.
-    """
+    """Return a trace whose parts fit each other."""
     plan, spans = trace.plan, trace.spans
     stages, kinds, causes = spans["stage"], spans["kind"], spans["waited_for"]
     if len(trace.workers) not in (0, plan.workers):

@@ -39,16 +39,7 @@ class Answers(Protocol):
 
 
 class Server(ThreadingHTTPServer):
-    """Answers each request in a thread, which `server_close` joins.
-
-    Args:
-        address: Where to listen.
-        token: What an address must have to be answered.
-        answers: What requests are answered from.
-
-    Raises:
-        OSError: It cannot listen there.
-    """
+    """Answers each request in a thread, which `server_close` joins."""
 
     daemon_threads = False
     block_on_close = True

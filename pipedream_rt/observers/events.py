@@ -265,11 +265,7 @@ def _written(value: float) -> float | str:
 
 
 def unpacked(record: Mapping[str, Any]) -> Event:
-    """Return the event of which `packed` returned the data, without its trace.
-
-    Raises:
-        TraceError: The data are no event.
-    """
+    """Return the event of which `packed` returned the data, without its trace."""
     found = dict(record)
     kind = _NAMES.get(str(found.pop("event", "")))
     if kind is None:

@@ -40,16 +40,7 @@ _LINE = re.compile(rb'\{"event": "[a-z]+", "time": ')
 
 
 class RunFolder:
-    """Writes the events of a run into a folder. An `Observer`.
-
-    Args:
-        folder: The folder, which is made if it is not there. A script that goes on after a
-            checkpoint adds to what is there.
-
-    Raises:
-        ConfigError: It cannot be written, another run is writing it, or it has files of these names
-            that no run has written.
-    """
+    """Writes the events of a run into a folder. An `Observer`."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder).absolute()
@@ -141,15 +132,8 @@ def _is_cut(path: Path) -> bool:
 class Following:
     """A reader of the folder of a run, which may be going on.
 
-    Args:
-        folder: The folder.
-
     Attributes:
-        folder: The folder.
         unreadable: The number of lines that are no event.
-
-    Raises:
-        TraceError: No run was recorded there.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -202,11 +186,7 @@ def _why_not(folder: Path, error: OSError | ValueError) -> str:
 
 
 def read_run(folder: str | os.PathLike[str]) -> RunRecord:
-    """Return what a folder says of its run.
-
-    Raises:
-        TraceError: No run was recorded there.
-    """
+    """Return what a folder says of its run."""
     record, following = RunRecord(), Following(folder)
     try:
         for event in following.new():

@@ -31,21 +31,7 @@ Workers = Callable[[Begun], list[dict[str, Any]] | None]
 
 
 class LivePage:
-    """The server of the page of a run.
-
-    Args:
-        following: The reader of the run's folder.
-        host: The address to listen at.
-        port: The port; 0 for a free one.
-        workers: Tells what the workers do.
-        token: What an address must have to be answered; None to make one.
-
-    Attributes:
-        address: The address of the page, with its token.
-
-    Raises:
-        ConfigError: The port cannot be listened at.
-    """
+    """The server of the page of a run."""
 
     def __init__(
         self,

@@ -29,14 +29,7 @@ _EVERY_S = 0.1
 def with_bar(
     items: Iterable[T], what: str, total: int | None, words: Callable[[T], str] | None = None
 ) -> Generator[T, None, None]:
-    """Yield items, and show on standard error, or in the notebook, how many have come.
-
-    Args:
-        items: The items. A generator is closed when this one is.
-        what: What they are of, as ``"epoch 3"``.
-        total: Their number; None if it is not known.
-        words: Says something of the last item; None for nothing.
-    """
+    """Yield items, and show on standard error, or in the notebook, how many have come."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn() if total is not None else SpinnerColumn(),
@@ -78,12 +71,7 @@ def loss_words(result: Any) -> str:
 
 
 class Barred:
-    """A loader whose items are counted by a bar as they are drawn.
-
-    Args:
-        loader: The loader.
-        what: What is done with it.
-    """
+    """A loader whose items are counted by a bar as they are drawn."""
 
     def __init__(self, loader: Iterable[Any], what: str) -> None:
         self._loader = loader

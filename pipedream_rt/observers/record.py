@@ -34,13 +34,6 @@ class Bucket:
 
     Attributes:
         last: The last of them.
-        count: Their number.
-        loss: The mean of their losses.
-        low: The least loss.
-        high: The largest loss.
-        staleness: The largest staleness.
-        samples: The samples in all of them.
-        micro_batches: The micro-batches in all of them.
     """
 
     last: Stepped
@@ -89,11 +82,7 @@ def _outermost(pick: Callable[[float, float], float], one: float, other: float) 
 
 
 class Buckets:
-    """Mini-batches in buckets of one width, which doubles whenever there are too many.
-
-    Args:
-        most: The number of buckets of which there are never twice as many.
-    """
+    """Mini-batches in buckets of one width, which doubles whenever there are too many."""
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most
@@ -137,10 +126,8 @@ class RunRecord:
 
     Attributes:
         begun: The beginning of the last script; None before it.
-        plan: Its plan; of a schedule that a user wrote it has the name.
         ended: The end of the last script; None while it runs, and if it was killed.
         first: When the first script has begun, in seconds since the epoch.
-        steps: The mini-batches.
         evaluations: The last evaluations.
         saved: The last checkpoints.
         recovered: The last recoveries.

@@ -24,13 +24,7 @@ _LEVELS = " ▁▂▃▄▅▆▇█"
 def view_of(
     record: RunRecord, workers: Sequence[Mapping[str, Any]] | None = None, width: int = 100
 ) -> RenderableType:
-    """Return what is known of a run, to be printed again every second.
-
-    Args:
-        record: What is known of it.
-        workers: What its workers do at the moment; see `pipedream-rt status`.
-        width: The columns of the terminal.
-    """
+    """Return what is known of a run, to be printed again every second."""
     plan = record.plan
     if plan is None:
         return Text("the run has not begun")

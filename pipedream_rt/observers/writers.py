@@ -14,14 +14,7 @@ from pipedream_rt.schema import open_to_append
 
 
 class _Lines:
-    """A file to which lines are added, which is open while a run goes on.
-
-    Args:
-        path: The file; what is in it stays.
-
-    Raises:
-        ConfigError: It cannot be written.
-    """
+    """A file to which lines are added, which is open while a run goes on."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
@@ -38,7 +31,6 @@ class _Lines:
         return open(self._path, "a", buffering=1, newline="", opener=open_to_append)
 
     def write(self, text: str) -> None:
-        """Write a line."""
         if self._file.closed:
             self._file = self._open()
         self._file.write(text)

@@ -14,13 +14,7 @@ from pipedream_rt.corrections.prediction import step_of_moments
 
 
 class AdamWBeside(torch.optim.Optimizer):
-    """An optimizer whose groups with ``matrices=True`` a subclass steps, and AdamW all others.
-
-    Args:
-        params: As of every `torch.optim.Optimizer`.
-        defaults: The options, among them those of AdamW: ``lr``, ``betas``, ``eps`` and
-            ``weight_decay``.
-    """
+    """An optimizer whose groups with ``matrices=True`` a subclass steps, and AdamW all others."""
 
     matrix_types: tuple[torch.dtype, ...] = (
         torch.float32,
@@ -34,12 +28,6 @@ class AdamWBeside(torch.optim.Optimizer):
         super().__init__(params, {"matrices": False, **defaults})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group.
-
-        Raises:
-            ValueError: An option makes no sense; or it is a group of matrices, and has a parameter
-                that is none, or whose type is not among those that matrices may have.
-        """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         self.check(group)
@@ -53,11 +41,7 @@ class AdamWBeside(torch.optim.Optimizer):
                 )
 
     def check(self, group: dict[str, Any]) -> None:
-        """Refuse options of a group that make no sense.
-
-        Raises:
-            ValueError: One does not.
-        """
+        """Refuse options of a group that make no sense."""
         for name in ("lr", "eps", "weight_decay"):
             if not 0.0 <= float(group[name]) < math.inf:
                 raise ValueError(f"{name} must be at least 0, not {group[name]!r}")
@@ -120,10 +104,6 @@ class AdamWBeside(torch.optim.Optimizer):
         """Return what the next step would take off a parameter if no gradient came.
 
         `WeightPrediction` asks for it.
-
-        Args:
-            parameter: The parameter, which has a state.
-            group: Its group.
         """
         if group["matrices"]:
             return self.expected_step_of_matrix(parameter, group)

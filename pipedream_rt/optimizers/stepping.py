@@ -15,9 +15,6 @@ def step(optimizer: Optimizer) -> None:
     torch wraps the steps of all classes, to record each for its profiler and to call hooks. Where
     no profiler is on and there is no hook, that is 40 microseconds for nothing, several times what
     a small optimizer computes. It changes no result.
-
-    Args:
-        optimizer: The optimizer, of whatever class.
     """
     wrapped: Any = type(optimizer).step
     # A wrapper of somebody else's may have taken over the attributes of torch's.

@@ -59,11 +59,7 @@ class Chosen:
     """A split that was chosen.
 
     Attributes:
-        key: A hash of what it was chosen for.
         stages: The first layer of every stage but the first, by name.
-        slack: The slack of every hop.
-        replicas: The replicas of every stage.
-        why: The plan, as text for people.
     """
 
     key: str
@@ -78,14 +74,6 @@ def choose_stages(model: UnsplitModel, options: Options, workers: Sequence[int])
 
     Without a number of micro-batches, the layers are measured on as small a part of a mini-batch as
     there could be.
-
-    Args:
-        model: The model.
-        options: The options of the run.
-        workers: The numbers of workers that the plan may use; none if they are not known.
-
-    Raises:
-        ConfigError: Something is missing to choose.
     """
     schedule, micro_batches, example = options.schedule, options.micro_batches, options.example
     training, loss_fn = options.training, options.loss_fn

@@ -48,14 +48,7 @@ class Costing:
     """The costs of all stages that a model can have.
 
     Attributes:
-        cuts: The cuts of the model.
-        machines: The workers and their links.
-        schedule: The name of the schedule.
         per_update: The number of micro-batches per update, k.
-        copies: The copies of the weights that corrections for staleness keep.
-
-    Raises:
-        ConfigError: There is no plan for this schedule.
     """
 
     cuts: Cuts
@@ -117,18 +110,12 @@ class Costing:
 
     @cached_property
     def _saved(self) -> Floats:
-        """A."""
         return self._spans("saved_bytes")
 
     # -- stages --------------------------------------------------------------------------------
 
     def in_flight(self, replicas: int, after: int) -> int:
-        """Return the most micro-batches in flight on a replica.
-
-        Args:
-            replicas: The replicas of its stage.
-            after: The workers on stages behind it, and the slack of the hops up to there.
-        """
+        """Return the most micro-batches in flight on a replica."""
         most = warm_up_of(replicas, after) + 1
         return min(most, -(-self.per_update // replicas)) if self.flushes else most
 
@@ -147,12 +134,7 @@ class Costing:
         return self.staleness(replicas, after) + 1
 
     def period(self, workers: Sequence[int], where: Any = EVERY) -> Floats:
-        """Return the period of each span as a stage on some workers; infinite if it is none.
-
-        Args:
-            workers: The workers, which are its replicas.
-            where: Which spans, by row and column.
-        """
+        """Return the period of each span as a stage on some workers; infinite if it is none."""
         slowest, k = self._slowest(workers), self.per_update
         compute, step = self._compute[where], self._step[where]
         busy = compute / (len(workers) * slowest) + step / (k * slowest)
@@ -182,25 +164,13 @@ class Costing:
         return self.schedule == "1f1b"
 
     def alone(self, workers: Sequence[int], start: int, end: int) -> tuple[float, float]:
-        """Return the seconds of a forward, and of a backward, of a stage on its slowest worker.
-
-        Args:
-            workers: The workers.
-            start: The cut before it; -1 for none.
-            end: The cut behind it.
-        """
+        """Return the seconds of a forward, and of a backward, of a stage on its slowest worker."""
         both, forward = self._compute[start + 1, end], self._forward[start + 1, end]
         speed = self._slowest(workers)
         return float(forward) / speed, float(both - forward) / speed
 
     def exchange(self, workers: Sequence[int], start: int, end: int) -> float:
-        """Return the seconds in which the replicas of a stage exchange the gradients of an update.
-
-        Args:
-            workers: The workers.
-            start: The cut before it; -1 for none.
-            end: The cut behind it.
-        """
+        """Return the seconds of an all-reduce of the gradients of a stage."""
         return float(self._exchange(workers, (start + 1, end)))
 
     def update(self, workers: Sequence[int], start: int, end: int) -> float:
@@ -208,25 +178,13 @@ class Costing:
         return float(self._step[start + 1, end]) / self._slowest(workers)
 
     def latency(self, workers: Sequence[int], following: Sequence[int], cut: int) -> float:
-        """Return the seconds that one message takes from a stage to the next, or back.
-
-        Args:
-            workers: The workers of the stage before the cut.
-            following: Those of the stage behind it.
-            cut: The cut.
-        """
+        """Return the seconds that one message takes from a stage to the next, or back."""
         both = [*workers, *following]
         seconds = self._crossing(self.machines.bandwidth_of(both))
         return self.machines.latency_of(both) + float(seconds[cut])
 
     def memory(self, replicas: int, after: int, where: Any = EVERY) -> Floats:
-        """Return the memory that each span takes on a replica.
-
-        Args:
-            replicas: The replicas of its stage.
-            after: The workers on stages behind it, and the slack of the hops up to there.
-            where: Which spans, by row and column.
-        """
+        """Return the memory that each span takes on a replica."""
         gradients = 1 if replicas == 1 else replicas + 2
         copies = self.versions(replicas, after) + gradients + self.copies * (after > 0)
         in_flight = self.in_flight(replicas, after)
@@ -239,12 +197,7 @@ class Costing:
         return min(self.machines.workers[w].memory for w in workers)
 
     def transfers(self, workers: Sequence[int], following: Sequence[int]) -> Floats:
-        """Return, by cut, the time that messages take on the links between two stages.
-
-        Args:
-            workers: The workers of the stage before the cut.
-            following: Those of the stage behind it.
-        """
+        """Return, by cut, the time that messages take on the links between two stages."""
         seconds = self._crossing(self.machines.bandwidth_of([*workers, *following]))
         return seconds / min(len(workers), len(following))
 
@@ -267,13 +220,7 @@ class Costing:
         return found
 
     def is_coded(self, workers: Sequence[int], following: Sequence[int], cut: int) -> bool:
-        """Whether the codec pays on the links between two stages.
-
-        Args:
-            workers: The workers of the stage before the cut.
-            following: Those of the stage behind it.
-            cut: The cut.
-        """
+        """Whether the codec pays on the links between two stages."""
         bandwidth = self.machines.bandwidth_of([*workers, *following])
         coded = self._coded(bandwidth)
         return coded is not None and bool(coded[cut] < self.cuts.passing[cut] / bandwidth)

@@ -35,7 +35,6 @@ class Cuts:
     """The cuts of a profile, each after those that it includes.
 
     Attributes:
-        profile: The profile.
         ideals: For each cut the layers before it, as bits: layer i is bit i.
     """
 
@@ -58,11 +57,7 @@ class Cuts:
         return len(self.ideals)
 
     def sums(self, name: str) -> Floats:
-        """Return, for each cut, the sum of a cost of the layers before it.
-
-        Args:
-            name: The name of an attribute of `LayerCosts`.
-        """
+        """Return, for each cut, the sum of a cost of the layers before it."""
         costs = np.array([getattr(layer, name) for layer in self.profile.layers], np.float64)
         found: Floats = np.where(self._bits, costs, 0.0).sum(axis=1)
         return found
@@ -121,12 +116,7 @@ class Cuts:
         return np.array(found, np.float64)
 
     def layers_between(self, start: int, end: int) -> tuple[int, ...]:
-        """Return the layers of a stage.
-
-        Args:
-            start: The cut before it; -1 for none.
-            end: The cut behind it.
-        """
+        """Return the layers of a stage."""
         return tuple(_indices(self.ideals[end] & ~(self.ideals[start] if start >= 0 else 0)))
 
 

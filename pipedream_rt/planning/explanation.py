@@ -92,13 +92,7 @@ def _workers_text(workers: Sequence[int]) -> str:
 
 
 def explained(found: Sequence[Partition], machines: Machines, plan: Plan) -> str:
-    """Return what limits the best partition, the next best one, and what would change the answer.
-
-    Args:
-        found: The partitions, the best one first.
-        machines: The workers and their links.
-        plan: Plans anew.
-    """
+    """Return what limits the best partition, the runner-up, and what would change the answer."""
     best = found[0]
     slowest = max(stage.period for stage in best.stages)
     shares = sum(s.period * len(s.workers) for s in best.stages)

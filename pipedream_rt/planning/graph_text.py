@@ -29,11 +29,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 def parse(text: str) -> Profile:
-    """Return the profile in the text of a ``graph.txt``.
-
-    Raises:
-        ConfigError: A line makes no sense, or the edges form a circle.
-    """
+    """Return the profile in the text of a ``graph.txt``."""
     nodes: dict[str, tuple[str, LayerCosts]] = {}
     edges: list[tuple[str, str]] = []
     for number, line in enumerate(text.splitlines(), start=1):

@@ -44,9 +44,6 @@ class LinkCodec:
     Attributes:
         ratio: The share of the bytes that crosses.
         seconds_per_byte: The seconds that both ends take together for a byte of the value.
-
-    Raises:
-        ConfigError: A number is out of range.
     """
 
     ratio: float

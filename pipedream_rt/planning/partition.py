@@ -167,14 +167,7 @@ class Partition:
 def partition_of(
     costing: Costing, stages: Sequence[Stage], slowdown: Slowdown, *, rough: bool = False
 ) -> Partition:
-    """Return a partition with all that is predicted of it.
-
-    Args:
-        costing: The costs.
-        stages: The stages.
-        slowdown: The curve of the slowdown.
-        rough: Whether the throughput is estimated by formulas, and not simulated.
-    """
+    """Return a partition with all that is predicted of it."""
     periods = [float(costing.period(s.workers, s.span)) for s in stages]
     hops = list(pairwise(stages))
     transfers = [float(costing.transfers(a.workers, b.workers)[a.end]) for a, b in hops]
@@ -315,13 +308,7 @@ def _estimated(
 
 
 def simulated(costing: Costing, stages: Sequence[Stage], slacks: Sequence[int]) -> float:
-    """Return the micro-batches per second of a pipe, as the simulator says.
-
-    Args:
-        costing: The costs.
-        stages: The stages.
-        slacks: The slack of each hop.
-    """
+    """Return the micro-batches per second of a pipe, as the simulator says."""
     k, costs = costing.per_update, _costs_of(costing, stages)
     replicas = [len(stage.workers) for stage in stages]
     plan = _plan_of(costing.schedule, k, replicas, slacks)

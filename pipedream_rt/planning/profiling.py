@@ -160,21 +160,7 @@ def profile_and_end(
     count: int,
     threads: int,
 ) -> NoReturn:
-    """Write the profile of a script's pipeline, and end the script.
-
-    Args:
-        batch: The first mini-batch.
-        path: Where to write the profile; one of the same model and batch that is there stays.
-        model: The model.
-        loss_fn: The loss function.
-        optimizer: What the script gave to `Pipeline` as the optimizer.
-        autocast: The dtype of autocast; None for none.
-        count: The number of micro-batches in a mini-batch.
-        threads: The number of threads that a worker has.
-
-    Raises:
-        SystemExit: Always; the script has done its part.
-    """
+    """Write the profile of a script's pipeline, and end the script."""
     torch.set_num_threads(threads)
     made = optimizer_choice(optimizer)
     first = first_micro_batch(batch, count)
@@ -200,12 +186,7 @@ def first_micro_batch(batch: Batch, count: int) -> Batch:
 
 
 def optimizer_choice(optimizer: object) -> Optimizer | None:
-    """Return class and arguments of what `Pipeline` takes as an optimizer; None if it is unknown.
-
-    Args:
-        optimizer: A class and its arguments, with rules for groups or without, or an optimizer of
-            torch, of which the group with the most parameters stands for all.
-    """
+    """Return class and arguments of an optimizer; None if they are unknown."""
     match optimizer:
         case (type() as cls, Mapping() as options, *_) if issubclass(cls, torch.optim.Optimizer):
             return cls, options
@@ -224,15 +205,7 @@ def hash_of(
     loss_fn: object = None,
     autocast: torch.dtype | None = None,
 ) -> str:
-    """Return a hash of what a profile depends on: layers, shapes, the code of forwards, and so on.
-
-    Args:
-        model: The model.
-        batch: The micro-batch.
-        optimizer: The optimizer; None for none.
-        loss_fn: The loss function; None for none.
-        autocast: The dtype of autocast; None for none.
-    """
+    """Return a hash of all that a profile depends on: layers, shapes, code of forwards."""
     classes = {type(module) for module in model.modules()}
     code = sorted(
         (cls.__qualname__, getattr(getattr(cls.forward, "__code__", None), "co_code", b""))
@@ -355,10 +328,6 @@ def timed_until_settled(
 
     Other processes that use the machine make some of them longer; then more are taken, and if these
     do not agree either, the shorter half of all is the best guess.
-
-    Args:
-        timed: Takes them once.
-        repeats: The number of times in a round.
     """
     times: list[tuple[float, float, float]] = []
     for _ in range(_ROUNDS):
@@ -387,13 +356,6 @@ def about_unsettled(layers: Sequence[LayerCosts]) -> list[str]:
 
 class _Meter:
     """Measures parts of a model, one after another.
-
-    Args:
-        model: The unsplit model.
-        loss_fn: The loss function; None for none.
-        optimizer: The optimizer; None for none.
-        repeats: How often everything is timed.
-        warm_up: How often everything is done before.
 
     Attributes:
         taken: By part, the bytes that it takes from each other one.
@@ -492,17 +454,8 @@ class _Meter:
 class _Part:
     """A layer, with what is between it and the next one, and what came in.
 
-    Args:
-        model: The unsplit model.
-        name: The name of the layer.
-        program: What it does.
-        values: What came in, by slot.
-        autocast: The dtype of autocast; None for none.
-
     Attributes:
-        name: The name of the layer.
         loss: Makes the loss of the output, on the last part.
-        weights: The weights that it trains.
         frozen_bytes: The bytes of other weights and of buffers.
     """
 

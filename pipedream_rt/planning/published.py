@@ -108,7 +108,6 @@ class Piece(NamedTuple):
 
     Attributes:
         start: The cut before it; -1 for the beginning of the model.
-        end: The cut behind it.
         replicas: The number of machines, or of groups, that it is replicated over at its level.
         pieces: What one of these groups does; empty at the lowest level.
     """
@@ -150,12 +149,6 @@ class _Level:
     """One level of machines, and the best times on it.
 
     Times are by row and column of a span (`cuts.spans`). What cannot be is infinite.
-
-    Args:
-        cuts: The cuts of the model.
-        asked: The machines and the cost model.
-        number: The number of the level.
-        times: By row and column, the seconds of a span on one group of the level below.
     """
 
     def __init__(self, cuts: Cuts, asked: Published, number: int, times: Floats) -> None:

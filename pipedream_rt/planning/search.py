@@ -36,7 +36,6 @@ class Stage(NamedTuple):
 
     Attributes:
         start: The cut before it; -1 for the beginning of the model.
-        end: The cut behind it.
         workers: Its workers, in order.
     """
 
@@ -55,8 +54,6 @@ class _Begin(NamedTuple):
 
     Attributes:
         first: The first worker of its first stage.
-        replicas: The replicas of that stage.
-        used: The workers that it uses in all.
     """
 
     first: int
@@ -92,13 +89,6 @@ def best_stages(costing: Costing, limits: Limits | None = None) -> tuple[float, 
 
     Of several such plans it is one with the fewest workers, and of these the one for which the
     squares of the periods of all stages have the smallest sum: the most even one.
-
-    Args:
-        costing: The costs.
-        limits: What plans are looked at; None for all.
-
-    Raises:
-        ConfigError: No plan fits the memory of the workers.
     """
     search = _Search(costing, limits or Limits())
     least = search.least()
@@ -113,13 +103,6 @@ def stages_by_workers(costing: Costing, limits: Limits | None = None) -> dict[in
     """Return, for each number of workers that some plan can use, the stages of a fastest one.
 
     Where several are as fast, it need not be the most even one.
-
-    Args:
-        costing: The costs.
-        limits: What plans are looked at; None for all.
-
-    Raises:
-        ConfigError: No plan fits the memory of the workers.
     """
     search = _Search(costing, limits or Limits())
     return {used: search.stages(search.period(), search.periods, used) for used in search.least()}
@@ -134,7 +117,6 @@ class _Goal:
             column; infinite where it cannot be.
         of_hop: Returns, by cut, the value of the hop from the first stage of a beginning to that of
             another one.
-        join: Returns the value of two parts that follow each other.
     """
 
     of_stage: Callable[[_Begin, Any], Floats]
@@ -143,12 +125,7 @@ class _Goal:
 
 
 class _Search:
-    """A search for plans.
-
-    Args:
-        costing: The costs.
-        limits: What plans are looked at.
-    """
+    """A search for plans."""
 
     def __init__(self, costing: Costing, limits: Limits) -> None:
         self._costing, self._limits = costing, limits

@@ -176,18 +176,6 @@ def until(order: Iterator[Action], stop: int, per_update: int, left: int) -> Ite
 
         endless, two warm-up forwards    F0 F1 F2 B0 S0 F3 B1 S1 F4 B2 S2 F5 B3 ...
         until(stop=3), nothing done      F0 F1 F2 B0 S0    B1 S1    B2 S2
-
-    Args:
-        order: The rest of the endless order.
-        stop: One past the last micro-batch, a multiple of ``per_update``.
-        per_update: Number of micro-batches per update.
-        left: Number of steps, ``T``, ``A``, and ends of micro-batches (``B`` or ``W``) still to do.
-
-    Yields:
-        The actions that remain.
-
-    Raises:
-        ScheduleError: The order ends too early, or goes on without ever ending these micro-batches.
     """
     updates = stop // per_update
     patience = most_left_out = 100_000 + 8 * stop

@@ -19,13 +19,6 @@ def with_applies(
     three with vertical sync and k = 1::
 
         F0 B0 S0 F1 B1 S1 F2 B2 S2 A0 F3 B3 S3 A1 F4 ...
-
-    Args:
-        plan: The plan.
-        order: An endless order, built in or written.
-        apart: The addresses of the worker that apply their updates by an action of its own.
-        first: The first address of the worker, which does the actions that name no stage.
-        start: The first micro-batch of the order, a multiple of k.
     """
     stepped = dict.fromkeys(apart, start // plan.per_update)
     applied = dict(stepped)

@@ -33,15 +33,7 @@ def _none(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Channel:
-    """A kind of edge.
-
-    Attributes:
-        kind: The kind.
-        by: What its messages are numbered by.
-        ends: Between which addresses it has edges, in words.
-        needed: What an action needs of it.
-        given: What an action gives on it.
-    """
+    """A kind of edge."""
 
     kind: EdgeKind
     by: By

@@ -34,25 +34,13 @@ from pipedream_rt.schedules.written import plan_written, proof_length
 class _StageState:
     """The progress of one replica of a stage. Its micro-batches are every r-th one.
 
-    Args:
-        plan: The plan.
-        address: The address of the replica.
-
     Attributes:
-        stage: Index of the stage.
         replicas: The number of replicas of the stage, r.
         most_in_flight: The number of micro-batches in flight that the schedule allows.
         most_kept: The number of versions kept that the schedule allows.
-        ledger: The list of which micro-batch reads which version.
-        forwards: The micro-batch of the next forward.
-        backs: The micro-batch of the next backward, or of the next input half of one.
-        ends: The micro-batch of the next backward, or of the next weight half of one.
         steps: The number of updates whose step is done.
         applied: The number of updates that are applied.
         reduced: One past the last update whose gradients were handed over.
-        whole: The newest version of which all weights are there.
-        split: Whether backwards are split.
-        applied_by: The kind of the action that applies an update.
     """
 
     def __init__(self, plan: Plan, address: Address) -> None:
@@ -351,14 +339,6 @@ def prove(plan: Plan, schedule: str | Any, credits: int | None = None) -> None:
 
     The orders that are built in obey the rules, so of those it only has to be proved that no stage
     waits for ever for what ties, norms and replicas make it wait for.
-
-    Args:
-        plan: The plan.
-        schedule: The schedule of which it was made, as in `plan_for`.
-        credits: The credits; None for those of the plan.
-
-    Raises:
-        ScheduleError: A rule is broken, or stages wait for each other.
     """
     credits, k = credits or plan.credits(), plan.per_update
     if isinstance(schedule, str):

@@ -101,10 +101,8 @@ class Row(NamedTuple):
     """A need, or a gift, of the actions of one kind at an address.
 
     Attributes:
-        edge: The edge.
         number: The number of the last message, of the index of the action; None for the message
             with the number of the index, which is then the only one.
-        peek: As in `Need`.
     """
 
     edge: Edge

@@ -30,14 +30,7 @@ _BEGIN = {c.kind: 0 if c.by is By.VERSION else -1 for c in OF_ACTIONS}
 
 
 class Waiting(NamedTuple):
-    """A worker that waits for ever.
-
-    Attributes:
-        worker: Index of the worker; `COORDINATOR` for the coordinator.
-        address: The address that would act.
-        action: The action.
-        need: What it waits for.
-    """
+    """A worker that waits for ever."""
 
     worker: int
     address: Address
@@ -55,7 +48,6 @@ class _Ways:
     Attributes:
         given: By edge, the number of the last message that was sent.
         sleeps: By edge, whether the worker of its receiver sleeps until one comes.
-        targets: By edge, that worker.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -82,12 +74,6 @@ class _Rows(NamedTuple):
     """What an action needs and gives, by the numbers of edges.
 
     Most actions need and give the message with their own number alone, which is quick.
-
-    Attributes:
-        needs: The edges of which it needs that message.
-        needs_up_to: The other needs.
-        gives: The edges on which it gives that message.
-        gives_up_to: The other gifts.
     """
 
     needs: tuple[int, ...]
@@ -101,18 +87,6 @@ class Execution:
 
     Each worker, and the coordinator, follows its order until an action needs a message that is not
     sent yet; then another one, which can go on, does so.
-
-    Args:
-        plan: The plan to execute.
-        micro_batches: The number of micro-batches, a multiple of k.
-        flushes: The micro-batches before which the pipe is flushed, multiples of k.
-        credits: The number of mini-batches that the coordinator injects before it waits for the
-            first loss; None for no limit.
-        look: Called with the worker, the address and the action before the action waits for
-            anything.
-
-    Attributes:
-        waiting: After the iteration, those that wait for ever.
     """
 
     def __init__(
@@ -223,12 +197,7 @@ _HINTS = {
 
 
 def deadlock_of(waiting: Sequence[Waiting], titles: Titles) -> str:
-    """Return who waits for what, for people, and what to do; empty if no stage waits.
-
-    Args:
-        waiting: The workers that wait for ever.
-        titles: Says what addresses are called.
-    """
+    """Return who waits for what, for people, and what to do; empty if no stage waits."""
     stages = [each for each in waiting if each.worker != COORDINATOR]
     if not stages:
         return ""

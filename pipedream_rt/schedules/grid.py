@@ -13,9 +13,6 @@ class Grid:
         stage 0  F0 F1 F2 .. .. B0 F3 ..
         stage 1  .. F0 F1 .. B0 F2 ..
         stage 2  .. .. F0 B0 F1 B1 ..
-
-    Args:
-        names: The name of each worker.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -27,12 +24,7 @@ class Grid:
         self._rows[worker][time] = text
 
     def render(self, last: int | None = None) -> str:
-        """Return the drawing.
-
-        Args:
-            last: The number of columns to draw, from the end; None for all. It keeps messages
-                short.
-        """
+        """Return the drawing."""
         end = max((max(row, default=-1) for row in self._rows), default=-1) + 1
         begin = 0 if last is None else max(0, end - last)
         cells = [[row.get(t, ".") for t in range(begin, end)] for row in self._rows]

@@ -94,14 +94,7 @@ def replicated_1f1b(worker: int, shape: Shape, start: int) -> Iterator[Action]:
 
 
 def flushed_update(worker: int, shape: Shape, first: int, warm_up: int) -> Iterator[Action]:
-    """Yield the forwards, the backwards and the update of one mini-batch, with an empty pipe.
-
-    Args:
-        worker: Index of the worker.
-        shape: The numbers of the schedule.
-        first: The first micro-batch of the mini-batch.
-        warm_up: The number of forwards before the first backward.
-    """
+    """Yield the forwards, the backwards and the update of one mini-batch, with an empty pipe."""
     stage, _, count = shape.place_of(worker)
     update, end = first // shape.per_update, first + shape.per_update
     own = range(shape.first_own(worker, first), end, count)
@@ -122,15 +115,7 @@ def _applied(shape: Shape, stage: int, update: int) -> Iterator[Action]:
 
 
 def refuse_slack(name: str, shape: Shape) -> None:
-    """Refuse slack for an order that does not use it.
-
-    Args:
-        name: Name of the schedule, for the message.
-        shape: The numbers of the schedule.
-
-    Raises:
-        ConfigError: The shape has slack.
-    """
+    """Refuse slack for an order that does not use it."""
     if shape.slack:
         raise ConfigError(
             f"{name} has no warm-up that slack could lengthen; slack is for async-1f1b, 2bw and "
@@ -139,15 +124,7 @@ def refuse_slack(name: str, shape: Shape) -> None:
 
 
 def refuse_replicas(name: str, shape: Shape) -> None:
-    """Refuse replicas for an order that has no place for them.
-
-    Args:
-        name: Name of the schedule, for the message.
-        shape: The numbers of the schedule.
-
-    Raises:
-        ConfigError: A stage has several.
-    """
+    """Refuse replicas for an order that has no place for them."""
     if shape.replicas:
         raise ConfigError(
             f"{name} has one replica of each stage; replicas are for async-1f1b, 2bw, 1f1b and "
@@ -161,7 +138,6 @@ class _OneStageEach:
     __slots__ = ()
 
     def require(self, shape: Shape) -> None:
-        """See `Order.require`."""
         if shape.stages_per_worker != 1:
             raise ConfigError(
                 f"{type(self).__name__} puts one stage on each worker, "
@@ -178,7 +154,6 @@ class Flushed1F1B(_OneStageEach):
     """
 
     def order(self, worker: int, shape: Shape, start: int) -> Iterator[Action]:
-        """See `Order.order`."""
         stage, _, _ = shape.place_of(worker)
         for first in count(start, shape.per_update):
             yield from flushed_update(worker, shape, first, shape.warm_up(stage))
@@ -201,7 +176,6 @@ class Async1F1B(_OneStageEach):
     """
 
     def order(self, worker: int, shape: Shape, start: int) -> Iterator[Action]:
-        """See `Order.order`."""
         first = shape.first_asynchronous
         if start < first:
             k, left = shape.per_update, shape.work(worker, start, first)
@@ -230,7 +204,6 @@ class GPipe(_OneStageEach):
     """
 
     def order(self, worker: int, shape: Shape, start: int) -> Iterator[Action]:
-        """See `Order.order`."""
         for first in count(start, shape.per_update):
             yield from flushed_update(worker, shape, first, shape.per_update)
 
@@ -239,7 +212,6 @@ class GPipe(_OneStageEach):
         return _most_own(stage, shape)
 
     def require(self, shape: Shape) -> None:
-        """See `Order.require`."""
         _OneStageEach.require(self, shape)
         refuse_slack("gpipe", shape)
 
@@ -260,7 +232,6 @@ class Interleaved1F1B:
     """
 
     def order(self, worker: int, shape: Shape, start: int) -> Iterator[Action]:
-        """See `Order.order`."""
         n, k, v = shape.workers, shape.per_update, shape.stages_per_worker
         stages = shape.stages_of(worker)
         # With one stage on each worker this is plain 1F1B, whose warm-up is shorter.
@@ -288,11 +259,7 @@ class Interleaved1F1B:
         return most_in_flight(until(order, k, k, shape.work(0, 0, k)), stage)
 
     def require(self, shape: Shape) -> None:
-        """Refuse slack, and a number of micro-batches k that is no multiple of the workers n.
-
-        Raises:
-            ConfigError: There is no such order for the shape.
-        """
+        """Refuse slack, and a number of micro-batches k that is no multiple of the workers n."""
         refuse_replicas("interleaved-1f1b", shape)
         refuse_slack("interleaved-1f1b", shape)
         if shape.per_update % shape.workers:
@@ -333,7 +300,6 @@ class ZeroBubbleH1(_OneStageEach):
     """
 
     def order(self, worker: int, shape: Shape, start: int) -> Iterator[Action]:
-        """See `Order.order`."""
         k = shape.per_update
         warm_up, put_off = min(shape.workers - 1 - worker, k), min(worker, k)
         for first in count(start, k):
@@ -353,7 +319,6 @@ class ZeroBubbleH1(_OneStageEach):
         return min(shape.workers, shape.per_update)
 
     def require(self, shape: Shape) -> None:
-        """See `Order.require`."""
         _OneStageEach.require(self, shape)
         refuse_replicas("zero-bubble", shape)
         refuse_slack("zero-bubble", shape)

@@ -33,10 +33,6 @@ class Tie(NamedTuple):
     The first of them owns it and steps it. Every use by a micro-batch reads the version that the
     owner reads for that micro-batch. The gradients of a mini-batch go from the last stage to the
     one before it, which adds its own, and so on down to the owner.
-
-    Attributes:
-        name: Its name in the unsplit model.
-        stages: The stages that use it, rising.
     """
 
     name: str
@@ -55,26 +51,16 @@ class Placement:
     It is a `Plan` without the table of channels and without orders.
 
     Attributes:
-        name: The name of the schedule.
         shape: The numbers of workers, stages, replicas and micro-batches per update, and the slack.
         recipe: The order and the version policy; None if a user wrote the schedule and only its
             name is known, as in a trace that was read from a file.
         layers: By stage, the names of its layers in the unsplit model, and of the parameters and
             buffers that it has beside them; empty if there is no model, as in a simulation.
-        hosts: By address, the worker that hosts it; if not given, as `Shape.worker_of` deals them.
         links: The pairs of a producer and a consumer of its activations; if not given, a chain. A
             producer has a lower index than its consumers.
-        entries: The stages that take inputs of the model; those without a producer always do.
-        ties: The trainable weights that several stages use.
-        norms: Whether updates need the norm of all gradients of the model; see `with_norms`.
         ahead: The number of mini-batches that the coordinator injects before it waits for the
             first result; 0 for as many as keep the first stage from waiting. See `credits`.
         replicas: By stage, the number of its replicas.
-        replicated: Whether a stage has several.
-        addresses: All addresses but the coordinator's, stage by stage.
-
-    Raises:
-        ConfigError: The parts do not fit each other.
     """
 
     name: str
@@ -217,11 +203,6 @@ class Placement:
 
         A version that it reads must stay, also if the replica itself reads a later one next: after
         a flush, replica 0 writes it to checkpoints for all replicas.
-
-        Args:
-            address: The address of the replica.
-            next_own: The next forward of the replica.
-            update: The update that is applied.
         """
         if not self.replicated:
             return next_own
@@ -300,9 +281,6 @@ class Placement:
 
         The stage that computes the loss has a layer more, `LOSS_LAYER`. An entry with an empty key
         is for every stage.
-
-        Args:
-            named: The entries, by name in the unsplit model, as ``"3.weight"``.
         """
         of_stages = [
             (*names, LOSS_LAYER) if stage in self.exits else names

@@ -280,22 +280,7 @@ def chain(
     replicas: int | Sequence[int] = (),
     shard_optimizer: bool = False,
 ) -> Plan:
-    """Return the plan of a chain of stages with a recipe.
-
-    Args:
-        name: Name of the schedule.
-        recipe: The order and the version policy.
-        num_stages: Number of stages.
-        per_update: Number of micro-batches per update; None as in `plan_for`.
-        stages_per_worker: Number of stages on each worker; None for what the recipe says.
-        slack: Extra warm-up forwards before each hop: one number for all, or one for each.
-        synchronous: The number of updates at the start that flush the pipe.
-        replicas: The number of replicas of each stage, or one number for all; empty for one.
-        shard_optimizer: Whether each of several replicas steps its own part of the weights.
-
-    Raises:
-        ConfigError: A number is out of range, or the recipe has no schedule for these numbers.
-    """
+    """Return the plan of a chain of stages with a recipe."""
     counts = replicas_of(replicas, num_stages)
     if synchronous and recipe.flushes:
         raise ConfigError(
@@ -332,15 +317,7 @@ def chain(
 
 
 def replicas_of(replicas: int | Sequence[int], num_stages: int) -> tuple[int, ...]:
-    """Return the replicas of every stage; none if each has one.
-
-    Args:
-        replicas: A number for each stage, one number for all, or an empty sequence.
-        num_stages: Number of stages.
-
-    Raises:
-        ConfigError: A number is below 1 or no integer, or there are too many or too few.
-    """
+    """Return the replicas of every stage; none if each has one."""
     given = tuple(replicas) if isinstance(replicas, Sequence) else (replicas,) * num_stages
     if any(not isinstance(r, int) or isinstance(r, bool) or r < 1 for r in given):
         raise ConfigError(f"replicas must be integers of at least 1, not {replicas!r}")

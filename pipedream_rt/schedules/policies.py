@@ -35,8 +35,7 @@ class _AnyShape:
 
     __slots__ = ()
 
-    def require(self, shape: Shape) -> None:
-        """See `VersionPolicy.require`."""
+    def require(self, shape: Shape) -> None: ...
 
 
 def _behind(lag: int, shape: Shape, micro_batch: int) -> int:
@@ -62,7 +61,6 @@ class WeightStashing(_AnyShape):
     """
 
     def reads(self, stage: int, shape: Shape, micro_batch: int) -> int:
-        """See `VersionPolicy.reads`."""
         return _behind(shape.lag(stage), shape, micro_batch)
 
     def kept(self, stage: int, shape: Shape) -> int:
@@ -81,7 +79,6 @@ class VerticalSync(_AnyShape):
     """
 
     def reads(self, stage: int, shape: Shape, micro_batch: int) -> int:
-        """See `VersionPolicy.reads`."""
         return _behind(shape.longest_lag, shape, micro_batch)
 
     def kept(self, stage: int, shape: Shape) -> int:
@@ -98,20 +95,14 @@ class TwoVersions:
     """
 
     def reads(self, stage: int, shape: Shape, micro_batch: int) -> int:
-        """See `VersionPolicy.reads`."""
         update = micro_batch // shape.per_update
         return update if update < shape.synchronous else max(shape.synchronous, update - 1)
 
     def kept(self, stage: int, shape: Shape) -> int:
-        """Return 2."""
         return 2
 
     def require(self, shape: Shape) -> None:
-        """Refuse k no larger than the longest lag: more than two versions would be read at a time.
-
-        Raises:
-            ConfigError: There are too few micro-batches per update.
-        """
+        """Refuse k <= the longest lag: more than two versions would be read at a time."""
         needed = shape.longest_lag + 1
         if shape.per_update < needed:
             if shape.replicas:
@@ -132,9 +123,7 @@ class Flushed(_AnyShape):
     """The newest version after a flush: every micro-batch of mini-batch t reads version t."""
 
     def reads(self, stage: int, shape: Shape, micro_batch: int) -> int:
-        """See `VersionPolicy.reads`."""
         return micro_batch // shape.per_update
 
     def kept(self, stage: int, shape: Shape) -> int:
-        """Return 1."""
         return 1

@@ -21,10 +21,7 @@ class Crew:
     """How many worker processes there are to be.
 
     Attributes:
-        fewest: With how many a generation may begin.
         most: How many there are at most.
-        wait: How long to wait for another one where there are enough to begin.
-        stays_open: Whether workers may come while a generation runs, to be in the next one.
         seats: The workers of the plan whose work each process does, where that is given; empty for
             neighbours.
     """
@@ -50,18 +47,7 @@ def crew_for(
     wait: timedelta,
     seats: tuple[tuple[int, ...], ...] = (),
 ) -> Crew:
-    """Return how many processes do the work of a plan.
-
-    Args:
-        workers: Number of workers of the plan.
-        elastic: The fewest and the most processes; None for one process for each worker.
-        wait: How long to wait for another one where there are enough to begin.
-        seats: The workers of each process, where some share one; empty if none have to.
-
-    Raises:
-        ConfigError: The plan has fewer workers than there are to be processes, or some have to
-            share one.
-    """
+    """Return how many processes do the work of a plan."""
     if seats and elastic is not None:
         raise ConfigError(
             "workers that share a device share a process, so their number is fixed; leave elastic "
@@ -85,10 +71,6 @@ def seated(workers: int, processes: int) -> list[range]:
     Neighbours share a process, so that what passes between them does not leave it. The numbers
     differ by one at most; the first processes have the larger ones, since the last stage has the
     loss to compute too.
-
-    Args:
-        workers: Number of workers of the plan.
-        processes: Number of processes, from 1 to that.
     """
     each, more = divmod(workers, processes)
     ends = accumulate([each + (p < more) for p in range(processes)], initial=0)

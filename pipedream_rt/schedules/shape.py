@@ -184,10 +184,6 @@ def warm_up_of(replicas: int, after: int) -> int:
     That is ceil(after / replicas) on each replica; one micro-batch more is then in flight there at
     most.
 
-    Args:
-        replicas: The replicas of a stage.
-        after: The workers on stages behind it, and the slack of the hops up to there.
-
     Source: Narayanan et al., PipeDream (SOSP 2019), section 3.2 (1F1B-RR).
     """
     return -(-after // replicas)
@@ -198,28 +194,13 @@ def lag_of(replicas: int, after: int) -> int:
 
     That is w on a stage with one replica. Of several replicas, each does one micro-batch more
     before it reads an update, while their gradients are reduced: r (w + 1).
-
-    Args:
-        replicas: The replicas of the stage.
-        after: As in `warm_up_of`.
     """
     warm_up = warm_up_of(replicas, after)
     return warm_up if replicas == 1 else replicas * (warm_up + 1)
 
 
 def slack_of(slack: int | Sequence[int], num_stages: int) -> tuple[int, ...]:
-    """Return the slack of every hop.
-
-    Args:
-        slack: One number for all hops, or a number for each hop; an empty sequence for no slack.
-        num_stages: Number of stages, between which there is one hop less.
-
-    Returns:
-        One number for each hop.
-
-    Raises:
-        ConfigError: A number is negative or no integer, or there are too many or too few.
-    """
+    """Return the slack of every hop."""
     hops = num_stages - 1
     given = list(slack) if isinstance(slack, Sequence) else [slack]
     for value in given:
@@ -238,17 +219,7 @@ def slack_of(slack: int | Sequence[int], num_stages: int) -> tuple[int, ...]:
 
 
 def parse_slack(texts: Sequence[str]) -> int | tuple[int, ...]:
-    """Return slack from the texts of its numbers.
-
-    Args:
-        texts: One number for all hops, or a number for each hop.
-
-    Returns:
-        One integer if there is one text, else all of them.
-
-    Raises:
-        ConfigError: A text is no integer of at least 0.
-    """
+    """Return slack from the texts of its numbers."""
     for text in texts:
         if not is_count(text.strip()):
             raise ConfigError(

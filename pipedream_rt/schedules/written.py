@@ -32,21 +32,11 @@ class WrittenSchedule(Protocol):
     """
 
     def order(self, worker: int, shape: Shape, start: int) -> Iterator[Action]:
-        """Yield a worker's sequence of actions.
-
-        Args:
-            worker: Index of the worker.
-            shape: The numbers of the schedule.
-            start: The first micro-batch; nothing is in flight before it.
-        """
+        """Yield a worker's sequence of actions."""
 
 
 class _Written:
-    """The order of a schedule that a user wrote, which need have no method but ``order``.
-
-    Args:
-        written: The user's object.
-    """
+    """The order of a schedule that a user wrote, which need have no method but ``order``."""
 
     def __init__(self, written: Any) -> None:
         self._written = written
@@ -121,15 +111,7 @@ class _Written:
 
 
 def proof_length(shape: Shape, written: object) -> int:
-    """Return a number of micro-batches that shows a schedule's warm-up, steady phase and drain.
-
-    Args:
-        shape: The numbers of the schedule.
-        written: The user's schedule; if it ends after ``micro_batches``, the number is no larger.
-
-    Raises:
-        ConfigError: The schedule ends before its first update.
-    """
+    """Return a number of micro-batches that shows a schedule's warm-up, steady phase and drain."""
     k = shape.per_update
     deepest = max(shape.num_stages, shape.warm_up(0) + 1)
     enough = k * max(3, -(-4 * deepest // k))
@@ -150,22 +132,7 @@ def plan_written(
     stages_per_worker: int | None = None,
     slack: int | Sequence[int] = 0,
 ) -> Plan:
-    """Return the plan of a chain of stages with a schedule that a user wrote, not yet checked.
-
-    Args:
-        written: The user's schedule; see `WrittenSchedule`.
-        num_stages: Number of stages.
-        per_update: Number of micro-batches per update.
-        stages_per_worker: Number of stages on each worker; 1 if None.
-        slack: Extra warm-up forwards before each hop: one number for all, or one for each.
-
-    Returns:
-        The plan, without names of layers.
-
-    Raises:
-        ConfigError: The object is no schedule, or refuses these numbers.
-        ScheduleError: Its order yields something else than actions, or ends too early.
-    """
+    """Return the plan of a chain of stages with a schedule that a user wrote, not yet checked."""
     if isinstance(written, type) or not callable(getattr(written, "order", None)):
         raise ConfigError(
             "schedule must be a name or an object with a method order(worker, shape, start), not "

@@ -32,11 +32,7 @@ _BYTES = {
 
 
 class Correcting(Protocol):
-    """The part of a correction for staleness that costs depend on.
-
-    Attributes:
-        passes: How often it reads or writes all weights in an update.
-    """
+    """The part of a correction for staleness that costs depend on."""
 
     passes: float
 
@@ -287,15 +283,7 @@ def costs_of(found: Mapping[str, Any]) -> Costs:
 
 
 def parsed(name: str, value: Any) -> Any:
-    """Return the value of one attribute of `Costs` from a plain value.
-
-    Args:
-        name: The name of the attribute.
-        value: A number, a text that may have a unit, or a list of these.
-
-    Raises:
-        ConfigError: The name or the value is no cost.
-    """
+    """Return the value of one attribute of `Costs` from a plain value."""
     known = [field.name for field in fields(Costs)]
     if name not in known:
         raise ConfigError(f"costs: {printable(repr(name), 60)} is none of {', '.join(known)}")

@@ -48,11 +48,7 @@ class Prediction:
 
 
 def plan_of(trace: Trace) -> Plan:
-    """Return the plan of a trace, with a replay as its schedule if only the name is known.
-
-    Raises:
-        TraceError: Only the name of the schedule is known, and the trace cannot be replayed.
-    """
+    """Return the plan of a trace, with a replay as its schedule if only the name is known."""
     plan = trace.plan
     if plan.recipe is not None:
         return plan
@@ -225,11 +221,7 @@ _COSTS = ("bandwidth", "latency", "overhead", "speed", "injection", "turnaround"
 
 
 def changes_of(text: str) -> dict[str, Any]:
-    """Return changes from a text, as ``"stages=8,bandwidth=100Mbit"``.
-
-    Raises:
-        ConfigError: A part of the text is no change.
-    """
+    """Return changes from a text, as ``"stages=8,bandwidth=100Mbit"``."""
     known = ("schedule", "slack", *_NUMBERS, *_COSTS)
     changes: dict[str, Any] = {}
     for part in text.split(","):
@@ -314,17 +306,6 @@ def regrouped(costs: Costs, before: Shape, after: Shape) -> Costs:
 
     If the workers stay the same and had one stage each, every stage is cut into equal parts; else
     the work of all stages is spread evenly.
-
-    Args:
-        costs: The costs of the present stages.
-        before: The present shape.
-        after: The shape wanted.
-
-    Returns:
-        The costs of the stages wanted.
-
-    Raises:
-        ConfigError: The costs are for another number of stages, or cannot be cut.
     """
     if before.num_stages == after.num_stages and before.workers == after.workers:
         return costs
@@ -335,15 +316,7 @@ def regrouped(costs: Costs, before: Shape, after: Shape) -> Costs:
 
 
 def evenly(costs: Costs, stages: int) -> Costs:
-    """Spread the work of all stages evenly over another number of stages.
-
-    Args:
-        costs: Costs with an entry for each stage.
-        stages: The number of stages wanted.
-
-    Returns:
-        Costs with one entry for all stages.
-    """
+    """Spread the work of all stages evenly over another number of stages."""
 
     def spread(by_stage: tuple[Samples, ...]) -> tuple[Samples, ...]:
         longest = max(map(len, by_stage))

@@ -96,13 +96,9 @@ class _Way:
     """An edge between two addresses with the costs of its messages. Times are in nanoseconds.
 
     Attributes:
-        source: The address that sends.
-        transmission: The time for which a message occupies the link.
-        latency: The time from the end of the transmission to the arrival.
         link: The link between the two workers; None if one worker hosts both stages.
         size: The size of a message in bytes.
         arrivals: The times of arrival of the messages that are sent and not used yet, oldest first.
-        numbers: Of the kinds `_COUNTED`, the numbers of these.
         last: The number of the last message that was sent, of the same kinds.
     """
 
@@ -147,14 +143,8 @@ class _Doing:
 
     Attributes:
         code: The number of the kind in a span.
-        samples: The times that it takes, in nanoseconds, by micro-batch or update in turn.
-        comes: The edges of which it needs one message.
-        counted_in: Those of the kinds `_COUNTED`, with the row that says up to which number.
         peeks: The edges on which a message must have come that stays for a later forward.
-        goes: The edges on which it sends one message.
-        counted_out: Those of the kinds `_COUNTED`, with the row that says which number.
         loss: That to the coordinator; None if it gives no loss.
-        plain: Whether nothing is in `counted_in`, `peeks`, `counted_out`, and it gives no loss.
         size: The bytes that it sends in all.
     """
 
@@ -175,9 +165,6 @@ class _Doings(dict[int, _Doing]):
 
     With replicas, messages go to others for each micro-batch, until they are the same again. There
     may be many ways until then, so an entry is made when it is asked for.
-
-    Args:
-        make: Returns the entry for a number.
     """
 
     def __init__(self, make: Callable[[int], _Doing]) -> None:
@@ -191,17 +178,7 @@ class _Doings(dict[int, _Doing]):
 
 
 class _Run:
-    """One simulation.
-
-    Args:
-        plan: The plan to execute.
-        costs: The costs, with an entry for each of its stages.
-        micro_batches: The number of micro-batches.
-        credits: The number of mini-batches that the coordinator injects ahead.
-
-    Attributes:
-        recorder: The spans of the run.
-    """
+    """One simulation."""
 
     def __init__(self, plan: Plan, costs: Costs, micro_batches: int, credits: int) -> None:
         self._plan = plan = replace(plan, ahead=credits)

@@ -61,9 +61,6 @@ class ForwardBuffers:
     a buffer that a forward was seen to change is replaced by a copy before the next forward, which
     changes the copy. BatchNorm and its kin are left alone: their backward reads no statistics that
     their forward has changed.
-
-    Args:
-        module: The module of the stage.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -100,11 +97,7 @@ class ForwardBuffers:
                 holder[short] = buffer
 
     def kept_for_backward(self, others: bool) -> AbstractContextManager[None]:
-        """Run a forward, the body, so that it edits no buffer that another micro-batch has saved.
-
-        Args:
-            others: Whether other micro-batches are in flight.
-        """
+        """Run a forward so that it edits no buffer that another micro-batch has saved."""
         return self._kept(others) if self._slots else nullcontext()
 
     @contextmanager

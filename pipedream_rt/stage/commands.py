@@ -22,19 +22,7 @@ from pipedream_rt.stage.stage import Stage
 
 @torch.no_grad()
 def carry_out(stage: Stage, name: CommandName, argument: Any) -> object:
-    """Carry out a command on a stage.
-
-    Args:
-        stage: The stage.
-        name: Name of the command.
-        argument: The command's argument, as the coordinator gave it.
-
-    Returns:
-        The result, for the reply. Its tensors may be the stage's own.
-
-    Raises:
-        ScheduleError: The command is one that the loop carries out itself.
-    """
+    """Carry out a command on a stage."""
     match name:
         case CommandName.STATE:
             return snapshot.state_dict(stage, argument or 0)
@@ -74,11 +62,7 @@ def carry_out(stage: Stage, name: CommandName, argument: Any) -> object:
 
 
 def set_mode(stage: Stage, training: bool) -> None:
-    """Set every module of a stage to training or eval mode, as `nn.Module.train`.
-
-    Raises:
-        ConfigError: That changes weights of which there are several versions.
-    """
+    """Set every module of a stage to training or eval mode, as `nn.Module.train`."""
     modes = stage.passes.modes
     if not changes_modes(stage.module):
         modes.set(stage.module, training)

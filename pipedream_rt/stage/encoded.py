@@ -20,8 +20,6 @@ class Encoded:
     """What crosses in the place of a value: plain data and tensors, as any dataclass.
 
     Attributes:
-        structure: The structure of the value.
-        tensors: Its tensors, some of them encoded.
         was: For each tensor that is encoded, its dtype and shape before; for others nothing.
     """
 
@@ -31,13 +29,7 @@ class Encoded:
 
 
 class GraphCoding:
-    """The codecs of the graph on the edges of one stage.
-
-    Args:
-        codecs: The codecs, by the stages at both ends of an edge.
-        stage: Index of the stage.
-        autocast: The device type on which torch's autocast is on; None if it is off.
-    """
+    """The codecs of the graph on the edges of one stage."""
 
     def __init__(
         self, codecs: Mapping[tuple[int, int], GraphCodec], stage: int, autocast: str | None
@@ -48,11 +40,7 @@ class GraphCoding:
         self._sizes = {target: Sizes() for target in self._to}
 
     def encoded(self, target: int, value: Any) -> Any:
-        """Return what goes to a stage in the place of a value; the value itself without a codec.
-
-        Raises:
-            ConfigError: The codec does not make a floating-point tensor.
-        """
+        """Return what goes to a stage in the place of a value; the value itself without a codec."""
         codec = self._to.get(target)
         if codec is None:
             return value
@@ -82,11 +70,7 @@ class GraphCoding:
         return {"encoded": [[self._stage, to, "forward", *sizes.counts] for to, sizes in rows]}
 
     def decoded(self, source: int, value: Any) -> Any:
-        """Return the value in the place of which `encoded` has sent something.
-
-        Raises:
-            ConfigError: The codec gives back another shape or dtype.
-        """
+        """Return the value in the place of which `encoded` has sent something."""
         codec = self._from.get(source)
         if codec is None or not isinstance(value, Encoded):
             return value

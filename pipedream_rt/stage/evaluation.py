@@ -46,12 +46,6 @@ def eval_mode(
     """Set every module to eval mode while the body runs, and leave everything as it was.
 
     Call it without gradient.
-
-    Args:
-        module: The module of a stage.
-        parameters: The weights of the stage.
-        modes: Which modules do not follow the mode of the model.
-        buffers: What becomes of the buffers; None for that they get their values back.
     """
     buffers = buffers or same_buffers(module)
     # Left in the reverse order: the modes first, since to set them may change what comes after.
@@ -100,11 +94,7 @@ def same_buffers(module: nn.Module) -> Iterator[None]:
 
 
 class _Kept:
-    """A buffer with a copy of its values.
-
-    Args:
-        buffer: The buffer; None if it has no value.
-    """
+    """A buffer with a copy of its values."""
 
     def __init__(self, buffer: Tensor | None) -> None:
         self._buffer = buffer
@@ -135,11 +125,7 @@ def _same_extra_state(module: nn.Module) -> Iterator[None]:
 
 
 class EvaluationBuffers:
-    """The buffers of a stage as evaluations that are under way have them.
-
-    Args:
-        module: The module of the stage.
-    """
+    """The buffers of a stage as evaluations that are under way have them."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -154,12 +140,7 @@ class EvaluationBuffers:
         self._kept.pop(number, None)
 
     def of(self, number: int, kept: bool) -> AbstractContextManager[None]:
-        """Return the context of a pass: what becomes of the buffers.
-
-        Args:
-            number: The number of the evaluation; 0 for a pass by itself.
-            kept: Whether the buffers of the stage themselves are to change.
-        """
+        """Return the context of a pass: what becomes of the buffers."""
         if kept:
             return nullcontext()
         return self._going_on(number) if number else same_buffers(self._module)
@@ -201,11 +182,7 @@ def _marks(owner: nn.Module) -> dict[str, tuple[int, int] | None]:
 
 
 def packed_metrics(metrics: Mapping[str, Metric]) -> bytes:
-    """Return metrics as bytes, for the stage that computes the loss; none for no metrics.
-
-    Raises:
-        ConfigError: One is no function, has no name of its own, or does not pickle.
-    """
+    """Return metrics as bytes, for the stage that computes the loss; none for no metrics."""
     named = metrics.items() if isinstance(metrics, Mapping) else [("metrics", metrics)]
     for name, metric in named:
         if not isinstance(name, str) or name == "loss" or not callable(metric):
@@ -262,11 +239,7 @@ def measured(packed: bytes, output: Any, target: Value) -> dict[str, float | str
 
 
 def refuse_bad_metrics(said: Mapping[str, float | str]) -> None:
-    """Refuse a metric that said no number.
-
-    Raises:
-        ConfigError: A metric returned something else; the message has its name.
-    """
+    """Refuse a metric that said no number."""
     for name, value in said.items():
         if isinstance(value, str):
             raise ConfigError(words_of_bad_metric(name, value))

@@ -70,19 +70,9 @@ class Exchange:
 
     What the stage returns becomes messages here, on the edges that the plan names.
 
-    Args:
-        stage: The stage.
-        send: Hands the stage's messages to the transport.
-
     Attributes:
-        stage: The stage.
-        address: The address of the stage, or of the replica.
-        saver: The writer of its part of checkpoints.
         loads: The number of checkpoints that the run has gone back to, or on from, meanwhile.
-        turn: The turn of the next item of its feed.
         ahead: A micro-batch that was taken from the feed before its forward is due; None for none.
-        positions: The position of each micro-batch in flight.
-        computing: The context of each computation, which counts the time that it takes.
         sent_bytes: The bytes of tensors that it has sent since its last span.
     """
 
@@ -117,11 +107,7 @@ class Exchange:
     # -- the feed -------------------------------------------------------------------------------
 
     def route(self, number: int) -> _Route:
-        """Return the edges of the messages about a micro-batch.
-
-        Args:
-            number: Number of the micro-batch; 0 for all that are not trained on.
-        """
+        """Return the edges of the messages about a micro-batch."""
         place = number % self._cycle if self._cycle > 1 else 0
         route = self._routes.get(place)
         if route is None:
@@ -145,23 +131,14 @@ class Exchange:
         return newest >= row.of(index).number
 
     def position_of(self, micro_batch: int) -> int:
-        """Return the position of a micro-batch in flight.
-
-        Raises:
-            ScheduleError: The micro-batch is not in flight.
-        """
+        """Return the position of a micro-batch in flight."""
         self.stage.require_in_flight(micro_batch)
         return self.positions[micro_batch]
 
     # -- what actions need ------------------------------------------------------------------------
 
     def keys(self, row: Row, index: int) -> Iterator[Key]:
-        """Yield the keys of the messages that an action needs of an edge.
-
-        Args:
-            row: The row of the table of channels.
-            index: The index of the action.
-        """
+        """Yield the keys of the messages that an action needs of an edge."""
         edge = row.edge
         if _BY[edge.kind] is By.MICRO_BATCH:
             yield Key(edge, self.position_of(index))
@@ -210,12 +187,7 @@ class Exchange:
     # -- what actions give ------------------------------------------------------------------------
 
     def give(self, action: Action, gifts: Gifts) -> None:
-        """Send what an action gives beside the messages of its micro-batch.
-
-        Args:
-            action: The action.
-            gifts: What it gives, by kind of edge.
-        """
+        """Send what an action gives beside the messages of its micro-batch."""
         index = action.index
         for row in self._plan.rows(action, self.address)[1] if gifts else ():
             if row.edge.kind in gifts:
@@ -231,15 +203,7 @@ class Exchange:
         mark: str = "",
         metrics: dict[str, float | str] | None = None,
     ) -> None:
-        """Send the output or the loss of a forward on every edge that the forward gives.
-
-        Args:
-            inputs: The messages that the forward needed.
-            made: The values for the consumers, or the loss, as `Stage.forward` returns them.
-            version: The weight version that the forward read.
-            mark: What the stage adds to the trail; see `MicroBatch`.
-            metrics: What goes with a loss.
-        """
+        """Send the output or the loss of a forward on every edge that the forward gives."""
         head = inputs[0].payload
         assert isinstance(head, MicroBatch)
         trail = [*trail_of(inputs), [self.stage.index, version, self.computing.busy_ns, mark]]
@@ -283,13 +247,7 @@ class Exchange:
             self._send(edge, inputs[0].index, payload, tensors)
 
     def send_back(self, micro_batch: int, found: Sequence[Gradients]) -> None:
-        """Send the gradients that a backward found to the stages that its inputs came from.
-
-        Args:
-            micro_batch: Number of the micro-batch.
-            found: The gradients, as `Stage.backward` returns them; empty for a micro-batch without
-                samples, for which the producers wait all the same.
-        """
+        """Send the gradients that a backward found to the stages that its inputs came from."""
         position, route = self.positions[micro_batch], self.route(micro_batch)
         for edge, number in route.back:
             present, tensors = dense(found[number] if found else [])
@@ -301,11 +259,7 @@ class Exchange:
             self._send(edge, position, Gradient(present=present, coded=coded), tensors)
 
     def reply(self, position: int, result: object, refused: str = "") -> None:
-        """Send the result of a command to the coordinator, or why there is none.
-
-        Raises:
-            ConfigError: The result cannot be sent.
-        """
+        """Send the result of a command to the coordinator, or why there is none."""
         # The tensors are copied, because the next update may change the stage's own.
         structure, tensors = flatten(result)
         copied = self.stage.runner.device.copied
@@ -329,17 +283,8 @@ class Exchange:
 class _Route:
     """The edges of the messages about a micro-batch that a replica of a stage gets and sends.
 
-    Args:
-        plan: The plan.
-        address: The address of the replica.
-        number: Number of the micro-batch.
-
     Attributes:
         activations: The edges on which its inputs come, in the order of the stages.
-        first: The one whose message is waited for: when the nearest producer has done a
-            micro-batch, so have all others.
-        rest: The other edges of the micro-batch that its forward needs.
-        outputs: The edges of the micro-batch that its forward gives.
         back: The edges that its backward gives, each with the number of the input.
     """
 

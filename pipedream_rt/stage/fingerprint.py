@@ -20,11 +20,7 @@ _BYTES = 16
 
 
 def fingerprint(named: Mapping[str, Any]) -> str:
-    """Return the fingerprint of named tensors and plain values, as 32 hex digits.
-
-    Args:
-        named: The values; what is no tensor counts by its ``repr``.
-    """
+    """Return the fingerprint of named tensors and plain values, as 32 hex digits."""
     return total(_digest(name, value) for name, value in named.items())
 
 
@@ -53,16 +49,7 @@ def fingerprints_of(
     version: int,
     extra: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the fingerprints of a stage, as plain data.
-
-    Args:
-        parameters: The newest weights by name, frozen ones too.
-        buffers: All buffers by name.
-        steps: What the optimizer and the rules keep.
-        older: The trainable weights of each older version.
-        version: Number of the newest version.
-        extra: Extra state of modules that is no tensor, packed, by key of the state dict.
-    """
+    """Return the fingerprints of a stage, as plain data."""
     # What optimizers keep for all their parameters is, as a rule, the same on all stages, and so
     # counts once: the digests are listed, without the number of the stage.
     own = {

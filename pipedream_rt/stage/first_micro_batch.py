@@ -22,11 +22,7 @@ _NAME = "is_first_microbatch"
 
 
 class FirstMicroBatch:
-    """What the modules of one stage are told.
-
-    Args:
-        module: The module of the stage; those inside it that ask get a hook before their forward.
-    """
+    """What the modules of one stage are told."""
 
     def __init__(self, module: nn.Module) -> None:
         self._said: bool | None = None
@@ -48,13 +44,7 @@ class FirstMicroBatch:
     def forward(
         self, micro_batch: int, read_by: Callable[[int], object]
     ) -> AbstractContextManager[None]:
-        """Return the context of a forward for which a backward follows.
-
-        Args:
-            micro_batch: Number of the micro-batch.
-            read_by: Returns for it what differs where one is of another mini-batch, or reads other
-                weights.
-        """
+        """Return the context of a forward for which a backward follows."""
         if not self._asked:
             return nullcontext()
         read = read_by(micro_batch)

@@ -50,16 +50,6 @@ class Flight:
     """A micro-batch in flight on a stage.
 
     Attributes:
-        hyper: The hyper-parameters that travelled with the micro-batch.
-        given: The values that the script has changed, which travelled with it too.
-        empty: Whether the micro-batch has no samples.
-        caught: By input, and by tensor of it that asked for a gradient: a list to which autograd
-            appends that gradient.
-        entrances: The autograd nodes at which the gradients are caught.
-        outputs: By consumer, where the backward begins for the tensors sent to it that require a
-            gradient, without their values; on the stage that computes the loss, for the loss.
-        unit: The gradient of the loss, which is one, on the stage that computes it.
-        said: By name, parts of the loss, and what metrics said, on that stage.
         split: The backward whose first half is done; None before that, and if there is nothing to
             derive.
     """

@@ -13,13 +13,7 @@ from pipedream_rt.stage.optimizer import unpack_hyper
 
 
 class GivenValues:
-    """The copies of one stage.
-
-    Args:
-        stage: Index of the stage, for messages.
-        holders: What holds them, by the numbers that micro-batches name.
-        shared: The numbers of those that other stages have copies of too.
-    """
+    """The copies of one stage."""
 
     def __init__(self, stage: int, holders: Mapping[int, Holder], shared: Sequence[int]) -> None:
         self._stage, self._holders = stage, holders
@@ -58,11 +52,7 @@ class GivenValues:
         holder.look()
 
     def refuse_parted(self) -> None:
-        """Refuse that a stage has changed what other stages have copies of.
-
-        Raises:
-            ConfigError: It has.
-        """
+        """Refuse that a stage has changed what other stages have copies of."""
         for holder in self._shared:
             changes = list(holder.changes())
             filled = bool(changes) and all(_fills(one, other) for _, one, other in changes)

@@ -29,11 +29,6 @@ _log = logging.getLogger(__name__)
 class Guards:
     """The guards of one stage.
 
-    Args:
-        spec: The specification of the stage.
-        weights: The weights of the stage.
-        given: The values of the script's that the stage has copies of.
-
     Attributes:
         filled: The names of the buffers that were not None at the start.
     """
@@ -49,11 +44,7 @@ class Guards:
         self.filled = names_of_buffers(self._module)
 
     def watching(self, micro_batch: int) -> AbstractContextManager[None]:
-        """Refuse what a forward, the body, may not do to weights and to shared buffers.
-
-        Raises:
-            ConfigError: A weight or a shared buffer was changed.
-        """
+        """Refuse what a forward, the body, may not do to weights and to shared buffers."""
         looks = micro_batch & (micro_batch - 1) == 0
         return self._watching(micro_batch, looks) if looks or self._shared else nullcontext()
 
@@ -97,14 +88,7 @@ class Guards:
 
     @contextmanager
     def refusing_changes(self, what: str) -> Iterator[None]:
-        """Refuse that the body changes weights which others have in older versions, or copies of.
-
-        Args:
-            what: What the body does, for the message.
-
-        Raises:
-            ConfigError: It does; the weights are again as they were.
-        """
+        """Refuse a body that changes weights which older versions or copies share."""
         own = {
             name: (parameter, parameter.detach().clone())
             for _, weights in self._weights.by_owner
@@ -125,11 +109,7 @@ class Guards:
 
     @contextmanager
     def refusing_others(self) -> Iterator[None]:
-        """Refuse that the body puts other modules or parameters, or other data, into the module.
-
-        Raises:
-            ConfigError: It does; the module is again as it was.
-        """
+        """Refuse that the body puts other modules or parameters, or other data, into the module."""
         slots_of: list[tuple[Any, dict[str, Any]]] = [
             (slots, dict(slots))
             for owner in self._module.modules()
@@ -169,11 +149,7 @@ def _kinds(module: nn.Module) -> dict[str, str]:
 
 @contextmanager
 def telling_changed_inputs(given: Value | None) -> Iterator[None]:
-    """Say if a forward, the body, changes in place what the loader has yielded.
-
-    Args:
-        given: What came of the mini-batch; None to say nothing.
-    """
+    """Say if a forward, the body, changes in place what the loader has yielded."""
     if given is None:
         yield
         return

@@ -49,26 +49,7 @@ _log = logging.getLogger(__name__)
 
 
 class StageHost:
-    """The stages of one worker with their inbox.
-
-    Args:
-        worker: Index of the worker.
-        name: The name for messages: ``"stage 2"``, or ``"worker 1"`` if it hosts several stages.
-        stages: Addresses of the stages that the worker hosts, in the order of the model.
-        generation: Number of the generation; the inbox drops messages of others.
-        send_of: Returns, for the address of a stage, the function that the stage sends with.
-        timeout: How long to wait for a message that is sure to come.
-        threads: Number of threads for torch's own parallel loops.
-        announce: Called with each action before it is done, as far as the `Start` message asks.
-        own_process: Whether nothing else runs in this process.
-        waiter: What the thread waits with for messages; None for a bell.
-        device: What this process was told of its device.
-
-    Attributes:
-        worker: Index of the worker.
-        name: The name for messages: ``"stage 2"``, or ``"worker 1"`` if it hosts several stages.
-        inbox: The inbox for the messages to all its stages.
-    """
+    """The stages of one worker with their inbox."""
 
     def __init__(
         self,
@@ -133,16 +114,7 @@ class StageHost:
         self._stages, self._loop = {}, None
 
     def part(self, index: int, part: str) -> Any:
-        """Return a part of a stage, for references.
-
-        Args:
-            index: Index of the stage.
-            part: ``"module"``, ``"parameters"`` for those that the stage steps, ``"optimizer"``, or
-                ``"stage"`` for all of it, in this process alone.
-
-        Raises:
-            PipelineClosed: The stage has ended.
-        """
+        """Return a part of a stage, for references."""
         stage = self._stages.get(index)
         if stage is None:
             raise PipelineClosed(f"{self.inbox.titles(index)} has ended")
@@ -162,11 +134,7 @@ class StageHost:
             remove_part(part)
 
     def run(self) -> Steps[None]:
-        """Build each stage from its `Start` message, reply `Ready`, and run all of them.
-
-        Raises:
-            BaseException: A stage cannot be built, or an action raised.
-        """
+        """Build each stage from its `Start` message, reply `Ready`, and run all of them."""
         yield from self._build()
         loop = self._loop
         assert loop is not None

@@ -13,11 +13,7 @@ from pipedream_rt.models.tensors import in_place_of, named_tensors
 
 
 class KeptVersions:
-    """The kept versions of one stage: copies, which nothing changes.
-
-    Args:
-        module: The module of the stage.
-    """
+    """The kept versions of one stage: copies, which nothing changes."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -25,12 +21,7 @@ class KeptVersions:
 
     @torch.no_grad()
     def keep(self, number: int, values: Mapping[int, Tensor]) -> None:
-        """Copy all weights and buffers.
-
-        Args:
-            number: Number of the version.
-            values: What to copy in the place of some of them, by ``id``.
-        """
+        """Copy all weights and buffers."""
         made: dict[int, Tensor] = {}
         copies = self._versions[number] = {}
         # By name, since a forward may put another buffer into the place of one.
@@ -45,11 +36,7 @@ class KeptVersions:
         self._versions.pop(number, None)
 
     def copies(self, number: int) -> Mapping[str, Tensor]:
-        """Return the copies of a version, by name; none for number 0.
-
-        Raises:
-            ConfigError: It is not kept.
-        """
+        """Return the copies of a version, by name; none for number 0."""
         if number and number not in self._versions:
             there = ", ".join(map(str, self._versions))
             raise ConfigError(f"version {number} is not kept; those kept are {there or 'none'}")
@@ -57,11 +44,7 @@ class KeptVersions:
 
     @contextmanager
     def read(self, number: int) -> Iterator[None]:
-        """Let the module have the weights and buffers of a version while the body runs.
-
-        Args:
-            number: Number of the version; 0 for the newest weights.
-        """
+        """Let the module have the weights and buffers of a version while the body runs."""
         before = []
         for name, copy in self.copies(number).items():
             path, _, short = name.rpartition(".")

@@ -58,11 +58,8 @@ class _Came:
     """The messages that an action or a pass needs.
 
     Attributes:
-        messages: Activations or gradients, by edge; or a command in the place of an activation.
         target: The target, on the stage that computes the loss; None on others.
-        others: All that do not belong to a micro-batch.
         arrived_ns: When the last of the messages arrived, on the clock of ``time.monotonic_ns``.
-        waited_for: The sender of that message; `NOBODY` if no message is needed.
     """
 
     messages: Sequence[Message] = ()
@@ -74,12 +71,7 @@ class _Came:
 
 @dataclass(slots=True)
 class Doing:
-    """The present action of a worker, for an error report.
-
-    Attributes:
-        stage: Address of the stage that acts.
-        action: An action, or the name of a command or pass.
-    """
+    """The present action of a worker, for an error report."""
 
     stage: int
     action: Action | str = "start"
@@ -90,7 +82,6 @@ class LoopOptions:
     """The options of a loop.
 
     Attributes:
-        timeout: How long to wait for a message that is sure to come.
         recorder: Where the loop writes its spans; None for no trace.
         announce: Called with the text form of an action before the action is done, and with an
             empty text afterwards.
@@ -104,18 +95,7 @@ class LoopOptions:
 
 
 class Loop:
-    """The loop that drives the stages of one worker, by their order and their inbox alone.
-
-    Args:
-        stages: The stages of the worker, in the order of the model.
-        worker: Index of the worker.
-        inbox: The inbox for the messages to all these stages.
-        send_of: Returns, for the index of a stage, the function that the stage sends with.
-        options: The options of the loop.
-
-    Attributes:
-        doing: The present action of the worker.
-    """
+    """The loop that drives the stages of one worker, by their order and their inbox alone."""
 
     def __init__(
         self,
@@ -140,11 +120,7 @@ class Loop:
         self.doing = Doing(stages[0].address)
 
     def run(self) -> Steps[None]:
-        """Do the actions of the order, without end; yield each message that is waited for.
-
-        Raises:
-            BaseException: An error of an action.
-        """
+        """Do the actions of the order, without end; yield each message that is waited for."""
         while True:
             yield from self._run_until_flush()
 

@@ -46,9 +46,6 @@ class _Part(NamedTuple):
     """What is kept of a micro-batch.
 
     Attributes:
-        output: What the loss is computed of.
-        target: The target.
-        share: The micro-batch's share of the mini-batch.
         samples: The number of its samples.
     """
 
@@ -59,11 +56,7 @@ class _Part(NamedTuple):
 
 
 class LossCheck:
-    """What is kept of the first micro-batches of a mini-batch until their loss is compared.
-
-    Args:
-        loss: The loss function; a copy of it is called, which may keep something for itself.
-    """
+    """What is kept of the first micro-batches of a mini-batch until their loss is compared."""
 
     def __init__(self, loss: LossFunction) -> None:
         self._loss = loss
@@ -75,16 +68,6 @@ class LossCheck:
         """Keep a micro-batch; compare when all is there that is to be compared.
 
         The random generator is left as it was.
-
-        Args:
-            output: What the loss is computed of; it is copied.
-            target: The target.
-            share: The micro-batch's share of the mini-batch.
-            parts: How many micro-batches of the mini-batch are to be compared.
-            samples: The number of samples of this one.
-
-        Raises:
-            ConfigError: The loss of the whole is another than that of the parts.
         """
         if self._is_given_up or parts < 2:
             return
@@ -161,16 +144,7 @@ def rounding_of(dtype: torch.dtype) -> float:
 
 
 def refuse_no_mean(whole: float, parts: Sequence[tuple[float, float]], rounding: float) -> None:
-    """Refuse a loss that is no weighed mean of the losses of micro-batches.
-
-    Args:
-        whole: The loss of all of them together.
-        parts: The loss and the share of each.
-        rounding: How much of a loss may be rounding.
-
-    Raises:
-        ConfigError: It is none.
-    """
+    """Refuse a loss that is no weighed mean of the losses of micro-batches."""
     total: float = sum(share for _, share in parts)
     # What weighs nothing, as a part whose labels are all ignored, may have no loss.
     weighed = [value * (share / total) for value, share in parts if share]
@@ -190,16 +164,7 @@ def refuse_no_mean(whole: float, parts: Sequence[tuple[float, float]], rounding:
 
 
 def joined(values: Sequence[Any], samples: Sequence[int]) -> _Flat | None:
-    """Return a value of which several are the parts: its structure and its tensors.
-
-    Args:
-        values: The parts.
-        samples: The number of samples in each.
-
-    Returns:
-        None if they cannot be put together: they have another structure, or a tensor that has no
-        dimension of samples, or of some rows for each sample, and is another one in each part.
-    """
+    """Return a value of which several are the parts: its structure and its tensors."""
     structures, tensors = zip(*map(flatten, values), strict=True)
     if any(structure != structures[0] for structure in structures):
         return None

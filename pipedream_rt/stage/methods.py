@@ -20,15 +20,7 @@ from pipedream_rt.stage.stage import Stage
 
 
 def forward(stage: Stage, x: Any) -> Any:
-    """Return what the stage makes of its input: in eval mode, with the newest weights, no gradient.
-
-    Args:
-        stage: The stage, of a sequence of layers.
-        x: The input of the model for the first stage, else what the stage before gives.
-
-    Returns:
-        What the stage gives to the next one; the last stage the output of the model.
-    """
+    """Return the output of the stage in eval mode, of the newest weights, without gradients."""
     structure, tensors = flatten(x)
     (made,) = stage.passes.infer(0, [Value(structure, tuple(tensors), (False,) * len(tensors))])
     return unflatten(made.structure, made.tensors)
@@ -40,11 +32,7 @@ def parameter_names(stage: Stage) -> list[str]:
 
 
 def parameter(stage: Stage, name: str) -> Any:
-    """Return the newest value of a parameter.
-
-    Raises:
-        ConfigError: The stage has none of that name.
-    """
+    """Return the newest value of a parameter."""
     found = dict(stage.module.named_parameters()).get(name)
     if found is None:
         names = ", ".join(parameter_names(stage)) or "none"
@@ -86,18 +74,7 @@ METHODS: Mapping[str, Callable[..., Any]] = {
 
 
 def ask(stage: Stage, asked: int, method: str, inputs: list[Any], named: Mapping[str, Any]) -> Any:
-    """Call a method of a stage, if it is the one that is asked.
-
-    Args:
-        stage: The stage.
-        asked: The index of the stage that is asked.
-        method: The name of the method.
-        inputs: Its arguments.
-        named: Its keyword arguments.
-
-    Raises:
-        ConfigError: It refuses, does not take these arguments, or raised.
-    """
+    """Call a method of a stage, if it is the one that is asked."""
     if stage.index != asked:
         return None
     try:

@@ -36,12 +36,7 @@ Hyper = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSpec:
-    """The description of one parameter group.
-
-    Attributes:
-        names: The names of its parameters in the unsplit model.
-        options: The options of the group.
-    """
+    """The description of one parameter group."""
 
     names: tuple[str, ...]
     options: Hyper = field(default_factory=dict)
@@ -52,10 +47,7 @@ class OptimizerSpec:
     """The description from which each stage builds its optimizer.
 
     Attributes:
-        optimizer_class: A subclass of `torch.optim.Optimizer`.
         args: Positional arguments of the class after the parameters.
-        kwargs: Keyword arguments of the class.
-        groups: The parameter groups of the whole model.
         attributes: Attributes that the optimizer gets after it was built.
         code: The code of the class, as the user's process has it; None to compare none.
     """
@@ -73,13 +65,6 @@ def pack_hyper(value: Any, name: str) -> Any:
 
     Numbers, texts and None stay as they are. Tensors, NumPy's numbers, and lists, tuples and dicts
     become tagged lists, because arithmetic on them rounds otherwise than on Python's numbers.
-
-    Args:
-        value: The value.
-        name: Name of the hyper-parameter, for the error.
-
-    Raises:
-        ConfigError: The value is of another kind.
     """
     if type(value) in _PLAIN and not (type(value) is int and not -(2**63) <= value < 2**64):
         return value
@@ -118,11 +103,7 @@ def unpack_hyper(packed: Any) -> Any:
 
 
 def packed_extra(state: Mapping[str, Any]) -> Hyper:
-    """Return those entries of a state dict that are no tensors, packed.
-
-    Raises:
-        ConfigError: One of them cannot be packed.
-    """
+    """Return those entries of a state dict that are no tensors, packed."""
     return {k: pack_hyper(v, k) for k, v in state.items() if not isinstance(v, Tensor)}
 
 
@@ -154,15 +135,8 @@ class StageOptimizer:
     Besides the state of each parameter, an optimizer may keep values in its groups, as a count of
     steps, and in attributes of its own. These are part of its state too.
 
-    Args:
-        spec: The description for the whole model; the stage leaves out groups that have none of its
-            parameters.
-        parameters: The trainable Parameters of the stage, by name.
-        place: The number under which its own values stand, which no other one has.
-
     Attributes:
         torch_optimizer: The torch optimizer; None if the stage has no parameter.
-        steps: The names of the parameters that it steps.
     """
 
     def __init__(
@@ -199,15 +173,7 @@ class StageOptimizer:
         return self.torch_optimizer.param_groups
 
     def prepare(self, hyper: list[Hyper]) -> torch.optim.Optimizer | None:
-        """Give the torch optimizer the hyper-parameters that travelled with a micro-batch.
-
-        Args:
-            hyper: For each group of the whole model, the packed hyper-parameters that the script
-                has changed; all others keep the values that the optimizer gives them.
-
-        Returns:
-            The torch optimizer, which may step; None if the stage has no parameter.
-        """
+        """Give the torch optimizer the hyper-parameters that travelled with a micro-batch."""
         if self.torch_optimizer is None:
             return None
         for i, (number, group) in enumerate(zip(self._group_numbers, self._groups, strict=True)):
@@ -220,10 +186,6 @@ class StageOptimizer:
 
         The own state is what it has changed in its groups and attributes since it was built, and
         what it keeps under keys that are no parameters, packed by `pack_hyper`.
-
-        Raises:
-            ConfigError: The optimizer has changed an attribute that cannot be packed, keeps one
-                tensor in two places, one that is not dense, or a value under an odd key.
         """
         if self.torch_optimizer is None:
             return {}
@@ -263,12 +225,7 @@ class StageOptimizer:
         return list(self._parameters)
 
     def load_state(self, state: Mapping[Key, Any]) -> None:
-        """Replace the optimizer state.
-
-        Args:
-            state: The state of the whole model or of this stage alone, with the own state of one
-                or several optimizers.
-        """
+        """Replace the optimizer state."""
         if self.torch_optimizer is None:
             return
         # Not by its load_state_dict, which casts to the dtype of the parameter and keeps the
@@ -365,12 +322,7 @@ def _attributes_of(optimizer: torch.optim.Optimizer) -> Hyper:
 
 
 def own_attributes(optimizer: torch.optim.Optimizer, like: torch.optim.Optimizer) -> Hyper:
-    """Return the attributes in which an optimizer differs from another one of its class.
-
-    Args:
-        optimizer: The user's optimizer.
-        like: An optimizer of the class, built from its parameter groups alone.
-    """
+    """Return the attributes in which an optimizer differs from another one of its class."""
 
     def named(each: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
         parameters = (p for group in each.param_groups for p in group["params"])
@@ -383,12 +335,7 @@ def own_attributes(optimizer: torch.optim.Optimizer, like: torch.optim.Optimizer
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
-    """A pickler that writes the names of parameters in the place of their values.
-
-    Args:
-        file: What is written to.
-        names: The name of each parameter by its ``id``.
-    """
+    """A pickler that writes the names of parameters in the place of their values."""
 
     def __init__(self, file: io.BytesIO, names: dict[int, str]) -> None:
         super().__init__(file)

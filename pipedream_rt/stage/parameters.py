@@ -42,14 +42,7 @@ Adjust: TypeAlias = Callable[[dict[str, Tensor], dict[str, Tensor], dict[str, Te
 
 
 class GradientHook(NamedTuple):
-    """A hook that the user has registered on a parameter.
-
-    Attributes:
-        parameter: The name of the parameter.
-        after_sum: Whether it was registered with ``register_post_accumulate_grad_hook``; else with
-            ``register_hook``.
-        call: The hook.
-    """
+    """A hook that the user has registered on a parameter."""
 
     parameter: str
     after_sum: bool
@@ -58,14 +51,7 @@ class GradientHook(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """The storage of one version.
-
-    Attributes:
-        buffers: The raw buffers, one for each trainable parameter.
-        leaves: The autograd leaves over them.
-        views: What micro-batches read in the place of the version, by staleness: weights that
-            corrections have made of it.
-    """
+    """The storage of one version."""
 
     buffers: list[Tensor]
     leaves: list[Tensor]
@@ -77,18 +63,8 @@ class VersionedParameters:
 
     The thread that runs the stage owns them.
 
-    Args:
-        module: The module of the stage. It keeps its Parameters; frozen ones have no versions.
-        stage: Index of the stage, for messages.
-        hooks: The user's hooks on parameters, which every leaf over such a parameter gets.
-        names: The parameters, by their names in the module; and the names that they have here,
-            which are those of the unsplit model. None for all that are trainable.
-
     Attributes:
-        ledger: The list of which micro-batch reads which version.
         allocated: Number of sets of buffers that were allocated, including the module's own.
-        looks_ahead: Whether corrections make views of every version that a step has made.
-        loaded: The newest version that was loaded without views, rather than made by a step.
     """
 
     def __init__(
@@ -153,11 +129,7 @@ class VersionedParameters:
         return dict(zip(self._names, self._parameters, strict=True))
 
     def leaves(self, micro_batch: int) -> list[Tensor]:
-        """Return the trainable weights in the version that a micro-batch reads, as autograd leaves.
-
-        Raises:
-            VersionError: The micro-batch is not in flight.
-        """
+        """Return the trainable weights of the version of a micro-batch, as autograd leaves."""
         return self._read_by(micro_batch).leaves
 
     def _read_by(self, micro_batch: int) -> _Version:
@@ -166,36 +138,17 @@ class VersionedParameters:
         return self._versions[self.ledger.pinned(micro_batch)] if read is None else read
 
     def reading(self, micro_batch: int) -> AbstractContextManager[None]:
-        """Let the module's weights be the version that a micro-batch reads, while the body runs.
-
-        Raises:
-            ConfigError: The body put another Parameter in the place of one of the module's.
-            VersionError: The micro-batch is not in flight.
-        """
+        """Let the module's weights be the version that a micro-batch reads, while the body runs."""
         return _Reading(self, self.leaves(micro_batch))
 
     def copies(self, micro_batch: int, names: Collection[str] | None) -> list[Tensor | None]:
-        """Return copies of the weights that a micro-batch reads, for `require_unchanged`.
-
-        Args:
-            micro_batch: Number of the micro-batch, which is in flight.
-            names: The names of those to copy, with None in the places of others; None for all.
-        """
+        """Return copies of the weights that a micro-batch reads, for `require_unchanged`."""
         buffers = self._read_by(micro_batch).buffers
         named = zip(self._names, buffers, strict=True)
         return [b.clone() if names is None or name in names else None for name, b in named]
 
     def require_unchanged(self, micro_batch: int, before: Sequence[Tensor | None]) -> None:
-        """Refuse a forward that has changed weights.
-
-        Args:
-            micro_batch: Number of the micro-batch, which is in flight.
-            before: The weights before the forward; None in the place of one of which there is no
-                other version or copy, so that a change in place does what it does in plain PyTorch.
-
-        Raises:
-            ConfigError: A weight was changed.
-        """
+        """Refuse a forward that has changed weights."""
         version = self._read_by(micro_batch)
         for i, (leaf, buffer) in enumerate(zip(version.leaves, version.buffers, strict=True)):
             moved = leaf.data_ptr() != buffer.data_ptr()
@@ -217,16 +170,6 @@ class VersionedParameters:
 
         The sum so far is put into ``leaf.grad`` first, so that autograd itself adds, in the order
         and with the rounding of plain gradient accumulation.
-
-        Args:
-            micro_batch: Number of the micro-batch, which is in flight.
-            adjust: Changes the gradients of the micro-batch, in place, before they are added; it
-                gets the gradients that there are, the weights that were read, and the newest ones,
-                by name.
-
-        Raises:
-            ConfigError: The forward used a Parameter that it did not read from its module.
-            VersionError: The micro-batch is not in flight.
         """
         leaves = self.leaves(micro_batch)
         for leaf, gradient in zip(leaves, self._gradients, strict=True):
@@ -279,10 +222,6 @@ class VersionedParameters:
         """Take the next version from the stage that owns the weights.
 
         The gradients that are pending belong to an update that the owner has not made yet.
-
-        Args:
-            next_read: The version that the next forward will read.
-            named: The weights, by name.
         """
         with self.making([None] * len(self._parameters), next_read):
             for name, parameter in self.named.items():
@@ -295,15 +234,7 @@ class VersionedParameters:
 
     @contextmanager
     def making(self, gradients: Sequence[Tensor | None], next_read: int) -> Iterator[None]:
-        """Make the next version: the body changes the module's Parameters in place.
-
-        Args:
-            gradients: What they have as their ``grad`` in the body.
-            next_read: The version that the next forward will read.
-
-        Raises:
-            VersionError: The versions held are not those of the ledger, which is an error of ours.
-        """
+        """Make the next version: the body changes the module's Parameters in place."""
         ledger = self.ledger
         newest = self._versions[ledger.newest]
         dropped, in_place = ledger.update(next_read)
@@ -335,16 +266,7 @@ class VersionedParameters:
                 parameter.data = buffer
 
     def begin(self, micro_batch: int, version: int, update: int) -> None:
-        """Let a micro-batch read a version until `end`; recycle older versions.
-
-        Args:
-            micro_batch: Number of the micro-batch.
-            version: The version that the plan lets it read.
-            update: The update that its gradient is a part of.
-
-        Raises:
-            VersionError: The version is not kept, or the micro-batch is in flight already.
-        """
+        """Let a micro-batch read a version until `end`; recycle older versions."""
         self._recycle(self.ledger.read(micro_batch, version))
         pinned = self.ledger.pinned(micro_batch)
         read = self._versions[pinned]
@@ -366,14 +288,7 @@ class VersionedParameters:
 
     @torch.no_grad()
     def add_view(self, staleness: int) -> dict[str, Tensor]:
-        """Add a view of the newest version.
-
-        Args:
-            staleness: The staleness with which micro-batches read it in the place of the version.
-
-        Returns:
-            Its weights by name, which have the values of the version, for the caller to change.
-        """
+        """Add a view of the newest version."""
         newest = self._versions[self.ledger.newest]
         view = self._take_free(newest)
         for buffer, parameter in zip(view.buffers, self._parameters, strict=True):
@@ -399,14 +314,7 @@ class VersionedParameters:
                 buffer.copy_(named[name])
 
     def reset(self, load: Callable[[], None]) -> None:
-        """Replace the weights; no later forward reads a version from before.
-
-        Args:
-            load: Writes the module's Parameters in place.
-
-        Raises:
-            VersionError: A micro-batch is in flight.
-        """
+        """Replace the weights; no later forward reads a version from before."""
         self._recycle(self.ledger.reset())
         self._recycle_views(self._versions[self.ledger.newest])
         self.loaded = self.ledger.newest
@@ -426,16 +334,7 @@ class VersionedParameters:
     def restore(
         self, newest: int, older: dict[int, dict[str, Tensor]], load: Callable[[], None]
     ) -> None:
-        """Go on from a checkpoint.
-
-        Args:
-            newest: Number of the version that ``load`` writes.
-            older: The versions before it: by version, the tensor of every trainable parameter.
-            load: Writes the module's Parameters in place.
-
-        Raises:
-            VersionError: A micro-batch is in flight.
-        """
+        """Go on from a checkpoint."""
         current = self.ledger.newest
         self._recycle(self.ledger.reset())
         load()
@@ -450,11 +349,7 @@ class VersionedParameters:
 
     @torch.no_grad()
     def put_back(self, kept: Sequence[Tensor]) -> None:
-        """Give the newest version the values that copies of the module's Parameters have.
-
-        Args:
-            kept: The copies, in the order of `named`.
-        """
+        """Give the newest version the values that copies of the module's Parameters have."""
         newest = self._versions[self.ledger.newest].buffers
         for parameter, buffer, copy in zip(self._parameters, newest, kept, strict=True):
             parameter.data = buffer

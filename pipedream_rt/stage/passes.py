@@ -19,17 +19,7 @@ from pipedream_rt.stage.weights import Weights
 
 
 class Passes:
-    """The passes of one stage.
-
-    Args:
-        spec: The specification of the stage.
-        runner: Does the steps.
-        weights: The weights of the stage.
-
-    Attributes:
-        modes: Which modules do not follow the mode of the model.
-        evaluations: By number, the buffers as evaluations that are under way have them.
-    """
+    """The passes of one stage."""
 
     def __init__(self, spec: StageSpec, runner: Runner, weights: Weights) -> None:
         self._module, self._runner, self._weights = spec.layers, runner, weights
@@ -50,22 +40,6 @@ class Passes:
         """Run a forward for `Pipeline.evaluate`: newest weights, eval mode, no gradient.
 
         It leaves the stage as it was, but for buffers that are to be kept.
-
-        Args:
-            number: Number of the micro-batch among those that are not trained on.
-            inputs: One value from each producer, or the model's input.
-            target: The target, on the stage that computes the loss; None on others.
-            program: Number of the program to follow.
-            metrics: What is computed beside the loss, pickled.
-            buffers: Number of the evaluation, whose buffers go on from pass to pass; 0 for none.
-            keep_buffers: Whether the stage's own buffers go on.
-
-        Returns:
-            The value for each consumer; on the stage that computes the loss, the loss. And what
-            parts of the loss are, and what the metrics say.
-
-        Raises:
-            ConfigError: The loss is no tensor with one element.
         """
         of_buffers = self.evaluations.of(buffers, keep_buffers)
         mode = eval_mode(self._module, self._weights.own, self.modes, of_buffers)
@@ -86,19 +60,7 @@ class Passes:
         program: int = 0,
         cache: int = 0,
     ) -> list[Value]:
-        """Run a forward for inference: newest weights, no gradient.
-
-        Args:
-            number: Number of the micro-batch among those that are not trained on.
-            inputs: One value from each producer, or the model's input.
-            training: Whether every module keeps the mode that it has in training, in which buffers
-                may change; else eval mode, which leaves the stage as it was.
-            program: Number of the program to follow.
-            cache: Number of the cache that the layers use and fill; 0 for none.
-
-        Returns:
-            The value for each consumer; on the last stage the output alone.
-        """
+        """Run a forward for inference: newest weights, no gradient."""
         own = self._weights.own
         mode = nullcontext() if training else eval_mode(self._module, own, self.modes)
         carried = self._runner.cache(cache, program)

@@ -18,13 +18,7 @@ _NOT_THE_USERS = (
 
 
 def place_of(step: Step, layer: nn.Module | None, value: Any) -> str:
-    """Return where an error happened, in words.
-
-    Args:
-        step: The step that raised it.
-        layer: The layer that the step calls; None if it calls a function.
-        value: Its input.
-    """
+    """Return where an error happened, in words."""
     if layer is None:
         return f"in {step.name} at {step.where}, whose input was {described(value)}"
     kind = type(layer).__name__

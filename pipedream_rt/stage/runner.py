@@ -37,11 +37,7 @@ class _Call(NamedTuple):
     """A step of a program, ready to be done.
 
     Attributes:
-        step: The step.
-        call: What it calls.
         only: The slot that is its only argument; -1 if it has others.
-        held: The names of the parameters and buffers that it takes.
-        unneeded: The slots that no later step needs.
     """
 
     step: Step
@@ -57,15 +53,7 @@ class Runner:
     A program says it: which values the messages of producers hold, which steps follow, and which
     values go to each consumer.
 
-    Args:
-        spec: The specification of the stage.
-        device: What the stage computes on.
-
     Attributes:
-        device: What the stage computes on.
-        programs: The programs, by the number that micro-batches name.
-        buffers: Keeps what a backward needs of buffers that later forwards change.
-        caches: By number, the objects by name in which layers keep what the next micro-batch needs.
         loss_fn: The loss function; None where no loss is computed.
         sources: The stages from which values come; the coordinator is the first, if it gives some.
         at: The step that is done now, with its input, for reports of errors; None if none is.
@@ -119,11 +107,7 @@ class Runner:
         return values
 
     def put_in(self, program: int, source: int, value: Any, values: dict[int, Any]) -> None:
-        """Put what came from a source into the slots that a program has for it.
-
-        Raises:
-            ConfigError: A codec gives back another shape or dtype.
-        """
+        """Put what came from a source into the slots that a program has for it."""
         if self._coding is not None:
             value = self._coding.decoded(source, value)
         slots = self.programs[program].takes.get(source, ())
@@ -141,17 +125,7 @@ class Runner:
         number: int | str,
         carried: Mapping[str, Any] = NONE_CARRIED,
     ) -> list[Any]:
-        """Do the steps of a program, each with its own seed.
-
-        Args:
-            program: Number of the program.
-            values: The values that came, by slot.
-            number: Number of the micro-batch, for the seeds.
-            carried: The objects in which layers keep something, by name.
-
-        Returns:
-            What goes to each consumer; on the last stage the result of the forward.
-        """
+        """Do the steps of a program, each with its own seed."""
         for step, call, only, names, unneeded in self._calls[program]:
             if step.random:
                 self.seed(number, step.name)
@@ -228,11 +202,7 @@ class Runner:
         self.device.seed(layer_seed(self._seed, number, name))
 
     def loss(self, output: Any, target: Value) -> tuple[Tensor, dict[str, float]]:
-        """Compute the loss, and parts of it that are looked at alone.
-
-        Raises:
-            ConfigError: It is no tensor with one element, or a part is no number.
-        """
+        """Compute the loss, and parts of it that are looked at alone."""
         assert self.loss_fn is not None
         loss, parts = total_of(self.loss_fn(output, unflatten(target.structure, target.tensors)))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -267,10 +237,6 @@ class _Again(AbstractContextManager[None]):
 
     It can be entered more than once, and within itself: a layer that calls ``torch.autograd.grad``
     has its forward computed again while the forward runs, and once more in the backward.
-
-    Args:
-        buffers: The buffers.
-        copies: Copies of them as they were before the forward.
     """
 
     def __init__(self, buffers: ForwardBuffers, copies: dict[str, Tensor]) -> None:

@@ -62,14 +62,7 @@ class _Saving:
     """A checkpoint whose update is not done yet.
 
     Attributes:
-        folder: Folder of the checkpoint.
         step: Number of updates after which the checkpoint is made.
-        position: Position of the command.
-        buffers: Copies of the buffers that the state dict has, by name.
-        hidden: Copies of the buffers that the state dict leaves out, by name.
-        extra: What modules give by ``get_extra_state`` that is no tensor, packed.
-        versions: Copies of older versions that will be read again.
-        views: Copies of what corrections have made of these, by the keys of the state of rules.
     """
 
     folder: Path
@@ -86,13 +79,6 @@ class StageSaver:
     """The writer of one stage's part of checkpoints.
 
     The worker's thread calls its methods; a thread of the saver writes the files.
-
-    Args:
-        stage: The stage whose state is written.
-        num_stages: Number of stages in the pipeline.
-        tell: Called with the result of every command to save: what `write_stage` returns, as a
-            list with the fingerprints of the stage behind it; or the reason why the part could not
-            be written, as a text. Training goes on either way.
 
     Attributes:
         part: The folder of the checkpoint that was begun last; None if none was.
@@ -114,11 +100,6 @@ class StageSaver:
         """Begin this stage's part of a checkpoint, and copy the buffers.
 
         The loop calls it between the last forward of one mini-batch and the first of the next.
-
-        Args:
-            position: Position of the command.
-            folder: Folder of the checkpoint.
-            step: Number of updates after which the checkpoint is made.
         """
         module, self.part = self._stage.module, Path(folder)
         # All other entries are those of weights, or made of them by a layer's own state dict.
@@ -266,11 +247,7 @@ class StageSaver:
 
 
 def remove_part(part: Path) -> None:
-    """Remove an unfinished checkpoint, as its run is dead.
-
-    Args:
-        part: Its folder. A checkpoint that is whole has another name by now.
-    """
+    """Remove an unfinished checkpoint, as its run is dead."""
     if not part.name.endswith(".part"):
         return
     for _ in range(_ATTEMPTS):  # a writer may add a file while the folder is emptied
@@ -289,24 +266,7 @@ def restore_stage(
     floor: int,
     with_optimizer: bool = True,
 ) -> bool:
-    """Let a stage go on from a verified checkpoint, while nothing is in flight.
-
-    Args:
-        stage: The stage.
-        folder: Folder of the checkpoint.
-        files: The names that its manifest lists.
-        step: Number of updates after which the checkpoint was made.
-        plain: What is no tensor of what its manifest keeps of stages, by the texts of its keys.
-        floor: The oldest weight version that a micro-batch to come may read.
-        with_optimizer: Whether to load the optimizer state too.
-
-    Returns:
-        Whether the checkpoint has every version that a micro-batch to come reads. If not, those
-        micro-batches read the newest version in the place of older ones.
-
-    Raises:
-        CheckpointError: The checkpoint lacks a weight, or what it holds makes no sense.
-    """
+    """Let a stage go on from a verified checkpoint, while nothing is in flight."""
     plan = stage.plan
     first = step * plan.per_update
     names = list(stage.parameters.named)

@@ -10,17 +10,7 @@ from pipedream_rt.devices.randomness import random_state, set_random_state
 
 
 def layer_seed(seed: int, micro_batch: int | str, layer: str) -> int:
-    """Return the seed with which a layer runs a micro-batch.
-
-    Args:
-        seed: The seed of the pipeline.
-        micro_batch: Number of the micro-batch in training; a text such as ``"evaluate 3"`` in other
-            passes.
-        layer: Name of the layer in the unsplit model, as ``"3"``.
-
-    Returns:
-        The first 8 bytes, in big-endian order, of BLAKE2b of ``"seed/micro_batch/layer"``.
-    """
+    """Return the seed with which a layer runs a micro-batch."""
     digest = blake2b(f"{seed}/{micro_batch}/{layer}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big")
 

@@ -32,10 +32,6 @@ def state_dict(stage: Stage, version: int = 0) -> dict[str, Any]:
     """Return the state dict of a stage, with the weights that it owns under all their keys.
 
     Weights that others own are left out.
-
-    Args:
-        stage: The stage.
-        version: Number of the kept version to return; 0 for the newest weights.
     """
     copies = stage.kept.copies(version)
     borrowed = stage.weights.borrowed.values()
@@ -52,15 +48,7 @@ def state_dict(stage: Stage, version: int = 0) -> dict[str, Any]:
 
 @torch.no_grad()
 def load_state(stage: Stage, state: dict[str, Tensor]) -> None:
-    """Load weights and buffers, and forget the versions before the newest.
-
-    Args:
-        stage: The stage.
-        state: A state dict with the keys of the unsplit model.
-
-    Raises:
-        VersionError: A micro-batch is in flight.
-    """
+    """Load weights and buffers, and forget the versions before the newest."""
     stage.parameters.reset(lambda: load_module_state(stage.module, state))
     for weights in stage.weights.borrowed.values():
         weights.reset(lambda: None)
@@ -75,20 +63,7 @@ def restore(
     buffers: dict[str, Tensor],
     borrowed: Mapping[int, dict[int, dict[str, Tensor]]] = _NONE_BORROWED,
 ) -> None:
-    """Let a stage go on with the state after an update, while nothing is in flight.
-
-    Args:
-        stage: The stage.
-        step: Number of updates done.
-        weights: The newest version, under the keys of the unsplit model.
-        older: The versions before it: by version, the tensor of every trainable parameter that
-            the stage owns.
-        buffers: The buffers of the stage, by name.
-        borrowed: The same of weights that other stages own, by owner.
-
-    Raises:
-        VersionError: A micro-batch is in flight.
-    """
+    """Let a stage go on with the state after an update, while nothing is in flight."""
     load_buffers(stage.module, buffers, stage.runner.device)
     stage.parameters.restore(step, older, lambda: load_module_state(stage.module, weights))
     for owner, of_owner in stage.weights.borrowed.items():
@@ -97,12 +72,7 @@ def restore(
 
 
 def owned(stage: Stage, by_key: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the values of the parameters that a stage owns, frozen ones too, by their names.
-
-    Args:
-        stage: The stage.
-        by_key: Values by the keys of the stage's module, in which some may be missing.
-    """
+    """Return the values of the parameters that a stage owns, frozen ones too, by their names."""
     foreign = {name for weights in stage.weights.borrowed.values() for name in weights.named}
     names = stage.weights.names
     keys = ((key, names.get(key, key)) for key, _ in stage.module.named_parameters())
@@ -115,15 +85,7 @@ def emptied(stage: Stage) -> list[str]:
 
 
 def keep(stage: Stage, number: int, average: bool, borrowed: Mapping[str, Tensor]) -> None:
-    """Keep a copy of the newest weights and of the buffers, or of the average of the weights.
-
-    Args:
-        stage: The stage.
-        number: Number of the kept version.
-        average: Whether to copy the average in the place of weights.
-        borrowed: Averages of tied weights, by name in the unsplit model, of which those that
-            other stages own are taken.
-    """
+    """Keep a copy of the newest weights and of the buffers, or of the average of the weights."""
     values: dict[int, Tensor] = {}
     if average:
         ema, own = stage.rule(Ema), stage.parameters.named
@@ -138,11 +100,7 @@ def keep(stage: Stage, number: int, average: bool, borrowed: Mapping[str, Tensor
 
 
 def optimizer_state(stage: Stage) -> StepState:
-    """Return the state of the optimizer, and averages.
-
-    Raises:
-        ConfigError: It cannot be kept.
-    """
+    """Return the state of the optimizer, and averages."""
     if stage.optimizer is None:
         return {}
     ema = stage.rule(Ema)
@@ -150,11 +108,7 @@ def optimizer_state(stage: Stage) -> StepState:
 
 
 def step_state(stage: Stage) -> StepState:
-    """Return the state of the optimizer and of all rules.
-
-    Raises:
-        ConfigError: It cannot be kept.
-    """
+    """Return the state of the optimizer and of all rules."""
     if stage.optimizer is None:
         return {}
     found = stage.optimizer.state()
@@ -201,10 +155,6 @@ def fingerprint_of(stage: Stage, micro_batch: int) -> str:
 
     Neither depends on timing or on a flush: the plan says which version is read, and buffers
     advance in the order of the forwards.
-
-    Args:
-        stage: The stage.
-        micro_batch: Number of the micro-batch, which is in flight.
     """
     leaves = stage.parameters.leaves(micro_batch)
     weights = dict(zip(stage.parameters.named, leaves, strict=True))

@@ -60,38 +60,19 @@ class StageSpec:
 
     Attributes:
         stage: Index of the stage, 0-based.
-        layers: The layers, under their names in the unsplit model; a loss function that is a
-            module stands behind them, under the name `LOSS_LAYER`.
         programs: What a forward does, by the number of the program; empty if the layers are called
             one after another.
         loss_fn: The loss function, on the stage that computes the loss; None on the others.
-        plan: The plan of the pipeline.
-        seed: The seed of the pipeline, for `layer_seed`.
-        blueprint: The list of layers from which the worker builds those that have no values yet.
         pretrained: Where the worker reads weights; None if it reads none.
-        on_nan: What the stage does about a training loss that is NaN or infinite.
         autocast: The dtype to which torch's autocast casts in forwards and losses; None for none.
-        rules: The options of which the stage makes rules for its updates.
-        names: The name in the unsplit model of each trainable parameter of the stage, by its name
-            in ``layers``. They differ for a weight that an earlier stage uses under another name.
-        numbers: The place of each of them among the parameters of the unsplit model, by its name
-            there.
         norm_dtype: The dtype of the norm of all gradients of the model.
         compile: The arguments of `nn.Module.compile` for every layer; None to compile none.
-        recompute: Whether activations are computed again in the backward, rather than kept.
         trace_spans: Number of spans that a worker keeps for a trace; 0 for no trace.
         trace_shown: Where it shows the newest of them; None for nowhere.
-        hooks: The hooks on parameters of the stage.
-        holders: What holds values of the script's, by the numbers that micro-batches name.
-        shared_holders: The numbers of those that other stages have too.
         shared: The names of the buffers that other stages have too, which must not change.
         aliases: The keys of state dicts under which other stages have weights that this one owns,
             by their keys on this stage.
-        modes: Which modules do not follow the mode of the model, by their names in it.
-        settings: The settings of torch in the user's process.
         code: The code of all that, as the user's process has it; None to compare none.
-        devices: By worker of the plan, what it computes on, as in `device_for`.
-        codecs: The codecs that autograd derives through, by the stages at both ends of an edge.
     """
 
     stage: int
@@ -134,14 +115,7 @@ class StageSpec:
         return code_of((thing for thing in things if thing is not None), built=built)
 
     def build(self, device: Device = HOST) -> None:
-        """Build layers, read weights, and compile, so that the layers are as the stage needs them.
-
-        Args:
-            device: Where the layers are to be.
-
-        Raises:
-            CheckpointError: Weights cannot be read.
-        """
+        """Build the layers, read their weights, and compile them."""
         names = [n for n in self.layers._modules if n in self.blueprint.specs]
         built = self.blueprint.build(names, give_free_memory_back) if names else {}
         for name, layer in built.items():

@@ -58,7 +58,6 @@ class _Replay:
 
     Attributes:
         came: The gradients, by output of the node; None until some came.
-        noting: Whether `hook` notes gradients; else it replaces them.
     """
 
     came: list[Tensor | None] | None = None
@@ -76,13 +75,7 @@ class _Replay:
 
 @dataclass(frozen=True, slots=True)
 class _OnPath:
-    """A node of the path that has weights.
-
-    Attributes:
-        node: The node.
-        edges: The edges on which the gradients of its weights leave it.
-        replay: The gradients that came to it.
-    """
+    """A node of the path that has weights."""
 
     node: Node
     edges: list[GradientEdge]
@@ -93,12 +86,6 @@ class SplitBackward:
     """One backward of one micro-batch, in two halves.
 
     The caller seeds the random generator with the same seed before each half.
-
-    Args:
-        outputs: Where the backward starts: the outputs that require a gradient.
-        gradients: The gradient of each output.
-        inputs: The nodes at which the gradients of the stage's inputs are caught.
-        weights: The autograd leaves of the weights.
     """
 
     def __init__(
@@ -188,11 +175,7 @@ class SplitBackward:
                 self._handles.append(node.register_prehook(place.replay.hook))
 
     def second_half(self) -> None:
-        """Add the gradients of the weights to the ``grad`` of their leaves, and free the graph.
-
-        Raises:
-            ConfigError: The backward draws random numbers both on the path and off it.
-        """
+        """Add the gradients of the weights to the ``grad`` of their leaves, and free the graph."""
         for weight, found in zip(self._weights, self._found, strict=True):
             if found is not None:
                 weight.grad = found if weight.grad is None else weight.grad + found

@@ -57,28 +57,12 @@ R = TypeVar("R", bound=Rule)
 class Stage:
     """One stage of the pipeline, all of whose methods run on the thread of its worker.
 
-    Args:
-        spec: The specification of the stage, whose layers are on the device.
-        address: The address of the replica; None for replica 0.
-        device: What the stage computes on.
-
     Attributes:
         index: Index of the stage, 0-based.
-        address: The address of this replica of the stage.
-        plan: The plan of the pipeline.
-        spec: The specification of the stage.
-        module: The layers of the stage.
-        runner: Does the steps of a forward.
         weights: The weights of the stage, those that other stages own among them.
         parameters: Those that the stage owns, in the versions that micro-batches in flight read.
-        given: The values of the script's that the stage has copies of.
-        guards: What refuses.
-        passes: The passes of evaluation and inference.
         rules: What features do to updates and within micro-batches, in the order in which they act.
-        kept: The kept versions.
         optimizer: The optimizer of the stage; None until one is set.
-        ended: Number of the next micro-batch whose backward is to be done.
-        steps: Number of updates whose step is done; some may wait to be applied.
     """
 
     def __init__(
@@ -167,32 +151,7 @@ class Stage:
         given: Sequence[Given] = (),
         metrics: bytes = b"",
     ) -> list[Value] | float | Late | None:
-        """Run the forward of one micro-batch with the weight version that the plan names.
-
-        Args:
-            micro_batch: Number of the micro-batch, 0-based; it must be the next one.
-            inputs: One value from each producer, or the model's input; None for a micro-batch
-                without samples, which changes nothing.
-            hyper: The hyper-parameters of each parameter group, for the update.
-            target: The target, on the stage that computes the loss; None on others.
-            share: The share that the micro-batch has in its mini-batch, by which the loss that
-                backward derives is multiplied; with 0 there is nothing to derive.
-            program: Number of the program to follow.
-            compared: What is to be compared of losses; see `Target`.
-            given: The values that the script has changed; see `MicroBatch`.
-            metrics: What is computed beside the loss, pickled; see `said_of`.
-
-        Returns:
-            The value for each consumer; on the stage that computes the loss, the loss without the
-            weight; None for a micro-batch without samples.
-
-        Raises:
-            NonFiniteLoss: The loss is NaN or infinite, unless the pipeline ignores that. Where it
-                is late, its check raises this.
-            ConfigError: The loss is no tensor with one element, or a layer does what versions do
-                not allow.
-            VersionError: The version is not kept, or the micro-batch is in flight already.
-        """
+        """Run the forward of one micro-batch with the weight version that the plan names."""
         runner = self.runner
         self.weights.begin(micro_batch)
         flight = self._in_flight[micro_batch] = Flight(hyper=hyper, given=given)
@@ -266,17 +225,6 @@ class Stage:
         """Run the backward of one micro-batch with the weight version that its forward read.
 
         Gradients are added to the pending update; weights do not change here. `end` follows.
-
-        Args:
-            micro_batch: Number of the micro-batch, which is in flight on this stage.
-            gradients: From each consumer, the gradients of the output that it was sent; empty on
-                the stage that computes the loss.
-
-        Returns:
-            For each input of the forward, the gradients of its tensors that asked for one.
-
-        Raises:
-            ScheduleError: The micro-batch is not in flight.
         """
         flight = self._flight_of(micro_batch)
         self.given.apply(flight.given)
@@ -302,19 +250,7 @@ class Stage:
     def backward_input(
         self, micro_batch: int, gradients: Sequence[Gradients] = ()
     ) -> list[Gradients]:
-        """Run the half of a backward that gives the gradients of the inputs; see `backward`.
-
-        Args:
-            micro_batch: Number of the micro-batch, which is in flight on this stage.
-            gradients: From each consumer, the gradients of the output that it was sent; empty on
-                the stage that computes the loss.
-
-        Returns:
-            For each input of the forward, the gradients of its tensors that asked for one.
-
-        Raises:
-            ScheduleError: The micro-batch is not in flight.
-        """
+        """Run the half of a backward that gives the gradients of the inputs; see `backward`."""
         flight = self._flight_of(micro_batch)
         self.given.apply(flight.given)
         outputs, given = flight.begin(gradients)
@@ -331,12 +267,6 @@ class Stage:
         """Run the other half of a backward: add the gradients of the weights to the pending update.
 
         `end` follows.
-
-        Args:
-            micro_batch: Number of the micro-batch, whose `backward_input` is done.
-
-        Raises:
-            ScheduleError: The micro-batch is not in flight.
         """
         flight = self._flight_of(micro_batch)
         self.given.apply(flight.given)
@@ -353,11 +283,7 @@ class Stage:
         return None
 
     def end(self, micro_batch: int) -> Gifts:
-        """End the flight of a micro-batch whose gradients are in the pending update.
-
-        Returns:
-            What goes to other stages.
-        """
+        """End the flight of a micro-batch whose gradients are in the pending update."""
         gifts: dict[EdgeKind, Any] = {}
         for ended in self._ends:
             gifts |= ended(micro_batch)
@@ -371,19 +297,11 @@ class Stage:
         return gifts
 
     def version_of(self, micro_batch: int) -> int:
-        """Return the weight version that a micro-batch in flight reads.
-
-        Raises:
-            VersionError: The micro-batch is not in flight.
-        """
+        """Return the weight version that a micro-batch in flight reads."""
         return self.parameters.ledger.pinned(micro_batch)
 
     def require_in_flight(self, micro_batch: int) -> None:
-        """Refuse the backward of a micro-batch that is not in flight.
-
-        Raises:
-            ScheduleError: The micro-batch is not in flight.
-        """
+        """Refuse the backward of a micro-batch that is not in flight."""
         self._flight_of(micro_batch)
 
     def _flight_of(self, micro_batch: int) -> Flight:
@@ -405,26 +323,12 @@ class Stage:
         return made
 
     def reduce(self, update: int) -> Gifts:
-        """Hand what this replica has summed for an update over to the others.
-
-        Raises:
-            ConfigError: A gradient is sparse.
-        """
+        """Hand what this replica has summed for an update over to the others."""
         assert self._replicas is not None
         return self._replicas.reduce(self._pending(update))
 
     def step(self, update: int) -> Gifts:
-        """Complete and measure the gradients of an update, and apply it unless it has to wait.
-
-        Args:
-            update: Number of the update, 0-based, which makes version ``update + 1``.
-
-        Returns:
-            What goes to other stages and replicas.
-
-        Raises:
-            ConfigError: The stage has no optimizer.
-        """
+        """Complete and measure the gradients of an update, and apply it unless it has to wait."""
         # What is pending on a replica may belong to a later update; this one was handed over.
         made = self._pending(update) if self._replicas is None else Update(update, [], [], [])
         gifts: dict[EdgeKind, Any] = {}
@@ -435,17 +339,7 @@ class Stage:
         return gifts | self.apply(update) if self._applies_at_once else gifts
 
     def apply(self, update: int) -> Gifts:
-        """Apply an update whose step is done to the newest weight version.
-
-        Args:
-            update: Number of the update.
-
-        Returns:
-            What goes to other stages and replicas.
-
-        Raises:
-            ConfigError: The stage has no optimizer.
-        """
+        """Apply an update whose step is done to the newest weight version."""
         made = self._updates.popleft()
         if self.optimizer is None:
             raise ConfigError("training needs an optimizer; give Pipeline one")
@@ -470,11 +364,7 @@ class Stage:
         return entered(contexts) if contexts else nullcontext()
 
     def take(self, update: int) -> None:
-        """Take the weights that other replicas have stepped, which makes the newest version whole.
-
-        Args:
-            update: Number of the update.
-        """
+        """Take the weights that other replicas have stepped: the newest version is whole then."""
         assert self._shards is not None
         self._shards.take(update)
 
@@ -486,14 +376,7 @@ class Stage:
     # -- the optimizer, and what is known ---------------------------------------------------------
 
     def set_optimizer(self, pickled: bytes) -> list[str]:
-        """Build the optimizer from a pickled `OptimizerSpec`; its state starts empty.
-
-        Returns:
-            The names of the parameters that it steps.
-
-        Raises:
-            ConfigError: This process has other code of the optimizer than the script.
-        """
+        """Build the optimizer from a pickled `OptimizerSpec`; its state starts empty."""
         spec: OptimizerSpec = loads(pickled)
         if spec.code is not None:
             refuse_other_code(code_of([spec.optimizer_class]), spec.code)

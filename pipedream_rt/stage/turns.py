@@ -19,13 +19,8 @@ from pipedream_rt.threads import name_this_thread
 class Turns:
     """A host, what its stages do, and the message that they wait for.
 
-    Args:
-        host: The host.
-
     Attributes:
-        host: The host.
         wanted: What its stages wait for; None before the first turn.
-        has_ended: Whether they have raised an error, or were ended.
     """
 
     def __init__(self, host: StageHost) -> None:
@@ -35,14 +30,7 @@ class Turns:
         self._steps: Steps[None] = host.run()
 
     def take(self, *, once: bool = False) -> bool:
-        """Go on until a message is needed that is not there. An error becomes a message.
-
-        Args:
-            once: Whether to take one message at the most.
-
-        Returns:
-            Whether the stages have done anything.
-        """
+        """Go on until a message is needed that is not there. An error becomes a message."""
         goes_on = self.wanted is None
         try:
             wanted = next(self._steps) if self.wanted is None else self.wanted
@@ -79,11 +67,6 @@ def serve_together(hosts: Sequence[StageHost], threads: int, waiter: Waiter) -> 
 
     Bits do not depend on which of them has its turn when: an inbox hands out the message that is
     asked for, and no other. An error of one is reported; the others go on until they are ended.
-
-    Args:
-        hosts: The hosts, whose inboxes have the waiter.
-        threads: Number of threads for torch's own parallel loops.
-        waiter: What to wait with for messages.
     """
     if len(hosts) == 1:
         hosts[0].serve()

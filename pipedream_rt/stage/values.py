@@ -39,13 +39,7 @@ NOTHING = Value(flatten(None)[0], (), ())
 
 
 class Part(NamedTuple):
-    """What a replica has summed for an update.
-
-    Attributes:
-        gradients: The gradients of its micro-batches.
-        hyper: The hyper-parameters of the update.
-        read: The versions that its micro-batches with samples have read.
-    """
+    """What a replica has summed for an update."""
 
     gradients: list[Tensor | None]
     hyper: list[dict[str, Any]]

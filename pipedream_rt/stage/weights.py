@@ -15,22 +15,10 @@ from pipedream_rt.stage.parameters import Adjust, GradientHook, VersionedParamet
 class Weights:
     """The trainable weights of a stage in their versions, by the stage that owns them.
 
-    Args:
-        module: The module of the stage.
-        plan: The plan of the pipeline.
-        stage: Index of the stage.
-        address: The address of the replica.
-        hooks: The user's hooks on parameters of the stage.
-        names: What each parameter is called in the unsplit model, by its name in the module; empty
-            if it has the same name.
-
     Attributes:
-        names: What each parameter is called in the unsplit model, by its name in the module.
         own: Those that the stage owns, and steps.
         borrowed: Those that other stages own, by owner.
         by_owner: All of these, by owner, the stage's own first.
-        tied: The names of the weights that this stage and others use.
-        next_forward: Number of the next micro-batch that reads them.
     """
 
     def __init__(
@@ -69,11 +57,7 @@ class Weights:
         return [leaf for _, weights in self.by_owner for leaf in weights.leaves(micro_batch)]
 
     def begin(self, micro_batch: int) -> None:
-        """Let a micro-batch read the versions that the plan names until `end`.
-
-        Raises:
-            VersionError: A version is not kept, or the micro-batch is in flight already.
-        """
+        """Let a micro-batch read the versions that the plan names until `end`."""
         plan = self._plan
         for owner, weights in self.by_owner:
             version = plan.reads(owner, micro_batch)
@@ -92,12 +76,7 @@ class Weights:
         return self._plan.reads(self._stage, following)
 
     def receive(self, owner: int, named: Mapping[str, Tensor]) -> None:
-        """Take the next version of weights that another stage owns.
-
-        Args:
-            owner: The stage that owns them.
-            named: The weights, by name in the unsplit model.
-        """
+        """Take the next version of weights that another stage owns."""
         self.borrowed[owner].receive(self._plan.reads(owner, self.next_forward), dict(named))
 
     def reading(self, micro_batch: int) -> AbstractContextManager[None]:
@@ -107,13 +86,7 @@ class Weights:
         return entered(weights.reading(micro_batch) for _, weights in self.by_owner)
 
     def accumulating(self, micro_batch: int, adjust: Adjust | None) -> AbstractContextManager[None]:
-        """Run the body as `reading` does, and add its gradients to those of the pending update.
-
-        Args:
-            micro_batch: Number of the micro-batch.
-            adjust: Changes the gradients of the stage's own weights before they are added; None
-                for nothing.
-        """
+        """Run the body as `reading` does, and add its gradients to those of the pending update."""
         if not self.borrowed:
             return self.own.accumulating(micro_batch, adjust)
         return entered(

@@ -32,13 +32,7 @@ class Transport(Protocol):
     """
 
     def open(self, address: int, receive: Receive, lost: Lost) -> None:
-        """Begin to receive for an address of this process.
-
-        Args:
-            address: The address.
-            receive: Called with each message to the address.
-            lost: Called when a message from the address cannot be handed over.
-        """
+        """Begin to receive for an address of this process."""
 
     def send(self, message: Message) -> None:
         """Hand a message over. Never blocks, even if the receiver is slow or dead."""
@@ -51,13 +45,7 @@ class Transport(Protocol):
 
 
 class Sender:
-    """What an address sends with: it makes messages, and hands them to the transport.
-
-    Args:
-        transport: The transport.
-        address: The address.
-        generation: Number of the generation.
-    """
+    """What an address sends with: it makes messages, and hands them to the transport."""
 
     __slots__ = ("_address", "_generation", "_transport")
 
@@ -65,7 +53,6 @@ class Sender:
         self._transport, self._address, self._generation = transport, address, generation
 
     def __call__(self, to: int, index: int, payload: Payload, tensors: tuple[Tensor, ...]) -> None:
-        """See `Send`."""
         self._transport.send(self._message(to, index, payload, tensors, None))
 
     def hand_over(
@@ -76,7 +63,6 @@ class Sender:
         tensors: tuple[Tensor, ...],
         ready: Callable[[], torch.Event],
     ) -> bool:
-        """See `pipedream_rt.messages.message.Sender`."""
         receive = self._transport.receiver(to)
         if receive is None:
             return False

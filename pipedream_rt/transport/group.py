@@ -12,9 +12,7 @@ class Group:
     """One generation of the group of processes that train together.
 
     Attributes:
-        generation: Number of the generation in the coordinator's process.
         rank: The rank of this process; the coordinator has rank 0.
-        names: The name of each rank.
         hosts: By stage, the index of the worker that hosts it, which is its rank less one.
         key: The key of this generation, which only the members know.
     """

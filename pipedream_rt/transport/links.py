@@ -86,8 +86,6 @@ class Connection(NamedTuple):
     """What a link is made of.
 
     Attributes:
-        socket: The socket, whose two ends have proved to each other that they are members.
-        key: The key of the link.
         carries_descriptors: Whether it is a Unix socket between two processes, beside which memory
             can be shared.
     """
@@ -107,7 +105,6 @@ class Frame(NamedTuple):
     """What has come over a link.
 
     Attributes:
-        kind: The kind that the sender gave.
         data: The bytes that the sender gave.
         tensors: The tensors, each in a storage of its own.
     """
@@ -118,27 +115,13 @@ class Frame(NamedTuple):
 
 
 def link_key(key: bytes, one: int, other: int, *nonces: bytes) -> bytes:
-    """Return the key of the link between two members, made of the key of their group.
-
-    Args:
-        key: The key of the generation.
-        one: Rank of a member.
-        other: Rank of the other.
-        nonces: What both have drawn for this connection; none if one process made both ends.
-    """
+    """Return the key of the link between two members, made of the key of their group."""
     low, high = sorted((one, other))
     return proof(key, b"link", struct.pack("!II", low, high), *nonces)
 
 
 class Link:
     """One end of a link. Any thread sends; one thread at a time receives.
-
-    Args:
-        connection: The socket, taken over.
-        sends: Signs what this end sends.
-        receives: Checks what the other end has sent.
-        sharing: What this end does with shared memory, which needs a Unix socket between two
-            processes; None for nothing.
 
     Attributes:
         reading: To be held by the thread that receives, and by the one that closes.
@@ -173,23 +156,7 @@ class Link:
     def send(
         self, kind: int, data: bytes, tensors: Sequence[Tensor], passing: bool = False
     ) -> bool:
-        """Send a frame, or as much of it as the socket takes now. Never blocks.
-
-        Args:
-            kind: A number of the caller's, below 254.
-            data: Any bytes.
-            tensors: Tensors, which nobody changes any more.
-            passing: Whether the receiver needs them for a while only, so that large ones may lie in
-                shared memory.
-
-        Returns:
-            Whether all of it is on its way; if not, somebody has to call `flush` when the socket
-            can take more.
-
-        Raises:
-            OSError: The other end is gone.
-            TransportError: The data is too large.
-        """
+        """Send a frame, or as much of it as the socket takes now. Never blocks."""
         about: list[Any] = [described(tensor) for tensor in tensors]
         bodies = [bytes_of(tensor) for tensor in tensors]
         if passing and self._sharing is not None:
@@ -232,11 +199,7 @@ class Link:
         return memoryview(_HEAD.pack(signature, kind, len(meta), size) + meta)
 
     def flush(self) -> bool:
-        """Send what was left; return whether nothing is left now.
-
-        Raises:
-            OSError: The other end is gone.
-        """
+        """Send what was left; return whether nothing is left now."""
         with self._lock:
             return self._write()
 
@@ -258,18 +221,7 @@ class Link:
         return True
 
     def receive(self, take: Callable[[Frame], object]) -> bool:
-        """Read once, and hand over the frames of which the rest has come. Does not wait.
-
-        Args:
-            take: Called with each frame.
-
-        Returns:
-            Whether nothing more was there.
-
-        Raises:
-            OSError: The other end is gone.
-            TransportError: What came is not signed, or is no frame.
-        """
+        """Read once, and hand over the frames of which the rest has come. Does not wait."""
         room, sharing = self._room[0] if self._room else self._chunk, self._sharing
         try:
             if sharing is None:
@@ -370,14 +322,6 @@ class Links:
     reads the links itself, which spares the way through the thread. The kernel wakes one of the
     two: the waiter if it waits, else the thread (``EPOLLEXCLUSIVE``, where the order of registering
     counts). Where it wakes both, one of them finds nothing.
-
-    Args:
-        group: The group.
-        connections: What joins this member to the others; the links' own from now on.
-        receive: Called with a rank and the frame that came from there; never blocks.
-        lost: Called with a rank and a text, once, when the link has ended.
-        gives: Whether large tensors go through memory that both ends of a link share, where they
-            can.
     """
 
     def __init__(
@@ -427,14 +371,7 @@ class Links:
         tensors: Sequence[Tensor] = (),
         passing: bool = False,
     ) -> str | None:
-        """Send a frame to a member; see `Link.send`. Never blocks. Any thread.
-
-        Returns:
-            Why it cannot be sent; None if nothing is wrong.
-
-        Raises:
-            TransportError: The data is too large.
-        """
+        """Send a frame to a member; see `Link.send`. Never blocks. Any thread."""
         link = self._links.get(rank)
         if link is None or rank in self._ended:
             return self._ended.get(rank, "there is no link to it")
@@ -463,7 +400,6 @@ class Links:
                     break
 
     def wake(self) -> None:
-        """See `Waiter.wake`."""
         self._called = True  # for a waiter that is reading
         if threading.get_ident() != self._waiter:
             self._bell.ring()

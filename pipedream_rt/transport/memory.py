@@ -22,11 +22,9 @@ class MemoryTransport:
         self._life = Lifecycle("the transport")
 
     def open(self, address: int, receive: Receive, lost: Lost) -> None:
-        """See `Transport.open`."""
         self._open[address] = (receive, lost)
 
     def send(self, message: Message) -> None:
-        """See `Transport.send`."""
         if not self._life.is_open:
             return
         if message.to not in self._open:
@@ -48,7 +46,6 @@ class MemoryTransport:
         self._open[message.to][0](message)
 
     def close(self) -> None:
-        """See `Transport.close`."""
         self._life.begin_closing()
         self._life.close()
 
@@ -67,12 +64,6 @@ class ShuffledTransport(MemoryTransport):
     """A transport for tests, on which messages arrive when and in the order that a seed says.
 
     Some arrive twice, as the contract of transports allows.
-
-    Args:
-        draw: Says which message is next.
-
-    Attributes:
-        pending: The messages that were sent and have not arrived.
     """
 
     def __init__(self, draw: random.Random) -> None:

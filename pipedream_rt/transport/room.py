@@ -23,23 +23,12 @@ _THREADS = 16
 
 
 def make_room(others: int) -> None:
-    """See to it that this process can join a group; raise its limit of open files if need be.
-
-    Args:
-        others: The number of the other members of the group.
-
-    Raises:
-        ConfigError: It cannot: the message has the numbers, and what to do.
-    """
+    """See to it that this process can join a group; raise its limit of open files if need be."""
     _allow_descriptors(_OWN + _FOR_EACH * others)
 
 
 def make_room_for_agent() -> None:
-    """See to it that this process can have torch's agent besides.
-
-    Raises:
-        ConfigError: It cannot.
-    """
+    """See to it that this process can have torch's agent besides."""
     if not can_reach_itself():
         what, remedy = OBSTACLES["loopback"]
         raise ConfigError(

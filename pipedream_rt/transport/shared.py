@@ -102,17 +102,7 @@ def _give_up(fd: int, begin: int, length: int) -> None:
 
 
 class Slots:
-    """The block of an end that sends.
-
-    Args:
-        room: The bytes of all slots at the most.
-
-    Attributes:
-        fd: The descriptor of the block, for the other end.
-
-    Raises:
-        OSError: There is no memory that can be shared.
-    """
+    """The block of an end that sends."""
 
     def __init__(self, room: int = _ROOM) -> None:
         self.fd = os.memfd_create("pipedream-rt", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -125,11 +115,7 @@ class Slots:
         close_in_forked_children(self)
 
     def take(self, size: int) -> tuple[int, int] | None:
-        """Take a slot, which `fill` fills. One thread at a time.
-
-        Returns:
-            The number of the slot and where it begins; None where there is no room.
-        """
+        """Take a slot, which `fill` fills. One thread at a time."""
         free = [n for n in self._slots if not self._taken[n]]
         fits = [(len(self._slots[n][1]), n) for n in free]
         number = min((pair for pair in fits if size <= pair[0] <= 2 * size), default=(0, None))[1]
@@ -194,15 +180,7 @@ class _Slot(np.ndarray):
 
 
 class Views:
-    """The block of the other end, in the end that receives.
-
-    Args:
-        fd: Its descriptor, taken over.
-
-    Raises:
-        OSError: It cannot be mapped.
-        TransportError: The other end could make it shorter.
-    """
+    """The block of the other end, in the end that receives."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -215,18 +193,7 @@ class Views:
         close_in_forked_children(self)
 
     def tensor(self, about: Sequence[Any]) -> Tensor:
-        """Return the tensor in a slot, which is given back when the last tensor over it is gone.
-
-        Args:
-            about: dtype, shape and strides, as `described` returns them; the number of the slot,
-                and where it begins.
-
-        Raises:
-            TransportError: There is no such slot.
-            OSError: It cannot be mapped.
-            ValueError: The description makes no sense.
-            KeyError: The dtype is unknown to this version of torch.
-        """
+        """Return the tensor in a slot, which is given back when the last tensor over it is gone."""
         name, shape, stride, number, begin = about
         dtype = dtype_of(name)
         size = dtype.itemsize * (1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)))

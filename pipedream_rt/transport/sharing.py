@@ -27,9 +27,6 @@ class Sharing:
     One thread at a time calls the methods of the sender, and one thread at a time those of the
     receiver.
 
-    Args:
-        gives: Whether this end lets large tensors lie in slots.
-
     Attributes:
         announcing: The frame with which the descriptor of the slots has to go, and the slots; None
             if there is none to be sent.
@@ -45,11 +42,7 @@ class Sharing:
     # -- the sender -----------------------------------------------------------------------------
 
     def new_slots(self) -> Slots | None:
-        """Make the slots, of which `announce` tells the other end.
-
-        Returns:
-            The slots; None if they are there already, or if there are to be none.
-        """
+        """Make the slots, of which `announce` tells the other end."""
         if self._slots is not None or not self._gives:
             return None
         try:
@@ -59,42 +52,19 @@ class Sharing:
             return None
 
     def announce(self, slots: Slots, frame: memoryview, frames: deque[memoryview]) -> None:
-        """Use slots from now on, whose descriptor goes with a frame that is sent next.
-
-        Args:
-            slots: The slots.
-            frame: The frame.
-            frames: What is to be sent, to which it is added.
-        """
+        """Use slots from now on, whose descriptor goes with a frame that is sent next."""
         self.announcing = frame, slots
         self._slots = slots
         frames.append(frame)
 
     def take(self, size: int) -> tuple[Slots, int, int] | None:
-        """Take a slot for a tensor.
-
-        Returns:
-            The slots, of which one has to be filled; its number, and where it begins. None where
-            there is no room, and where memory is not shared (any more).
-        """
+        """Take a slot for a tensor."""
         slots = self._slots
         at = None if slots is None else slots.take(size)
         return None if slots is None or at is None else (slots, *at)
 
     def send(self, connection: socket.socket, frames: deque[memoryview], most: int) -> int:
-        """Write what goes before the descriptor, or that with its frame, while it is announced.
-
-        Args:
-            connection: The socket.
-            frames: What is to be sent, in order.
-            most: How many buffers are handed to the kernel in one call.
-
-        Returns:
-            The bytes that were taken.
-
-        Raises:
-            OSError: The other end is gone, or the socket takes nothing now.
-        """
+        """Write what goes before the descriptor, or that with its frame, while it is announced."""
         assert self.announcing is not None
         frame, slots = self.announcing
         if frames[0] is not frame:
@@ -108,11 +78,7 @@ class Sharing:
     # -- the receiver ---------------------------------------------------------------------------
 
     def receive(self, connection: socket.socket, room: memoryview) -> int:
-        """Read into some room, and keep the descriptors that come along; return the bytes.
-
-        Raises:
-            OSError: The other end is gone, or there is nothing to read now.
-        """
+        """Read into some room, and keep the descriptors that come along; return the bytes."""
         count, others, _, _ = connection.recvmsg_into(
             [room], _ROOM_FOR_A_DESCRIPTOR, socket.MSG_CMSG_CLOEXEC
         )
@@ -122,11 +88,7 @@ class Sharing:
         return count
 
     def view(self) -> None:
-        """Map the memory of which the descriptor has come.
-
-        Raises:
-            TransportError: None has come, as where this process may open no more files.
-        """
+        """Map the memory of which the descriptor has come."""
         if not self._came:
             raise TransportError(
                 "the descriptor of shared memory has not come; may this process open no more files?"
@@ -137,11 +99,7 @@ class Sharing:
             raise TransportError(f"shared memory cannot be mapped: {error}") from error
 
     def tensor(self, about: Sequence[Any]) -> Tensor:
-        """Return the tensor in a slot of the other end; see `Views.tensor`.
-
-        Raises:
-            TransportError: There is no such slot.
-        """
+        """Return the tensor in a slot of the other end; see `Views.tensor`."""
         if self._views is None:
             raise TransportError("a tensor lies in memory that is not shared")
         return self._views.tensor(about)

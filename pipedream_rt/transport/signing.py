@@ -37,12 +37,6 @@ class Signer:
     A signature covers the generation, the sender, the recipient and how many signatures came before
     it. So nothing can be repeated, left out, put in another order, or shown to another member. Both
     ends count for themselves, because a connection keeps the order; so nothing of it is sent.
-
-    Args:
-        key: The key of the connection between the two.
-        generation: Number of the generation.
-        sender: Rank of the member that sends.
-        recipient: Rank of the member that receives.
     """
 
     def __init__(self, key: bytes, generation: int, sender: int, recipient: int) -> None:
@@ -62,12 +56,7 @@ class Signer:
         return signed.digest()
 
     def check(self, signature: bytes, *parts: bytes) -> None:
-        """Check the signature of what has come next. One thread at a time.
-
-        Raises:
-            TransportError: It is wrong. No later signature will be right, for both ends have to
-                count the same.
-        """
+        """Check the signature of what has come next. One thread at a time."""
         if not hmac.compare_digest(self.sign(*parts), signature):
             generation, sender, recipient = self._between
             raise TransportError(

@@ -45,10 +45,6 @@ _PASSING = (MicroBatch, Target, Gradient, Share, Partial)
 class SocketTransport:
     """The transport over links between processes.
 
-    Args:
-        group: The group.
-        gives: Whether large values go through shared memory, where connections allow it.
-
     Attributes:
         nearby: The ranks of the members with which memory can be shared.
     """
@@ -62,11 +58,7 @@ class SocketTransport:
         self.tunnel = Tunnel(group, self._send_stream)
 
     def connect(self, connections: Connections) -> None:
-        """Begin to receive over connections, which are the transport's from now on.
-
-        Args:
-            connections: What joins this member to the others.
-        """
+        """Begin to receive over connections, which are the transport's from now on."""
         self.nearby = [rank for rank, each in connections.items() if each.carries_descriptors]
         self._links = Links(self._group, connections, self._receive, self._end_of_link, self._gives)
 
@@ -76,11 +68,9 @@ class SocketTransport:
         return self._links
 
     def open(self, address: int, receive: Receive, lost: Lost) -> None:
-        """See `Transport.open`."""
         self._open[address] = (receive, lost)
 
     def send(self, message: Message) -> None:
-        """See `Transport.send`."""
         if not self._life.is_open:
             return
         rank, data = self._group.rank_of(message.to), encode(message)
@@ -95,7 +85,6 @@ class SocketTransport:
             self._tell_lost(message.sender, rank, f"{message}: {{}} is gone: {problem}")
 
     def receiver(self, address: int) -> Receive | None:
-        """See `Transport.receiver`."""
         return self._open[address][0] if address in self._open else None
 
     def _tell_lost(self, sender: int, rank: int, text: str) -> None:
@@ -149,7 +138,6 @@ class SocketTransport:
             self._links.send(rank, _STREAM, data)
 
     def close(self) -> None:
-        """See `Transport.close`."""
         if not self._life.begin_closing():
             return
         if self._links is not None:

@@ -12,9 +12,6 @@ def prepare(connection: socket.socket) -> None:
 
     The kernel finds out within half a minute that the other machine is gone, also where nobody
     sends anything.
-
-    Args:
-        connection: A connected TCP socket.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -29,10 +26,6 @@ def set_timeout(connection: socket.socket, seconds: float) -> None:
 
     That is for an end that has sent something: then the kernel sends no keep-alive, and without
     this goes on sending again for a quarter of an hour.
-
-    Args:
-        connection: A connected TCP socket.
-        seconds: The time.
     """
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         connection.setsockopt(

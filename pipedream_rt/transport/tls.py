@@ -57,7 +57,6 @@ class Wrapped(NamedTuple):
     """A connection that may be encrypted.
 
     Attributes:
-        socket: What to use in the place of the connection.
         channel: What the two ends, and nobody in between, have in common: the SHA-256 of the
             certificate of the end that was called, known once something has come; empty where
             nothing is encrypted.
@@ -73,11 +72,7 @@ def wrapped(
     calls: bool,
     timeout_s: float | None = HANDSHAKE_TIMEOUT_S,
 ) -> Wrapped:
-    """Return a connection, encrypted if there is something that encrypts it; see `Tls.wrap`.
-
-    Raises:
-        OSError: The connection has ended, or nothing can be opened or started for it.
-    """
+    """Return a connection, encrypted if there is something that encrypts it; see `Tls.wrap`."""
     return _plain(connection) if tls is None else tls.wrap(connection, calls, timeout_s)
 
 
@@ -89,13 +84,7 @@ def _plain(connection: socket.socket) -> Wrapped:
 
 
 class Material(NamedTuple):
-    """What a member encrypts with.
-
-    Attributes:
-        server: For the end that was called.
-        client: For the end that calls.
-        own: The SHA-256 of the certificate that this member shows.
-    """
+    """What a member encrypts with."""
 
     server: ssl.SSLContext
     client: ssl.SSLContext
@@ -108,8 +97,6 @@ class Tls:
 
     Attributes:
         material: Returns what it encrypts with, which may be made only then.
-        always: Whether connections that stay on this machine are encrypted too.
-        threads: The threads that carry what passes.
     """
 
     material: Callable[[], Material]
@@ -118,11 +105,7 @@ class Tls:
 
     @staticmethod
     def of_folder(folder: Path) -> Tls:
-        """Return what a folder of certificates offers.
-
-        Raises:
-            ConfigError: A file is missing, is no certificate or key, or others can read the key.
-        """
+        """Return what a folder of certificates offers."""
         certificate, key, authority = (folder / n for n in (CERTIFICATE, KEY, AUTHORITY))
         try:
             trusted = authority if authority.exists() else certificate
@@ -146,11 +129,7 @@ class Tls:
 
     @staticmethod
     def of_process(always: bool = False) -> Tls:
-        """Return what encrypts with the certificate of this process, which nobody has signed.
-
-        Args:
-            always: Whether to encrypt connections that stay on this machine too.
-        """
+        """Return what encrypts with the certificate of this process, which nobody has signed."""
         return Tls(lambda: _of_process(os.getpid()), always)
 
     def wrap(
@@ -159,19 +138,7 @@ class Tls:
         calls: bool,
         timeout_s: float | None = HANDSHAKE_TIMEOUT_S,
     ) -> Wrapped:
-        """Encrypt a connection, unless it stays on this machine and need not be.
-
-        Args:
-            connection: A connected TCP socket, which is taken over.
-            calls: Whether this end has called.
-            timeout_s: Seconds for the handshake; None where the other end may let it wait.
-
-        Returns:
-            What to use in its place. When the other end has no right certificate, it ends.
-
-        Raises:
-            OSError: The connection has ended, or nothing can be opened or started for it.
-        """
+        """Encrypt a connection, unless it stays on this machine and need not be."""
         if not self.always and _stays_here(connection):
             return _plain(connection)
         server, client, own = self.material()
@@ -202,11 +169,7 @@ class Tls:
         return Wrapped(ours, channel)
 
     def finish(self, deadline: Deadline) -> None:
-        """Wait until what was written into closed connections has been sent.
-
-        Args:
-            deadline: When to give up.
-        """
+        """Wait until what was written into closed connections has been sent."""
         for thread in list(self.threads):
             thread.join(deadline.remaining_s())
 
@@ -357,10 +320,6 @@ class _Pump:
 
     OpenSSL hands over 16 KiB at a time at most; several of these go on together, since each call
     and each wait costs as much as to decrypt some of them.
-
-    Args:
-        encrypted: After the handshake.
-        plain: This end.
     """
 
     def __init__(self, encrypted: ssl.SSLSocket, plain: socket.socket) -> None:
@@ -459,15 +418,7 @@ class _Pump:
 
 
 def make_certificate(folder: Path, days: int) -> None:
-    """Make a certificate for the members of a job, with a key.
-
-    Args:
-        folder: Where; made if it is not there. Nothing in it is replaced.
-        days: For how long it is valid.
-
-    Raises:
-        ConfigError: There is one, or it cannot be written.
-    """
+    """Make a certificate for the members of a job, with a key."""
     certificate, key = folder / CERTIFICATE, folder / KEY
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -47,11 +47,7 @@ _CONSTANT = (
 
 @contextmanager
 def apart(job: Job) -> Iterator[None]:
-    """Let the body compute as a worker does, and leave no trace of it in this process.
-
-    Raises:
-        ConfigError: Something cannot be put back.
-    """
+    """Let the body compute as a worker does, and leave no trace of it in this process."""
     threads = torch.get_num_threads()
     roots = [job.model.whole, job.options.loss_fn, job.optimizer and job.optimizer.optimizer_class]
     holders = Holders(t for _, t in named_tensors(job.model.whole))
@@ -75,14 +71,7 @@ def apart(job: Job) -> Iterator[None]:
 
 
 class _Kept:
-    """What the script and copies of its model share, as it was.
-
-    Args:
-        holders: What the code reads.
-
-    Attributes:
-        tensors: The tensors among it.
-    """
+    """What the script and copies of its model share, as it was."""
 
     def __init__(self, holders: Holders) -> None:
         self.tensors: list[Tensor] = []

@@ -17,11 +17,7 @@ class Place(NamedTuple):
     """Where a value was seen.
 
     Attributes:
-        step: Number of the mini-batch.
-        micro_batch: Number of the micro-batch; -1 for what belongs to the update.
-        kind: ``"input"`` or ``"output"`` of a layer, ``"loss"``, ``"gradient"``, ``"state"``.
         name: The layer, with ``#2`` at its second call; the parameter or the buffer.
-        number: Which of several tensors it is.
     """
 
     step: int
@@ -94,10 +90,7 @@ class Parted(NamedTuple):
     """The first value that differs.
 
     Attributes:
-        place: Where it is.
-        difference: By how much, as a part of its largest element; infinite where one lacks it.
         before: The number of values before it, which are the same.
-        rounds: Whether it may be rounding.
     """
 
     place: Place
@@ -107,12 +100,7 @@ class Parted(NamedTuple):
 
 
 def compared(plain: Seen, other: Seen) -> tuple[int, Parted | None]:
-    """Compare two trainings, in the order of the plain one.
-
-    Returns:
-        The number of values that were compared, and the first one that differs by more than
-        rounding; else the first that differs; None if all bits are the same.
-    """
+    """Compare two trainings, in the order of the plain one."""
     count, first = 0, None
     for place, value in plain.items():
         if place not in other:

@@ -41,7 +41,6 @@ class Copies:
     """A copy of the script's model and loss.
 
     Attributes:
-        model: The model.
         loss_fn: The loss function; None if the model computes its loss itself.
     """
 
@@ -50,15 +49,7 @@ class Copies:
 
 
 def copies_of(job: Job, state: Mapping[str, Any] | None) -> Copies:
-    """Return a copy of the script's model and loss, as they would be sent to workers.
-
-    Args:
-        job: The job.
-        state: The weights and buffers that they get; None for those of the script.
-
-    Raises:
-        ConfigError: They have no values here, or cannot be copied.
-    """
+    """Return a copy of the script's model and loss, as they would be sent to workers."""
     given, loss = job.model.given, job.options.loss_fn
     if job.model.blueprint.specs or any(p.is_meta for p in job.model.parameters.values()):
         raise ConfigError(
@@ -94,14 +85,8 @@ def copies_of(job: Job, state: Mapping[str, Any] | None) -> Copies:
 class Tap:
     """Notes what goes into layers and comes out of them, by hooks.
 
-    Args:
-        layers: The layers by name; one may stand under several, in the order of its calls.
-        seen: Where it is noted.
-        seed: Called with the number of the micro-batch and the name of each call, before it.
-
     Attributes:
         at: The step and the micro-batch that is computed; None to note nothing.
-        inside: The layers that are being called.
     """
 
     def __init__(
@@ -162,13 +147,7 @@ class Tap:
 
 
 class _Seeding(TorchFunctionMode):
-    """Seeds the functions that a forward calls between its layers and that draw random numbers.
-
-    Args:
-        names: The names of the steps that draw, as ``(dropout 7)``, in order.
-        inside: The layers that are being called, which draw by seeds of their own.
-        seed: Called with each, before its function is.
-    """
+    """Seeds the functions that a forward calls between its layers and that draw random numbers."""
 
     def __init__(
         self, names: Sequence[str], inside: Sequence[str], seed: Callable[[str], object]
@@ -187,17 +166,7 @@ class _Seeding(TorchFunctionMode):
 
 
 class PlainTraining:
-    """A plain loop over a copy of the model: forward, backward, clipping, step.
-
-    Args:
-        job: The job, by whose options it trains.
-        copies: The copy, which is changed.
-        parts: The optimizer, taken apart.
-        names: By stage, the names of the parameters that it has, for clipping stage by stage.
-
-    Attributes:
-        notes: What cannot be compared.
-    """
+    """A plain loop over a copy of the model: forward, backward, clipping, step."""
 
     def __init__(
         self, job: Job, copies: Copies, parts: Parts, names: Sequence[Sequence[str]]
@@ -235,14 +204,7 @@ class PlainTraining:
     def step(
         self, step: int, cut: CutBatch, drawing: Mapping[int, Sequence[str]], hyper: Sequence[Hyper]
     ) -> Seen:
-        """Train on a mini-batch, and return what was computed.
-
-        Args:
-            step: Its number.
-            cut: The mini-batch in micro-batches.
-            drawing: By number of a program, the steps between layers that draw random numbers.
-            hyper: The hyper-parameters of each group that the script has changed.
-        """
+        """Train on a mini-batch, and return what was computed."""
         seen: Seen = {}
         for group, packed in zip(self._optimizer.param_groups, hyper, strict=True):
             set_hyper(group, packed)

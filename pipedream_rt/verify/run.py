@@ -73,11 +73,7 @@ _log = logging.getLogger(__name__)
 def verified(
     job: Job, run: Run, loader: Iterable[Any], steps: int, prepare_item: Prepare | None
 ) -> Verification:
-    """Compare stages with plain PyTorch on the first mini-batches of a loader.
-
-    Raises:
-        ConfigError: Nothing can be trained, or the loader yields nothing.
-    """
+    """Compare stages with plain PyTorch on the first mini-batches of a loader."""
     require_loader(loader, "verify")
     optimizer = run.feeder.optimizer
     if job.loss_fn is None or optimizer is None:
@@ -98,15 +94,7 @@ def beside(
     hyper: Sequence[Sequence[Hyper]],
     training: bool | None,
 ) -> Verification:
-    """Train stages in this process beside plain PyTorch, and compare all that they compute.
-
-    Args:
-        job: The job, whose stages they are.
-        state: The weights and buffers at the start; None for those of the script.
-        batches: The mini-batches.
-        hyper: For each, the hyper-parameters of each group.
-        training: The mode that modules were set to; None for the one that they have.
-    """
+    """Train stages in this process beside plain PyTorch, and compare all that they compute."""
     count, rounded = 0, None
     with apart(job), _Twin(job, copies_of(job, state), batches[0]) as twin:
         plain = PlainTraining(job, copies_of(job, state), twin.parts, names_by_stage(job))
@@ -167,14 +155,7 @@ def _rounding(job: Job) -> float:
 class _Twin:
     """The stages of a job on a plan without staleness, in the thread of the script.
 
-    Args:
-        job: The job.
-        copies: A copy of the model and the loss.
-        batch: A mini-batch, on which a model that is no sequence is recorded.
-
     Attributes:
-        parts: The optimizer, taken apart.
-        left_out: What of the job is left out, in words.
         forwards: What the forwards of the copy do.
     """
 
@@ -401,14 +382,7 @@ def _as_it_is(item: Any) -> Any:
 
 
 class Watching:
-    """Verifies the first mini-batches of a run as they are injected.
-
-    Args:
-        job: The job.
-        run: The run.
-        asked: How many mini-batches somebody has asked to verify; 0 for the first one alone, by
-            what the workers say of it.
-    """
+    """Verifies the first mini-batches of a run as they are injected."""
 
     def __init__(self, job: Job, run: Run, asked: int) -> None:
         self._job, self._run, self._asked = job, run, asked
@@ -426,11 +400,7 @@ class Watching:
         return not (touched or evaluated or pending.step != len(self._batches))
 
     def injected(self, cut: CutBatch, pending: PendingStep) -> bool:
-        """Look at a mini-batch that was injected; return whether to look at the next one too.
-
-        Raises:
-            ConfigError: It is not what plain PyTorch computes.
-        """
+        """Look at a mini-batch that was injected; return whether to look at the next one too."""
         optimizer = self._run.feeder.optimizer
         assert optimizer is not None
         if self._as_at_first(pending):
@@ -452,11 +422,7 @@ class Watching:
         return True
 
     def end(self) -> None:
-        """Say what was found of the mini-batches that somebody has asked to verify.
-
-        Raises:
-            ConfigError: They are not what plain PyTorch computes.
-        """
+        """Say what was found of the mini-batches that somebody has asked to verify."""
         if self._asked and self._batches:
             batches, self._batches = self._batches, []
             found = beside(self._job, None, batches, self._hyper, self._run.feeder.training)

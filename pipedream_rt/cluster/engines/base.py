@@ -16,7 +16,6 @@ class Asked:
 
     Attributes:
         nodes: Number of nodes; None if it says nothing.
-        rank: Number of this node.
         endpoint: ``HOST:PORT`` of the first node; empty if it says nothing.
     """
 
@@ -32,7 +31,6 @@ class Node:
     Attributes:
         rank: Its number; that of the first, which runs the script, is 0. Where the engine gives no
             numbers, that of all others is 1.
-        size: How many they are.
         host: Name or numeric address of the machine of the first, as all machines know it.
         port: Port at which the first listens.
         name: How the names of its workers begin, its own in the job; ``node-RANK`` if empty. Stages
@@ -46,7 +44,6 @@ class Node:
     name: str = ""
 
     def name_of_worker(self, index: int) -> str:
-        """Return the name of one of its workers."""
         return f"{self.name or f'node-{self.rank}'}-{index}"
 
     @property
@@ -60,7 +57,6 @@ class Membership(Protocol):
 
     Attributes:
         title: The job in words, as ``Slurm job 12.0``.
-        node: Where this process stands in it.
     """
 
     title: str

@@ -47,15 +47,7 @@ def found(environment: Mapping[str, str], asked: Asked) -> Elastic | None:
 
 
 class Elastic:
-    """A job whose nodes were told where they stand.
-
-    Args:
-        node: Where this one stands.
-
-    Attributes:
-        title: The job in words.
-        node: Where this process stands in it.
-    """
+    """A job whose nodes were told where they stand."""
 
     def __init__(self, node: Node) -> None:
         self.node = node

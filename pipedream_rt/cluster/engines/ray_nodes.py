@@ -82,15 +82,7 @@ class _Board:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What every node of a job is told.
-
-    Attributes:
-        nodes: How many nodes there are.
-        options: Options of `pipedream-rt run`.
-        command: The script with its arguments.
-        secret: The secret of the job, as an argument: Ray shows the environment of its actors.
-        folder: The folder of the command, where a node runs if there is one of that name.
-    """
+    """What every node of a job is told."""
 
     nodes: int
     options: Sequence[str]

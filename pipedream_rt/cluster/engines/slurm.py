@@ -68,17 +68,7 @@ def found(environment: Mapping[str, str], asked: Asked) -> Slurm | None:
 
 
 class Slurm:
-    """A step of a job of Slurm.
-
-    Args:
-        name: Job and step, as ``12.0``.
-        node: Where this process stands in it.
-        folder: The folder of the job, which all nodes share.
-
-    Attributes:
-        title: The job in words.
-        node: Where this process stands in it.
-    """
+    """A step of a job of Slurm."""
 
     def __init__(self, name: str, node: Node, folder: Path) -> None:
         self.title = f"Slurm job {name}"
@@ -141,7 +131,6 @@ class Slurm:
             ) from error
 
     def finish(self) -> None:
-        """See `Membership.finish`."""
         with suppress(OSError):
             check_private(self._folder, self._folder.lstat())
             for each in self._folder.glob("secret*"):  # parts too, of lives that were cut short

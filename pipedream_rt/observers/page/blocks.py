@@ -16,13 +16,7 @@ Cell = str | Markup
 
 
 class Part(NamedTuple):
-    """A part of a bar.
-
-    Attributes:
-        kind: The class of it in the style sheet, as ``"compute"``.
-        name: What it is, in words.
-        share: Its share of the whole bar.
-    """
+    """A part of a bar."""
 
     kind: str
     name: str
@@ -30,12 +24,7 @@ class Part(NamedTuple):
 
 
 class Box(NamedTuple):
-    """A stage in the drawing of a plan.
-
-    Attributes:
-        title: Its name.
-        lines: What is said of it.
-    """
+    """A stage in the drawing of a plan."""
 
     title: str
     lines: Sequence[str]

@@ -36,8 +36,6 @@ class Line(NamedTuple):
     """A line of a chart.
 
     Attributes:
-        name: What it shows.
-        points: Its points, from left to right; where a value is no number it has a gap.
         band: Below and above each point; empty for no band.
     """
 
@@ -47,13 +45,7 @@ class Line(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Something that happened at a place of the axis.
-
-    Attributes:
-        at: The place.
-        kind: ``"recovered"``, ``"saved"`` or ``"evaluated"``.
-        text: What happened, for the tooltip.
-    """
+    """Something that happened at a place of the axis."""
 
     at: float
     kind: str
@@ -125,15 +117,7 @@ def line_chart(
     *,
     from_zero: bool = False,
 ) -> Markup:
-    """Return a chart; a sentence in its place where there is nothing to draw.
-
-    Args:
-        title: What it shows, for a reader that reads it aloud.
-        lines: The lines.
-        x_words: What the horizontal axis is, with its unit.
-        marks: What happened at places of the horizontal axis.
-        from_zero: Whether the vertical axis begins at 0.
-    """
+    """Return a chart; a sentence in its place where there is nothing to draw."""
     drawn = [(i, line) for i, line in enumerate(lines) if any(map(_is_drawn, line.points))]
     if not drawn:
         return Markup('<p class="none">Nothing to draw yet.</p>')
@@ -173,16 +157,7 @@ def _axis(
     from_zero: bool = False,
     log_from: float | None = None,
 ) -> _Axis:
-    """Return an axis over some values, with a little room where it is a vertical one.
-
-    Args:
-        values: The values.
-        first: Where it begins in the drawing.
-        last: Where it ends.
-        from_zero: Whether it begins at 0.
-        log_from: How many times the least value the largest must be for a logarithmic axis; None
-            for a horizontal axis, which is none.
-    """
+    """Return an axis over some values, with a little room where it is a vertical one."""
     low, high = (min(max(v, -FARTHEST), FARTHEST) for v in (min(values), max(values)))
     if log_from is not None and not from_zero and low > 0 and high / low >= log_from:
         return _Axis(low / 1.1, high * 1.1, first, last, True)

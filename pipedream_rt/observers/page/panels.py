@@ -57,15 +57,7 @@ _MOST_SIMULATED = 20_000
 
 
 class Panel(NamedTuple):
-    """A part of the page.
-
-    Attributes:
-        name: Its name in the page, which does not change.
-        title: Its heading.
-        body: What stands under it.
-        wide: Whether it takes the whole width.
-        note: A sentence on how to read it.
-    """
+    """A part of the page."""
 
     name: str
     title: str
@@ -75,13 +67,7 @@ class Panel(NamedTuple):
 
 
 def panels(record: RunRecord, *, live: bool = False) -> list[Panel]:
-    """Return the panels of a run.
-
-    Args:
-        record: What is known of it.
-        live: Whether the page is seen while it runs, and so made anew all the time: what is
-            simulated is then left out.
-    """
+    """Return the panels of a run."""
     begun, plan = record.begun, record.plan
     if begun is None or plan is None:
         return [Panel("head", "No run", Markup("<p>The run has not begun.</p>"), True)]
@@ -111,11 +97,7 @@ def panels(record: RunRecord, *, live: bool = False) -> list[Panel]:
 
 
 def compared(records: Mapping[str, RunRecord]) -> list[Panel]:
-    """Return the panels that set runs side by side: figures, settings and curves.
-
-    Args:
-        records: What is known of each, by its name.
-    """
+    """Return the panels that set runs side by side: figures, settings and curves."""
     names = list(records)
     figures = {name: {"run": title_of(r), **head_figures(r)} for name, r in records.items()}
     settings = {n: {} if r.begun is None else r.begun.settings for n, r in records.items()}
@@ -156,11 +138,7 @@ def title_of(record: RunRecord) -> str:
 
 
 def workers_panel(workers: Sequence[Mapping[str, Any]]) -> Panel:
-    """Return what the workers do at the moment.
-
-    Args:
-        workers: Those of a status record; see `pipedream-rt status`.
-    """
+    """Return what the workers do at the moment."""
     table = blocks.table(WORKER_HEAD, worker_rows(workers, 80))
     return Panel("workers", "Workers now", table, True)
 
@@ -342,13 +320,7 @@ class _Curve(NamedTuple):
     """A chart of the page.
 
     Attributes:
-        name: The name of its panel.
-        title: The heading of its panel.
-        words: What it shows, for a reader that reads it aloud.
-        lines: Its lines.
-        over_time: Whether its horizontal axis is the time, rather than mini-batches.
         from_zero: Whether its vertical axis begins at 0.
-        note: A sentence on how to read it.
     """
 
     name: str

@@ -45,13 +45,7 @@ def inside_of(panel: Panel) -> Markup:
 
 
 def page_of(title: str, found: Sequence[Panel], *, live: bool = False) -> str:
-    """Return a page with some panels.
-
-    Args:
-        title: Its title.
-        found: The panels.
-        live: Whether it asks its server for what is new.
-    """
+    """Return a page with some panels."""
     page: str = _template().render(
         title=title,
         panels=[(panel, inside_of(panel)) for panel in found],
@@ -80,11 +74,7 @@ def write_report(path: str | os.PathLike[str], record: RunRecord) -> Path:
 
 
 def write_page(path: str | os.PathLike[str], page: str) -> Path:
-    """Write a page into a file, which is replaced as a whole.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
+    """Write a page into a file, which is replaced as a whole."""
     path = Path(path)
     try:
         write_file(path, page.encode())
@@ -94,12 +84,7 @@ def write_page(path: str | os.PathLike[str], page: str) -> Path:
 
 
 class ReportFile:
-    """Writes the report of a run when it has ended, however it did. An `Observer`.
-
-    Args:
-        path: The file.
-        record: What is known of the run; it is told of an event before this is.
-    """
+    """Writes the report of a run when it has ended, however it did. An `Observer`."""
 
     def __init__(self, path: str | os.PathLike[str], record: RunRecord) -> None:
         self._path, self._record = Path(path), record

@@ -16,11 +16,7 @@ _TICKS = 5
 
 
 def timelines(trace: Trace) -> Markup:
-    """Return all of a short run, else its beginning and middle, or its end if that is all.
-
-    Raises:
-        TraceError: There is no action in the trace.
-    """
+    """Return all of a short run, else its beginning and middle, or its end if that is all."""
     spans = trace.spans[(trace.spans["stage"] >= 0)]
     acting = spans[[int(kind) in COMPUTES for kind in spans["kind"]]] if len(spans) else spans
     if not len(acting):

@@ -38,11 +38,7 @@ class Update:
     """An update from its step until it is applied.
 
     Attributes:
-        number: Number of the update, which makes version ``number + 1``.
         gradients: The gradients of the stage's own weights, in their order.
-        hyper: The hyper-parameters, for each parameter group of the whole model.
-        read: The versions that its micro-batches with samples have read.
-        skipped: Whether no stage applies it.
     """
 
     number: int
@@ -62,13 +58,7 @@ class Context:
     """What rules know of the stage that they belong to.
 
     Attributes:
-        plan: The plan of the pipeline.
-        stage: Index of the stage.
-        address: The address of the replica.
-        weights: The weights of the stage.
-        numbers: The place of each trainable parameter of the stage in the unsplit model, by name.
         norm_dtype: The dtype of the norm of all gradients of the model.
-        totals: The rule that makes the norm of all gradients (`totals.py`), if a rule needs it.
     """
 
     plan: Plan
@@ -86,42 +76,23 @@ class Context:
 
 
 class Rule:
-    """What rules of both kinds may have.
-
-    Attributes:
-        channels: The kinds of messages that `receive` takes.
-        names: The names under which it keeps something, beside those of parameters.
-    """
+    """What rules of both kinds may have."""
 
     channels: ClassVar[tuple[EdgeKind, ...]] = ()
     names: Sequence[str] = ()
 
     def receive(self, kind: EdgeKind, sender: Address, value: Any) -> None:
-        """Take a message of one of its channels, which a later method will use.
-
-        Args:
-            kind: The kind of the message.
-            sender: The address that it comes from.
-            value: What it carries; see `stage/values.py`.
-        """
+        """Take a message of one of its channels, which a later method will use."""
 
     def state(self) -> StepState:
         """Return what is to be kept in a checkpoint, as of the newest version; see `Key`.
 
         The part of its keys is the rule's name.
-
-        Raises:
-            ConfigError: It cannot be kept.
         """
         return {}
 
     def load_state(self, state: Mapping[Key, Any], step: int) -> None:
-        """Go on with what `state` has returned, on this stage or, after another split, on others.
-
-        Args:
-            state: All states of a checkpoint, those of other rules too.
-            step: The number of updates that are done.
-        """
+        """Go on with what `state` returned, here or, after another split, on other stages."""
 
     def statistics(self) -> dict[str, Any]:
         """Return counters for `Pipeline.statistics`."""
@@ -129,11 +100,7 @@ class Rule:
 
 
 class RuleOption:
-    """An option of the pipeline of which each stage makes a rule. It is pickled for the workers.
-
-    Attributes:
-        called: What the objects of the user's in it are, for people.
-    """
+    """An option of the pipeline of which each stage makes a rule. It is pickled for the workers."""
 
     __slots__ = ()
     called: ClassVar[str] = "correction"
@@ -155,11 +122,7 @@ class UpdateRule(Rule):
     """What changes updates. The methods are called in the order below, each for all rules."""
 
     def collect(self, update: Update) -> Gifts:
-        """Complete or measure the gradients of an update, at its step.
-
-        Returns:
-            What goes to other stages and replicas.
-        """
+        """Complete or measure the gradients of an update, at its step."""
         return {}
 
     def change(self, update: Update) -> None:
@@ -172,15 +135,7 @@ class UpdateRule(Rule):
         raise NotImplementedError
 
     def after(self, update: Update, optimizer: torch.optim.Optimizer | None) -> Gifts:
-        """Look at the version that the update has made.
-
-        Args:
-            update: The update, which may have been skipped.
-            optimizer: The torch optimizer; None if the stage has no weights.
-
-        Returns:
-            What goes to other stages and replicas.
-        """
+        """Look at the version that the update has made."""
         return {}
 
 
@@ -196,17 +151,9 @@ class MicroBatchRule(Rule):
         return []
 
     def adjust(self, micro_batch: int) -> Adjust | None:
-        """Return what changes the gradients of a micro-batch before they are added; None for none.
-
-        Args:
-            micro_batch: Number of the micro-batch, which is in flight.
-        """
+        """Return what changes the gradients of a micro-batch before they are added, if anything."""
         return None
 
     def ended(self, micro_batch: int) -> Gifts:
-        """Add to the pending update, or take something out of it, when a backward has ended.
-
-        Returns:
-            What goes to other stages.
-        """
+        """Add to the pending update, or take something out of it, when a backward has ended."""
         return {}

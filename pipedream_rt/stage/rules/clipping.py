@@ -64,12 +64,7 @@ class Clip(RuleOption):
 
 
 class Clipping(UpdateRule):
-    """The clipping of the gradients of one stage.
-
-    Args:
-        clip: How gradients are clipped.
-        context: The stage.
-    """
+    """The clipping of the gradients of one stage."""
 
     def __init__(self, clip: Clip, context: Context) -> None:
         self._clip = clip

@@ -46,17 +46,11 @@ class EdgeCodecs(RuleOption):
         return Coding(self.by_edge, context)
 
     def things(self) -> Sequence[object]:
-        """Return the codecs."""
         return tuple({id(codec): codec for codec in self.by_edge.values()}.values())
 
 
 class Coding(MicroBatchRule):
-    """The coding of one stage, or of a replica of it.
-
-    Args:
-        by_edge: The codecs, by the stages at both ends of an edge.
-        context: What it knows of the stage.
-    """
+    """The coding of one stage, or of a replica of it."""
 
     def __init__(self, by_edge: Mapping[tuple[int, int], ByteCodec], context: Context) -> None:
         self._plan, self._address, self._by_edge = context.plan, context.address, by_edge
@@ -96,21 +90,7 @@ class Coding(MicroBatchRule):
         tensors: tuple[Tensor, ...],
         places: Sequence[int | None],
     ) -> tuple[tuple[Tensor, ...], list[Any]]:
-        """Pack the tensors of a micro-batch that is trained on.
-
-        Args:
-            edge: The edge.
-            micro_batch: Number of the micro-batch.
-            tensors: Its values, or its gradients.
-            places: The place of each of them in the value, by which residuals are kept; None for
-                one that is not packed.
-
-        Returns:
-            What crosses, and for `unpacked` what was packed; empty if nothing was.
-
-        Raises:
-            ConfigError: The codec gives no tensors, or others than it must.
-        """
+        """Pack the tensors of a micro-batch that is trained on."""
         codec = self._codec_of(edge)
         if codec is None or not tensors:
             return tensors, []
@@ -161,16 +141,7 @@ class Coding(MicroBatchRule):
     def unpacked(
         self, edge: Edge, tensors: Sequence[Tensor], coded: Sequence[Any]
     ) -> tuple[Tensor, ...]:
-        """Return the tensors in the place of those that `packed` was given.
-
-        Args:
-            edge: The edge.
-            tensors: What has crossed.
-            coded: What was packed.
-
-        Raises:
-            ConfigError: The codec gives back another shape or dtype.
-        """
+        """Return the tensors in the place of those that `packed` was given."""
         codec = self._codec_of(edge)
         assert codec is not None
         left = iter(tensors)
@@ -246,9 +217,6 @@ class _Way:
     """The residuals of one direction, now and as they were before mini-batches that have begun.
 
     A residual is never changed, only replaced, so an earlier state is a dictionary.
-
-    Attributes:
-        residuals: Those of now.
     """
 
     def __init__(self) -> None:

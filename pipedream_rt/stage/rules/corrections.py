@@ -58,11 +58,6 @@ class Corrections(UpdateRule, MicroBatchRule):
 
     Attributes:
         at: The hook that is running, or that has raised an error, as ``Class.hook``; else empty.
-
-    Args:
-        corrections: The corrections, in the order in which they are applied.
-        context: The stage. Weights that other stages use too have copies there, so corrections of
-            what is read, and of single gradients, leave them alone.
     """
 
     def __init__(self, corrections: Sequence[Correction], context: Context) -> None:
@@ -144,12 +139,7 @@ class Corrections(UpdateRule, MicroBatchRule):
 
     @contextmanager
     def around(self, update: Update, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Call the hooks around a step, the body; then put the options back that they have changed.
-
-        Args:
-            update: The update.
-            optimizer: The optimizer.
-        """
+        """Call the hooks around a step, and restore the options that they have changed."""
         at, groups = self._moment(update.number, update.mean_read), optimizer.param_groups
         kept = [_options(group) for group in groups]
         before: Named = {}
@@ -242,11 +232,7 @@ class Corrections(UpdateRule, MicroBatchRule):
     # -- state ----------------------------------------------------------------------------------
 
     def state(self) -> StepState:
-        """Return the state of all corrections, and the views of versions.
-
-        Raises:
-            ConfigError: A correction keeps what cannot be kept.
-        """
+        """Return the state of all corrections, and the views of versions."""
         found: StepState = {}
         for number, correction in enumerate(self._all):
             self._check_state(correction, ())

@@ -26,10 +26,6 @@ def rules_of(options: Sequence[RuleOption], context: Context) -> Iterator[Rule]:
 
     Replicas come first, since all others look at the sum over them. What goes to other replicas
     comes last.
-
-    Args:
-        options: The options of the pipeline.
-        context: What the rules know of the stage.
     """
     plan, stage = context.plan, context.stage
     if plan.replicas[stage] > 1:

@@ -28,11 +28,7 @@ class Replicas(UpdateRule):
         self._came: dict[Address, Part] = {}
 
     def reduce(self, update: Update) -> Gifts:
-        """Hand over what this replica has summed for an update.
-
-        Raises:
-            ConfigError: A gradient is sparse.
-        """
+        """Hand over what this replica has summed for an update."""
         for name, gradient in zip(self._context.named, update.gradients, strict=True):
             if gradient is not None and gradient.layout is not torch.strided:
                 raise ConfigError(

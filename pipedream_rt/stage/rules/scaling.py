@@ -74,12 +74,7 @@ class LossScale(RuleOption):
 
 
 class Scaling(UpdateRule, MicroBatchRule):
-    """The scales of one stage. All stages come to the same ones.
-
-    Args:
-        scale: How losses are scaled.
-        context: The stage.
-    """
+    """The scales of one stage. All stages come to the same ones."""
 
     def __init__(self, scale: LossScale, context: Context) -> None:
         self._given = scale

@@ -108,12 +108,7 @@ class Totals(UpdateRule):
     def measured_by(
         self, measure: Callable[[Update], Norms], norm_type: float | None = None
     ) -> None:
-        """Let the totals be made of further norms.
-
-        Args:
-            measure: Returns the norms of the gradients of an update.
-            norm_type: The p of the p-norm; None for numbers that are no norms.
-        """
+        """Let the totals be made of further norms."""
         self._measures.append(measure)
         self._norm_type = self._norm_type if norm_type is None else norm_type
 
@@ -174,14 +169,7 @@ class Totals(UpdateRule):
             del norms[old]
 
     def of(self, update: int) -> Tensor | None:
-        """Return the total by which an update is clipped; see above.
-
-        Args:
-            update: The update, at its step, or when it is applied where that is later.
-
-        Returns:
-            The total, where the gradients are; None if no stage from this one on has any.
-        """
+        """Return the total by which an update is clipped; see above."""
         own = (self._of_known if self._delay else self._known).get(update)
         if own is None:
             return None

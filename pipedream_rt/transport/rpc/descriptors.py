@@ -33,8 +33,6 @@ class OwnSocket(NamedTuple):
     """A TCP socket of this process.
 
     Attributes:
-        fd: Its descriptor.
-        listens: Whether it listens.
         local: Its own address and port.
         peer: Address and port of the other end; None if it is not connected.
     """
@@ -86,13 +84,6 @@ def accept_only(fd: int, ports: list[int]) -> None:
     """Have the kernel drop every packet to a listening socket but those of some ports on loopback.
 
     A stranger who connects gets no answer, and neither does torch hear of it.
-
-    Args:
-        fd: Descriptor of a socket that listens on loopback.
-        ports: The ports, which sockets of this process are bound to; none to let nobody in.
-
-    Raises:
-        OSError: The kernel does not offer filters.
     """
     program = [
         (LOAD_WORD, 0, 0, _SOURCE_ADDRESS),
@@ -120,9 +111,6 @@ def cut_off(fd: int) -> None:
 
     ``shutdown`` would leave what has come already to be read. The descriptor stays, and its owner
     finds the connection broken.
-
-    Args:
-        fd: Descriptor of the connection.
     """
     to_nobody = bytes(16)  # a `sockaddr` of the family AF_UNSPEC: the kernel's word for this
     ctypes.CDLL(None).connect(fd, to_nobody, len(to_nobody))
@@ -134,9 +122,6 @@ def stop_listening(fd: int) -> None:
     Its descriptor is given to another file, whereupon the kernel closes the socket and polls it no
     more. ``shutdown`` would close the port too, but leave a descriptor that is always ready, which
     costs a whole core.
-
-    Args:
-        fd: Descriptor of the socket.
     """
     nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     try:

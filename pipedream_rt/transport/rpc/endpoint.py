@@ -56,13 +56,7 @@ _current: Endpoint | None = None
 
 
 class Directory(dist.Store):
-    """The store that torch's agent asks for names and addresses of the group; it does not listen.
-
-    Args:
-        group: The group, whose names it knows.
-        tunnel: Says which address the agent connects to for which member, and is told where the
-            agent listens.
-    """
+    """The store in which torch's agent finds names and addresses of the group. It has no port."""
 
     def __init__(self, group: Group, tunnel: Tunnel) -> None:
         super().__init__()
@@ -93,11 +87,7 @@ def is_open() -> bool:
 
 
 def refuse_second() -> None:
-    """Refuse a second endpoint in this process; callers ask before they start a worker.
-
-    Raises:
-        ConfigError: An endpoint is open.
-    """
+    """Refuse a second endpoint in this process; callers ask before they start a worker."""
     if _current is not None:
         raise ConfigError(
             "this process has an open pipeline on worker processes already, and torch RPC allows "
@@ -108,17 +98,7 @@ def refuse_second() -> None:
 
 
 class Endpoint:
-    """The endpoint of this process in torch RPC, of which a process has one at a time.
-
-    Args:
-        group: The group to join.
-        tunnel: Carries the connections of the agent.
-        timeout: The time after which a call has failed.
-        mode: Whether it may be without a fence.
-
-    Raises:
-        ConfigError: This process has an open endpoint.
-    """
+    """The endpoint of this process in torch RPC, of which a process has one at a time."""
 
     def __init__(
         self, group: Group, tunnel: Tunnel, timeout: timedelta, mode: Mode = "fenced"
@@ -136,24 +116,11 @@ class Endpoint:
         self._lock = threading.Lock()
 
     def expose(self, address: int, part: Callable[[str], Any]) -> None:
-        """Let the coordinator make references to parts of a stage of this process.
-
-        Args:
-            address: Address of the stage.
-            part: Returns the stage's ``"module"`` or ``"optimizer"``.
-        """
+        """Let the coordinator make references to parts of a stage of this process."""
         self._parts[address] = part
 
     def join(self, deadline: Deadline) -> None:
-        """Join the group. The coordinator returns when it has called every worker.
-
-        Args:
-            deadline: When to give up.
-
-        Raises:
-            RendezvousTimeout: A worker does not answer in time.
-            PipelineError: The endpoint was closed meanwhile.
-        """
+        """Join the group. The coordinator returns when it has called every worker."""
         group = self._group
         callees = group.others if group.rank == 0 else ()
         options = rpc.TensorPipeRpcBackendOptions(
@@ -201,23 +168,14 @@ class Endpoint:
                 ) from error
 
     def reference(self, address: int, part: str) -> rpc.RRef[Any]:
-        """Return an RRef to a part of a stage, which the stage's worker owns.
-
-        Args:
-            address: Address of the stage.
-            part: ``"module"`` or ``"optimizer"``.
-        """
+        """Return an RRef to a part of a stage, which the stage's worker owns."""
         # A plain integer: a worker unpickles no class that it need not.
         name, args = self._host_of(address), (address, part)
         reference: rpc.RRef[Any] = rpc.remote(name, _part, args=args)
         return reference
 
     def parameter_references(self, address: int) -> list[rpc.RRef[nn.Parameter]]:
-        """Return RRefs to the trainable parameters of a stage, in the order of the module.
-
-        Raises:
-            PeerLost: The worker does not answer in time.
-        """
+        """Return RRefs to the trainable parameters of a stage, in the order of the module."""
         name = self._host_of(address)
         try:
             references: list[rpc.RRef[nn.Parameter]] = rpc.rpc_sync(
@@ -251,11 +209,7 @@ class Endpoint:
 
 
 class NoEndpoint:
-    """In the place of an `Endpoint` where torch RPC is left out: nothing listens or runs.
-
-    Args:
-        why: Why it is.
-    """
+    """In the place of an `Endpoint` where torch RPC is left out: nothing listens or runs."""
 
     def __init__(self, why: str = "") -> None:
         self._why = why
@@ -270,19 +224,11 @@ class NoEndpoint:
         """Do nothing."""
 
     def reference(self, address: int, part: str) -> rpc.RRef[Any]:
-        """Refuse.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Refuse."""
         raise ConfigError(refusal(self._why))
 
     def parameter_references(self, address: int) -> list[rpc.RRef[nn.Parameter]]:
-        """Refuse.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Refuse."""
         raise ConfigError(refusal(self._why))
 
 

@@ -54,11 +54,7 @@ _SHORT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
 
 def can_filter() -> bool:
-    """Whether a packet filter can be put on a TCP socket of this process.
-
-    Raises:
-        ConfigError: It has no socket left to try it with.
-    """
+    """Whether a packet filter can be put on a TCP socket of this process."""
     try:
         with socket.socket() as tried:
             accept_only(tried.fileno(), [])
@@ -69,11 +65,7 @@ def can_filter() -> bool:
 
 
 def can_reach_itself() -> bool:
-    """Whether this process can connect to itself over loopback.
-
-    Raises:
-        ConfigError: It has no socket left to try it with.
-    """
+    """Whether this process can connect to itself over loopback."""
     try:
         with (
             socket.create_server(("127.0.0.1", 0)) as listener,
@@ -92,23 +84,14 @@ def _refuse_shortage(error: OSError) -> None:
 
 
 def obstacle() -> Obstacle:
-    """Return what is in the way of a fenced agent in this process.
-
-    Raises:
-        ConfigError: It has no socket left to try it with.
-    """
+    """Return what is in the way of a fenced agent in this process."""
     if not can_reach_itself():
         return "loopback"
     return "" if can_filter() else "filter"
 
 
 def decided(wish: Wish, obstacles: Mapping[str, Obstacle]) -> Mode:
-    """Return what a group does about torch RPC, of which all members have it, or none.
-
-    Args:
-        wish: What the user has said.
-        obstacles: By name of a member, what is in the way there.
-    """
+    """Return what a group does about torch RPC, of which all members have it, or none."""
     if wish == "off" or (wish == "auto" and any(obstacles.values())):
         return "off"
     return "open" if any(obstacles.values()) else "fenced"

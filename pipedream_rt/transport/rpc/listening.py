@@ -28,13 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Machine(NamedTuple):
-    """Numbers of the kernel for a kind of processor.
-
-    Attributes:
-        architecture: How the kernel names it to a filter.
-        listen: The system call ``listen``.
-        seccomp: The system call ``seccomp``.
-    """
+    """Numbers of the kernel for a kind of processor."""
 
     architecture: int
     listen: int
@@ -82,16 +76,7 @@ def _ask_at_listen() -> int:
 
 
 def run(body: Callable[[], None], may_listen: Callable[[int], None]) -> None:
-    """Run a function that makes a library listen, on a thread of its own.
-
-    Args:
-        body: The function. It returns when the library listens.
-        may_listen: Called on this thread with the descriptor of each socket that is about to
-            listen; the thread that wants to waits meanwhile.
-
-    Raises:
-        BaseException: What ``body`` or ``may_listen`` has raised.
-    """
+    """Run a function that makes a library listen, on a thread of its own."""
     errors: list[BaseException] = []
     asks: list[int] = []
     ready, (ours, theirs) = threading.Event(), os.pipe()

@@ -87,11 +87,7 @@ def _shape(tensors: list[Tensor]) -> bytes:
 
 
 class SignedPickler(InternalRpcPickler):
-    """The pickler of torch RPC for one generation of a group.
-
-    Args:
-        key: The key of the group.
-    """
+    """The pickler of torch RPC for one generation of a group."""
 
     def __init__(self, key: bytes) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -127,12 +123,7 @@ class SignedPickler(InternalRpcPickler):
         return self._signature(data) + data, tensors
 
     def deserialize(self, binary_data: bytes, tensor_table: list[Tensor]) -> Any:
-        """Return the object that signed bytes and tensors hold.
-
-        Raises:
-            TransportError: The signature is wrong, the tensors are not those that were signed, or a
-                request names something that is not allowed.
-        """
+        """Return the object that signed bytes and tensors hold."""
         signature, data = binary_data[:DIGEST], binary_data[DIGEST:]
         if not hmac.compare_digest(self._signature(data), signature):
             raise TransportError("a message is not signed with the key of this job")

@@ -65,11 +65,7 @@ Stream = tuple[int, int, int]
 
 
 class _Way:
-    """This process's end of one connection of its agent.
-
-    Args:
-        connection: The socket, whose other end the agent has.
-    """
+    """This process's end of one connection of its agent."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -99,10 +95,6 @@ class Tunnel:
     """Takes the connections of this process's RPC agent to those of others and back.
 
     Its thread starts with `start`, and alone touches the connections from then on.
-
-    Args:
-        group: The group.
-        send: ``send(rank, data)`` sends a part of a stream to a member; never blocks.
     """
 
     def __init__(self, group: Group, send: Callable[[int, bytes], None]) -> None:
@@ -123,12 +115,7 @@ class Tunnel:
         self._thread: threading.Thread | None = None
 
     def start(self, ranks: tuple[int, ...], mode: Mode = "fenced") -> None:
-        """Open gates for the agent's connections to some members, and start the thread.
-
-        Args:
-            ranks: Ranks of the members that this process will call.
-            mode: ``"open"`` if the agent may be without a fence where none can stand.
-        """
+        """Open gates for the agent's connections to some members, and start the thread."""
         self._fenced = mode != "open" or can_filter()
         self._selector.register(self._wake, selectors.EVENT_READ)
         for rank in ranks:
@@ -152,12 +139,6 @@ class Tunnel:
 
         It is called before the agent has told anybody where it listens, and before it takes what
         has connected.
-
-        Args:
-            port: The port on loopback at which the agent listens.
-
-        Raises:
-            TransportError: The kernel does not put the filter on the port.
         """
         self._port = port
         self._filter()
@@ -165,11 +146,7 @@ class Tunnel:
         self._order(self._catch_up)
 
     def fence_off(self, fd: int) -> None:
-        """Have the kernel let this process's own connections alone to a socket that listens.
-
-        Raises:
-            TransportError: The kernel does not put the filter on this socket.
-        """
+        """Have the kernel let this process's own connections alone to a socket that listens."""
         if not self._fenced:
             return
         try:
@@ -367,7 +344,6 @@ class Tunnel:
             self._drop(stream)
 
     def _close_gates(self) -> None:
-        """Close the gates."""
         for gate in self._gates.values():
             self._selector.unregister(gate)
             gate.close()
