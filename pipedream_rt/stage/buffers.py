@@ -1,4 +1,4 @@
-"""The buffers of a module: the places that hold them, and how they are loaded."""
+"""The buffers of a module: where they are held, loaded, and kept as a backward needs them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ from pipedream_rt.torch_private import NormWithBuffers
 
 
 def buffer_slots(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Return, for the name of each buffer, all places of the module that hold that buffer.
-
-    A place is a submodule and a name in its ``_buffers``. Buffers that are None are included; they
-    are missing in ``named_buffers``, as is every name of a shared buffer but the first.
-    """
+    """Return by name of each buffer all its places: (submodule, name in its ``_buffers``)."""
+    # named_buffers() lacks buffers that are None, and all names of a shared buffer but the first.
     found: dict[str, list[tuple[nn.Module, str]]] = {}
     by_tensor: dict[int, list[tuple[nn.Module, str]]] = {}
     for prefix, owner in module.named_modules():
@@ -54,20 +51,14 @@ def load_state(module: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 class ForwardBuffers:
-    """Keeps what a backward needs of buffers that later forwards change in place.
-
-    Between the forward of a micro-batch and its backward, other micro-batches pass forward. If a
-    layer changes a buffer in place that autograd has saved, the backward would find it changed. So
-    a buffer that a forward was seen to change is replaced by a copy before the next forward, which
-    changes the copy. BatchNorm and its kin are left alone: their backward reads no statistics that
-    their forward has changed.
-    """
+    """Copies the buffers that forwards change, so that each backward finds what autograd saved."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         by_tensor: dict[int, list[tuple[nn.Module, str]]] = {}
         for owner in module.modules():
             for name, buffer in owner._buffers.items():
+                # The backward of BatchNorm and its kin reads no statistics that a forward changes.
                 if buffer is not None and not isinstance(owner, NormWithBuffers):
                     by_tensor.setdefault(id(buffer), []).append((owner, name))
         self._slots = list(by_tensor.values())
@@ -79,7 +70,7 @@ class ForwardBuffers:
 
     @contextmanager
     def put_back_for_a_while(self, copies: dict[str, Tensor]) -> Iterator[None]:
-        """Let the buffers be copies from earlier while the body runs."""
+        """Put copies from earlier in the place of the buffers while the body runs."""
         places = buffer_slots(self._module)
         slots = [
             (owner._buffers, short, owner._buffers[short])
@@ -97,11 +88,13 @@ class ForwardBuffers:
                 holder[short] = buffer
 
     def kept_for_backward(self, others: bool) -> AbstractContextManager[None]:
-        """Run a forward so that it edits no buffer that another micro-batch has saved."""
+        """Guard a forward, the body; `others`: whether other micro-batches are in flight."""
         return self._kept(others) if self._slots else nullcontext()
 
     @contextmanager
     def _kept(self, others: bool) -> Iterator[None]:
+        # Autograd may have saved a buffer for a backward to come, which would find it changed in
+        # place. So this forward changes a copy of each buffer that a forward was seen to change.
         if others:
             for number in self._changing:
                 self._replace(self._slots[number])

@@ -22,7 +22,7 @@ from pipedream_rt.stage.stage import Stage
 
 @torch.no_grad()
 def carry_out(stage: Stage, name: CommandName, argument: Any) -> object:
-    """Carry out a command on a stage."""
+    """Carry out a command on a stage; tensors of the result may be the stage's own."""
     match name:
         case CommandName.STATE:
             return snapshot.state_dict(stage, argument or 0)
@@ -33,6 +33,7 @@ def carry_out(stage: Stage, name: CommandName, argument: Any) -> object:
         case CommandName.CALL:
             return _call(stage, argument)
         case CommandName.END_CACHE:
+            # Caches of generations and buffers of evaluations share one numbering.
             stage.runner.caches.pop(argument, None)
             stage.passes.evaluations.end(argument)
         case CommandName.LOAD_STATE:
@@ -62,17 +63,18 @@ def carry_out(stage: Stage, name: CommandName, argument: Any) -> object:
 
 
 def set_mode(stage: Stage, training: bool) -> None:
-    """Set every module of a stage to training or eval mode, as `nn.Module.train`."""
+    """Set all modules to training or eval mode; refuse it where that changes shared weights."""
     modes = stage.passes.modes
     if not changes_modes(stage.module):
         modes.set(stage.module, training)
         return
+    # An adapter may merge its weights into a layer's, which older versions would not follow.
     with stage.guards.refusing_changes("to set the mode"):
         modes.set(stage.module, training)
 
 
 def _call(stage: Stage, pickled: bytes) -> tuple[bool, Any]:
-    """Call a function of the user's with the module of a stage."""
+    """Call a user's function with the module; return (True, result) or (False, the error)."""
     function, args, kwargs = loads(pickled)
     guards = stage.guards
     try:

@@ -1,4 +1,4 @@
-"""Values that cross an edge in a coded form through which autograd derives; see `GraphCodec`."""
+"""Values that cross an edge encoded by a `GraphCodec`, whose work autograd differentiates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Encoded:
     """What crosses in the place of a value: plain data and tensors, as any dataclass.
 
     Attributes:
-        was: For each tensor that is encoded, its dtype and shape before; for others nothing.
+        was: By tensor, ``[dtype, shape]`` before it was encoded; empty if it was not.
     """
 
     structure: list[Any]
@@ -34,13 +34,14 @@ class GraphCoding:
     def __init__(
         self, codecs: Mapping[tuple[int, int], GraphCodec], stage: int, autocast: str | None
     ) -> None:
+        # The codecs come by (source, target) stage; `autocast` is the device type where it is on.
         self._to = {end: codec for (begin, end), codec in codecs.items() if begin == stage}
         self._from = {begin: codec for (begin, end), codec in codecs.items() if end == stage}
         self._stage, self._autocast = stage, autocast
         self._sizes = {target: Sizes() for target in self._to}
 
     def encoded(self, target: int, value: Any) -> Any:
-        """Return what goes to a stage in the place of a value; the value itself without a codec."""
+        """Return a value encoded for a target stage; the value itself without a codec."""
         codec = self._to.get(target)
         if codec is None:
             return value
@@ -62,15 +63,12 @@ class GraphCoding:
         return Encoded(structure, made, was)
 
     def statistics(self) -> dict[str, Any]:
-        """Return for each edge how many values were encoded, and the bytes before and after.
-
-        An entry is the stages at both ends, the direction, and these three numbers.
-        """
+        """Return by edge: source, target, direction, micro-batches, bytes before and after."""
         rows = self._sizes.items()
         return {"encoded": [[self._stage, to, "forward", *sizes.counts] for to, sizes in rows]}
 
     def decoded(self, source: int, value: Any) -> Any:
-        """Return the value in the place of which `encoded` has sent something."""
+        """Return a value from a source stage, decoded if the edge has a codec."""
         codec = self._from.get(source)
         if codec is None or not isinstance(value, Encoded):
             return value
@@ -90,7 +88,7 @@ class GraphCoding:
         return unflatten(value.structure, tensors)
 
     def _as_it_is(self) -> AbstractContextManager[object]:
-        """Return a context in which autocast leaves the dtypes of a codec alone."""
+        """Return a context without autocast, which would change the dtypes of a codec."""
         if self._autocast is None:
             return nullcontext()
         return torch.autocast(self._autocast, enabled=False)

@@ -1,9 +1,9 @@
-"""Eval mode for a while, after which a stage is as it was before.
+"""Eval mode for one pass, after which a stage is as it was before; and metrics.
 
 An evaluation may come anywhere, so it must leave no trace: not in the modes of modules, not in
 weights (adapters merge theirs into a layer in eval mode), not in buffers, and not in the extra
-state that modules give to state dicts. From one pass of an evaluation to the next, buffers go on as
-they do in plain PyTorch; the stage keeps them beside its own, which other passes see.
+state that modules give to state dicts. From pass to pass of one evaluation, buffers change as in
+plain PyTorch; the stage keeps them apart from its own, which all other passes see.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from pipedream_rt.models.modes import Modes
 from pipedream_rt.stage.parameters import VersionedParameters
 
 Metric: TypeAlias = Callable[[Any, Any], Any]
-"""``metric(output, target)`` returns a number, of what the loss is computed of."""
+"""``metric(output, target)`` returns a number; it gets what the loss function gets."""
 
 
 def changes_modes(module: nn.Module) -> bool:
-    """Whether a module, or one inside it, does something of its own when its mode is set."""
+    """Whether a module, or one inside it, overrides `train` or `eval`."""
     return any(
         type(each).train is not nn.Module.train or type(each).eval is not nn.Module.eval
         for each in module.modules()
@@ -43,12 +43,9 @@ def eval_mode(
     modes: Modes,
     buffers: AbstractContextManager[None] | None = None,
 ) -> Iterator[None]:
-    """Set every module to eval mode while the body runs, and leave everything as it was.
-
-    Call it without gradient.
-    """
+    """Run the body in eval mode and leave everything as it was; call it without gradient."""
     buffers = buffers or same_buffers(module)
-    # Left in the reverse order: the modes first, since to set them may change what comes after.
+    # Restored in reverse order. The modes come first: to set them may change all the others.
     with _same_extra_state(module), buffers, _same_weights(module, parameters):
         before = [(each, each.training) for each in module.modules()]
         try:
@@ -62,10 +59,11 @@ def eval_mode(
 
 @contextmanager
 def _same_weights(module: nn.Module, parameters: VersionedParameters) -> Iterator[None]:
-    """Give weights the very bits back that they had, where setting a mode may change them."""
+    """Restore all weights bit for bit, where setting a mode may change them."""
     if not changes_modes(module):
         yield
         return
+    # An adapter adds its weights in eval mode and subtracts them again, which rounds.
     trained = parameters.named.values()
     mine = {id(p) for p in trained}
     kept = [p.detach().clone() for p in trained]
@@ -80,7 +78,7 @@ def _same_weights(module: nn.Module, parameters: VersionedParameters) -> Iterato
 
 @contextmanager
 def same_buffers(module: nn.Module) -> Iterator[None]:
-    """Give every module the buffers back that it had, with their values."""
+    """Restore the buffers of every module: the same tensors, names and values."""
     before = [
         (owner, {n: _Kept(b) for n, b in owner._buffers.items()}) for owner in module.modules()
     ]
@@ -111,7 +109,7 @@ class _Kept:
 
 @contextmanager
 def _same_extra_state(module: nn.Module) -> Iterator[None]:
-    """Give every module the extra state back that it had."""
+    """Restore the extra state of those modules that define `get_extra_state`."""
     before = [
         (each, copy.deepcopy(each.get_extra_state()))
         for each in module.modules()
@@ -125,7 +123,7 @@ def _same_extra_state(module: nn.Module) -> Iterator[None]:
 
 
 class EvaluationBuffers:
-    """The buffers of a stage as evaluations that are under way have them."""
+    """The buffers as each running evaluation has them, by its number."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -140,14 +138,14 @@ class EvaluationBuffers:
         self._kept.pop(number, None)
 
     def of(self, number: int, kept: bool) -> AbstractContextManager[None]:
-        """Return the context of a pass: what becomes of the buffers."""
-        if kept:
+        """Return the context of a pass of an evaluation, or by itself for number 0."""
+        if kept:  # the stage's own buffers are to change
             return nullcontext()
         return self._going_on(number) if number else same_buffers(self._module)
 
     @contextmanager
     def _going_on(self, number: int) -> Iterator[None]:
-        """Let modules have the buffers of an evaluation while the body runs."""
+        """Run the body with the buffers of an evaluation in the modules."""
         owners = list(self._module.modules())
         with same_buffers(self._module):
             if number in self._kept:
@@ -157,9 +155,11 @@ class EvaluationBuffers:
                 yield
                 self._kept[number] = [dict(owner._buffers) for owner in owners]
                 return
+            # Until a pass changes a buffer, the evaluation needs none of its own.
             before = [_marks(owner) for owner in owners]
             yield
             if [_marks(owner) for owner in owners] != before:
+                # Clones, since `same_buffers` puts the old values back into these very tensors.
                 copies: dict[int, Tensor | None] = {}  # a buffer may belong to two modules
                 self._kept[number] = [
                     {
@@ -171,7 +171,7 @@ class EvaluationBuffers:
 
 
 def _marks(owner: nn.Module) -> dict[str, tuple[int, int] | None]:
-    """Return what tells whether a buffer was changed, or another one took its place."""
+    """Return by name what differs once a buffer was changed in place or replaced."""
     return {
         name: None if buffer is None else (id(buffer), buffer._version)
         for name, buffer in owner._buffers.items()
@@ -182,7 +182,7 @@ def _marks(owner: nn.Module) -> dict[str, tuple[int, int] | None]:
 
 
 def packed_metrics(metrics: Mapping[str, Metric]) -> bytes:
-    """Return metrics as bytes, for the stage that computes the loss; none for no metrics."""
+    """Return metrics pickled for the stage that computes the loss; empty for no metrics."""
     named = metrics.items() if isinstance(metrics, Mapping) else [("metrics", metrics)]
     for name, metric in named:
         if not isinstance(name, str) or name == "loss" or not callable(metric):
@@ -197,35 +197,30 @@ def packed_metrics(metrics: Mapping[str, Metric]) -> bytes:
         raise ConfigError(f"the metrics do not pickle: {error}") from error
 
 
+# One entry is enough: all micro-batches of an evaluation, or an epoch, bring the same bytes.
 @functools.lru_cache(maxsize=1)
 def _unpacked(packed: bytes) -> list[tuple[str, Metric, list[Holder]]]:
-    """Return the metrics of an evaluation, or of an epoch, which all bring the same ones.
-
-    With each comes what holds values that it reads, as they are before the first pass.
-    """
+    """Return metrics by name, each with the holders of the values that it reads."""
     metrics: dict[str, Metric] = loads(packed)
     found = []
     for name, metric in metrics.items():
         holders = Holders()
         holders.walk([("the metric", metric)])
         for holder in holders.found.values():
-            holder.look()
+            holder.look()  # before the first pass: `measured` tells what a metric has changed
         found.append((name, metric, list(holders.found.values())))
     return found
 
 
 def measured(packed: bytes, output: Any, target: Value) -> dict[str, float | str]:
-    """Return what metrics say by name; of one that says no number, what is wrong with it.
-
-    An error here does not end the run, as one in the loss does: nothing depends on a metric.
-    """
+    """Return the number of each metric by name; for one that gives none, a text that says why."""
     said: dict[str, float | str] = {}
     given = unflatten(target.structure, target.tensors) if packed else None
     for name, metric, holders in _unpacked(packed) if packed else ():
         try:
             with torch.no_grad():
                 found = float(metric(output, given))
-        except Exception as error:  # the user's code
+        except Exception as error:  # the user's; the run goes on, since nothing needs a metric
             said[name] = f"{type(error).__name__}: {error}"
             continue
         changed = [holder.called(key) for holder in holders for key, *_ in holder.changes()]
@@ -239,12 +234,12 @@ def measured(packed: bytes, output: Any, target: Value) -> dict[str, float | str
 
 
 def refuse_bad_metrics(said: Mapping[str, float | str]) -> None:
-    """Refuse a metric that said no number."""
+    """Raise for the first metric that has a text in the place of a number."""
     for name, value in said.items():
         if isinstance(value, str):
             raise ConfigError(words_of_bad_metric(name, value))
 
 
 def words_of_bad_metric(name: str, said: str) -> str:
-    """Return what is told of a metric that said no number."""
+    """Return the error text of a metric that gave no number."""
     return f'the metric "{name}" must return a number for an output and a target; {said}'

@@ -1,4 +1,4 @@
-"""A stage on its worker: the feed that it follows, and the messages that it gets and sends."""
+"""A stage on its worker: its place in the feed, and the messages that it gets and sends."""
 
 from __future__ import annotations
 
@@ -43,36 +43,29 @@ _BY = {channel.kind: channel.by for channel in OF_ACTIONS}
 
 
 class Computing:
-    """A context around every computation of a stage, which counts the time that they take.
+    """A context around every computation of a stage, which sums up the time that they take."""
 
-    A class, since contexts that are generators are slow, and one is entered for each action.
-
-    Attributes:
-        busy_ns: The time so far, in ns.
-    """
-
+    # A class, since contexts that are generators are slow, and one is entered for each action.
     __slots__ = ("_start", "busy_ns")
 
     def __init__(self) -> None:
         self.busy_ns = self._start = 0
 
     def __enter__(self) -> None:
-        """Begin a computation."""
         self._start = time.perf_counter_ns()
 
     def __exit__(self, *error: object) -> None:
-        """End the computation."""
         self.busy_ns += time.perf_counter_ns() - self._start
 
 
 class Exchange:
-    """A stage on its worker, with its place in the feed, its messages and its counters.
-
-    What the stage returns becomes messages here, on the edges that the plan names.
+    """Makes messages of what a stage returns, on the edges that the plan names.
 
     Attributes:
-        loads: The number of checkpoints that the run has gone back to, or on from, meanwhile.
+        turn: The turn of the next item of its feed.
+        loads: How often this stage has loaded a checkpoint; updates then count from an earlier one.
         ahead: A micro-batch that was taken from the feed before its forward is due; None for none.
+        positions: By micro-batch in flight, its position: the index of all its messages.
         sent_bytes: The bytes of tensors that it has sent since its last span.
     """
 
@@ -92,6 +85,7 @@ class Exchange:
         self.turn = self.loads = 0
         self.ahead: Message | None = None
         self.positions: dict[int, int] = {}
+        # By edge, the last update or version that was taken, or given, since `begin`.
         self._taken: dict[Edge, int] = {}
         self._given: dict[Edge, int] = {}
         self._begun = stage.steps
@@ -99,7 +93,7 @@ class Exchange:
         self.sent_bytes = 0
 
     def begin(self) -> None:
-        """Begin a stretch of the order: nothing is in flight, and no message is on its way."""
+        """Begin the order anew: nothing is in flight, and no message is on its way."""
         self._begun = self.stage.steps
         self._taken.clear()
         self._given.clear()
@@ -107,7 +101,7 @@ class Exchange:
     # -- the feed -------------------------------------------------------------------------------
 
     def route(self, number: int) -> _Route:
-        """Return the edges of the messages about a micro-batch."""
+        """Return the route of a micro-batch; that of 0 serves all passes that do not train."""
         place = number % self._cycle if self._cycle > 1 else 0
         route = self._routes.get(place)
         if route is None:
@@ -115,30 +109,31 @@ class Exchange:
         return route
 
     def route_of(self, head: MicroBatch) -> _Route:
-        """Return the edges of the messages about a micro-batch, of which one has come."""
+        """Return the route of a micro-batch whose first message has come."""
         return self.route(head.micro_batch if self._cycle > 1 and head.mode is Mode.TRAIN else 0)
 
     def next_keys(self) -> tuple[Key, ...]:
-        """Return the keys of which one is that of the next item: activations, and a command."""
+        """Return the keys of the feed's next item, of which one comes: activation or command."""
         turn = self.turn
         return (*(Key(edge, turn) for edge in self._next_from), Key(self._commands, turn))
 
     def has_peeked(self, row: Row, index: int) -> bool:
-        """Whether a micro-batch has come, at which an action has to peek."""
+        """Whether the micro-batch is here that an action must look at without taking it."""
+        # The last forward, if none was taken ahead; those of one replica are `replicas` apart.
         newest = self.stage.next_forward
         if self.ahead is None:
             newest -= self._plan.replicas[self.stage.index]
         return newest >= row.of(index).number
 
     def position_of(self, micro_batch: int) -> int:
-        """Return the position of a micro-batch in flight."""
+        """Return the position in the feed of a micro-batch that is in flight."""
         self.stage.require_in_flight(micro_batch)
         return self.positions[micro_batch]
 
     # -- what actions need ------------------------------------------------------------------------
 
     def keys(self, row: Row, index: int) -> Iterator[Key]:
-        """Yield the keys of the messages that an action needs of an edge."""
+        """Yield the keys of the messages that the action with an index needs of an edge."""
         edge = row.edge
         if _BY[edge.kind] is By.MICRO_BATCH:
             yield Key(edge, self.position_of(index))
@@ -147,10 +142,11 @@ class Exchange:
                 yield Key(edge, self._numbered(number))
 
     def _up_to(self, row: Row, index: int, done: dict[Edge, int]) -> Sequence[int]:
-        """Return the numbers of the messages that a row names and that are not done yet."""
+        """Return the numbers, of updates or versions, up to a row's last that are not `done`."""
         if row.number is None:
             return (index,)
         edge, last = row.edge, row.number(index)
+        # After n updates, update n and version n + 1 come first.
         first = self._begun - (_BY[edge.kind] is not By.VERSION)
         numbers = range(done.get(edge, first) + 1, last + 1)
         if numbers:
@@ -158,25 +154,21 @@ class Exchange:
         return numbers
 
     def _numbered(self, update: int) -> int:
-        """Return the number under which messages about an update, or a version, are sent.
-
-        It rises also when updates begin again from an earlier one: an inbox takes a message whose
-        number does not rise for one that came twice.
-        """
+        """Return the message number of an update or version; its high bits count loads."""
+        # Else it would fall when a run goes back, and an inbox takes a message whose number does
+        # not rise for one that came twice.
         return (self.loads << 40) + update
 
     # -- what comes with a micro-batch ------------------------------------------------------------
 
     def values_of(self, messages: Sequence[Message]) -> list[Value]:
-        """Return the values that the messages of a micro-batch carry."""
         return [value_of(message, self._unpacked(message)) for message in messages]
 
     def gradients_of(self, messages: Sequence[Message]) -> list[Gradients]:
-        """Return the gradients that messages carry."""
         return [gradients_of(message, self._unpacked(message)) for message in messages]
 
     def _unpacked(self, message: Message) -> tuple[Tensor, ...]:
-        """Return the tensors of a message as they were before a codec has packed them."""
+        """Return the tensors of a message, unpacked if a codec has packed them."""
         head = message.payload
         assert isinstance(head, MicroBatch | Gradient)
         if self._coding is None or not head.coded:
@@ -187,7 +179,7 @@ class Exchange:
     # -- what actions give ------------------------------------------------------------------------
 
     def give(self, action: Action, gifts: Gifts) -> None:
-        """Send what an action gives beside the messages of its micro-batch."""
+        """Send what an action gives for updates and versions, by kind of edge."""
         index = action.index
         for row in self._plan.rows(action, self.address)[1] if gifts else ():
             if row.edge.kind in gifts:
@@ -203,7 +195,7 @@ class Exchange:
         mark: str = "",
         metrics: dict[str, float | str] | None = None,
     ) -> None:
-        """Send the output or the loss of a forward on every edge that the forward gives."""
+        """Send a forward's outputs, or loss, on all its edges; `mark` goes into the trail."""
         head = inputs[0].payload
         assert isinstance(head, MicroBatch)
         trail = [*trail_of(inputs), [self.stage.index, version, self.computing.busy_ns, mark]]
@@ -250,6 +242,7 @@ class Exchange:
         """Send the gradients that a backward found to the stages that its inputs came from."""
         position, route = self.positions[micro_batch], self.route(micro_batch)
         for edge, number in route.back:
+            # Of a micro-batch without samples nothing was found; its producers wait all the same.
             present, tensors = dense(found[number] if found else [])
             coded: list[Any] = []
             if self._coding is not None:
@@ -259,8 +252,8 @@ class Exchange:
             self._send(edge, position, Gradient(present=present, coded=coded), tensors)
 
     def reply(self, position: int, result: object, refused: str = "") -> None:
-        """Send the result of a command to the coordinator, or why there is none."""
-        # The tensors are copied, because the next update may change the stage's own.
+        """Send the result of a command to the coordinator, or the text of a refusal."""
+        # Copies, since the next update may change the stage's own tensors before they are sent.
         structure, tensors = flatten(result)
         copied = self.stage.runner.device.copied
         copies = tuple(own(tensor, copy=True, clone=copied) for tensor in tensors)
@@ -268,7 +261,7 @@ class Exchange:
         self._send(edge, position, Reply(structure=structure, refused=refused), copies)
 
     def _tell_saved(self, position: int, result: object) -> None:
-        """Send the result of a command to save to the coordinator."""
+        """Send the result of a save command to the coordinator. Any thread."""
         self._transport_send(COORDINATOR, position, Saved(structure=flatten(result)[0]), ())
 
     def _send(
@@ -281,17 +274,18 @@ class Exchange:
 
 
 class _Route:
-    """The edges of the messages about a micro-batch that a replica of a stage gets and sends.
+    """The edges of the messages that a replica of a stage gets and sends for a micro-batch.
 
     Attributes:
         activations: The edges on which its inputs come, in the order of the stages.
-        back: The edges that its backward gives, each with the number of the input.
+        back: The edges that its backward gives, each with the place of the input.
     """
 
     def __init__(self, plan: Plan, address: Address, number: int) -> None:
         needs, gives = plan.rows(Action(Kind.FORWARD, number), address)
         needed = [row.edge for row in needs if _BY[row.edge.kind] is By.MICRO_BATCH]
         self.activations = [edge for edge in needed if edge.kind is EdgeKind.ACTIVATION]
+        # When the nearest producer has done a micro-batch, so have all others: wait for it first.
         self.first = max(self.activations, key=lambda edge: edge.source)
         self.rest = [edge for edge in needed if edge != self.first]
         self.outputs = [row.edge for row in gives if _BY[row.edge.kind] is By.MICRO_BATCH]

@@ -1,8 +1,7 @@
 """Fingerprints: short numbers that two states share only if they are equal bit for bit.
 
-The fingerprint of a set of named tensors is the sum, modulo 2^128, of a BLAKE2b digest of each: its
-name, dtype, shape and bytes. So the fingerprint of a model is the sum of those of its stages, and
-does not depend on the split.
+The fingerprint of a set of named tensors is the sum, modulo 2^128, of a BLAKE2b digest of the name,
+dtype, shape and bytes of each. So that of a model is the sum over its stages, whatever the split.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _BYTES = 16
 
 
 def fingerprint(named: Mapping[str, Any]) -> str:
-    """Return the fingerprint of named tensors and plain values, as 32 hex digits."""
+    """Return the fingerprint of named tensors, and values by their ``repr``, as 32 hex digits."""
     return total(_digest(name, value) for name, value in named.items())
 
 
@@ -31,7 +30,7 @@ def total(fingerprints: Iterable[str]) -> str:
 
 
 def _digest(name: str, value: Any) -> str:
-    """Return the digest of one named value."""
+    """Return the digest of one named value, as 32 hex digits."""
     digest = blake2b(digest_size=_BYTES)
     if isinstance(value, Tensor):
         digest.update(f"{name}|{value.dtype}|{tuple(value.shape)}|".encode())
@@ -49,15 +48,15 @@ def fingerprints_of(
     version: int,
     extra: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the fingerprints of a stage, as plain data."""
-    # What optimizers keep for all their parameters is, as a rule, the same on all stages, and so
-    # counts once: the digests are listed, without the number of the stage.
+    """Return the fingerprints of a stage: frozen weights count, but not among older versions."""
+    # What an optimizer keeps for all its parameters is usually the same on all stages, and counts
+    # once for the model: these digests are listed, and leave out the number of the stage.
     own = {
         written(key.part, *key.path): value
         for key, value in steps.items()
         if key.part in OF_OPTIMIZERS and key.part != SPLIT
     }
-    # What all stages have agreed on has no name; the first stage alone keeps it.
+    # A key without a name is of what all stages have agreed on; the first stage alone keeps it.
     state = {str(k): v for k, v in steps.items() if k.name and k.part not in OF_OPTIMIZERS}
     return {
         "version": version,

@@ -22,11 +22,12 @@ _NAME = "is_first_microbatch"
 
 
 class FirstMicroBatch:
-    """What the modules of one stage are told."""
+    """Passes ``is_first_microbatch`` to those modules of one stage whose forward takes it."""
 
     def __init__(self, module: nn.Module) -> None:
         self._said: bool | None = None
-        self._kept: object = None  # that of which the modules keep what they have cast
+        # Of the weights whose casts the modules keep, what `read_by` returned; and by micro-batch.
+        self._kept: object = None
         self._in_flight: dict[int, object] = {}
         asking = [each for each in module.modules() if _asks(each)]
         for each in asking:
@@ -36,7 +37,7 @@ class FirstMicroBatch:
     def _tell(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Add the argument to those of a module, unless its caller has given it."""
+        """Add the argument to a module's call, unless the caller has given it."""
         if self._said is None or kwargs.get(_NAME) is not None:
             return None
         return args, {**kwargs, _NAME: self._said}
@@ -44,7 +45,7 @@ class FirstMicroBatch:
     def forward(
         self, micro_batch: int, read_by: Callable[[int], object]
     ) -> AbstractContextManager[None]:
-        """Return the context of a forward for which a backward follows."""
+        """Return the context of a training forward; `read_by` identifies the weights it reads."""
         if not self._asked:
             return nullcontext()
         read = read_by(micro_batch)
@@ -52,13 +53,13 @@ class FirstMicroBatch:
         self._in_flight[micro_batch] = read
         if read == self._kept:
             return self._saying(False)
-        if not free:
+        if not free:  # a backward to come still needs what is kept
             return nullcontext()
         self._kept = read
         return self._saying(True)
 
     def backward(self, micro_batch: int) -> AbstractContextManager[None]:
-        """Return the context of a backward, which may do the forward once more."""
+        """Return the context of a backward, which may recompute the forward."""
         kept = self._asked and self._in_flight.get(micro_batch) == self._kept
         return self._saying(False) if kept else nullcontext()
 
@@ -68,12 +69,11 @@ class FirstMicroBatch:
         self._in_flight.clear()
 
     def end(self, micro_batch: int) -> None:
-        """Note that a micro-batch is not in flight any more."""
+        """Forget a micro-batch that is no longer in flight."""
         self._in_flight.pop(micro_batch, None)
 
     @contextmanager
     def _saying(self, first: bool) -> Iterator[None]:
-        """Tell modules whether it is the first one, while the body runs."""
         self._said = first
         try:
             yield
@@ -82,8 +82,8 @@ class FirstMicroBatch:
 
 
 def _asks(module: nn.Module) -> bool:
-    """Whether the forward of a module has the argument."""
+    """Whether the forward of a module takes the argument."""
     try:
         return _NAME in signature(type(module).forward).parameters
-    except (TypeError, ValueError):  # of a forward that is no function of Python
+    except (TypeError, ValueError):  # a forward that is not a Python function
         return False

@@ -19,21 +19,20 @@ from pipedream_rt.stage.values import Gradients
 
 
 class _Boundary(torch.autograd.Function):
-    """The identity at the entrance of a stage, which catches the gradient of an input tensor.
+    """The identity at the entrance of a stage, which catches the gradient of an input tensor."""
 
-    The module gets a tensor that is no leaf, as inside an unsplit model, so that a first layer may
-    work in place (``ReLU(inplace=True)``). The gradient is caught here rather than read from the
-    ``grad`` of the leaf, which has the strides of the leaf: kernels round differently for other
-    strides.
-    """
+    # The module gets a tensor that is no leaf, as inside an unsplit model, so that a first layer
+    # may work in place (``ReLU(inplace=True)``). The gradient is not read from ``leaf.grad``, which
+    # takes the strides of the leaf: kernels round differently for other strides.
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, caught: list[Tensor]) -> Tensor:
-        """Return a tensor over the leaf's storage that autograd does not know as a view of it."""
+        """Return a tensor over the leaf's storage that autograd does not take for a view of it."""
         ctx.caught = caught
-        # Where no gradient comes, autograd would make one of zeros, which an optimizer takes for a
-        # gradient: weights would decay that the unsplit model leaves alone.
+        # Else autograd makes zeros where no gradient comes. An optimizer takes them for a gradient:
+        # weights would decay that the unsplit model leaves alone.
         ctx.set_materialize_grads(False)
+        # A view that is made in a custom Function may not be changed in place.
         alias = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
         return alias.set_(leaf.untyped_storage(), leaf.storage_offset(), leaf.size(), leaf.stride())
 
@@ -50,8 +49,14 @@ class Flight:
     """A micro-batch in flight on a stage.
 
     Attributes:
+        hyper: By parameter group of the model, what the script has changed, packed.
+        caught: By input, by tensor that asked for a gradient: a list to which autograd appends it.
+        entrances: The autograd nodes at which these gradients are caught.
+        outputs: By consumer, the edges where the backward begins; on the loss's stage, the loss.
+        unit: The gradient of the loss, which is one, on the stage that computes it.
+        said: Parts of the loss, and metrics, by name; on that stage.
         split: The backward whose first half is done; None before that, and if there is nothing to
-            derive.
+            differentiate.
     """
 
     hyper: list[Hyper]
@@ -65,7 +70,7 @@ class Flight:
     split: SplitBackward | None = None
 
     def enter(self, runner: Runner, inputs: Sequence[Value], program: int) -> dict[int, Any]:
-        """Return the values that came, by slot, behind the nodes that catch their gradients."""
+        """Return the input values by slot, behind the nodes that catch their gradients."""
         values: dict[int, Any] = {}
         for source, (structure, received, requires_grad) in zip(
             runner.sources, inputs, strict=True
@@ -88,6 +93,7 @@ class Flight:
     def leave(self, made: Sequence[Any]) -> list[Value]:
         """Return what goes to each consumer, and note where its backward will begin."""
         flat = list(map(flatten, made))
+        # Edges, not tensors, which would keep the values of the outputs in memory.
         self.outputs = [
             [get_gradient_edge(t) for t in tensors if t.requires_grad] for _, tensors in flat
         ]
@@ -98,11 +104,7 @@ class Flight:
         self.outputs, self.unit = [[get_gradient_edge(loss)]], torch.ones_like(loss)
 
     def begin(self, gradients: Sequence[Gradients]) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Return where a backward begins, and the gradients there.
-
-        These are the outputs of which a consumer sent a gradient, once for each such consumer; or
-        the loss.
-        """
+        """Return where a backward begins, and the gradients there: one from each consumer."""
         if self.unit is not None:
             return [*self.outputs[0]], [self.unit]
         pairs = [
@@ -114,16 +116,14 @@ class Flight:
         return [output for output, _ in pairs], [gradient for _, gradient in pairs]
 
     def found(self) -> list[Gradients]:
-        """Return the gradients that were caught at the entrance of the stage, for each input."""
+        """Return by input the gradients that were caught at the entrance of the stage."""
         return [[own(c[0]) if c else None for c in caught] for caught in self.caught]
 
 
 def outgoing(structure: Structure, tensors: Sequence[Tensor]) -> Value:
-    """Return a flattened output as a value whose tensors do not change until they are sent.
-
-    Tensors that require a gradient belong to autograd, and nobody changes them. Other tensors are
-    copied, because they may be a buffer or a workspace that the next forward overwrites.
-    """
+    """Return a flattened output as a value whose tensors do not change until they are sent."""
+    # Nobody changes tensors that require a gradient: they belong to autograd. Others may be a
+    # buffer or a workspace that the next forward overwrites.
     wanted = [tensor.requires_grad for tensor in tensors]
     sent = [own(t, copy=not graded) for t, graded in zip(tensors, wanted, strict=True)]
     return Value(structure, tuple(sent), tuple(wanted))

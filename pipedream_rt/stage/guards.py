@@ -1,9 +1,4 @@
-"""What refuses: changes that versions, other stages or checkpoints would not know of.
-
-Guards read weights and buffers, and change none. To compare all weights takes as long as to copy
-them, so it is done for the micro-batches 0, 1, 2, 4, 8 and so on: a layer that changes its weights
-does so more than once.
-"""
+"""Refusals of changes that weight versions, other stages or checkpoints would not know of."""
 
 from __future__ import annotations
 
@@ -37,14 +32,16 @@ class Guards:
         self._given = given
         self._stage, self._module = spec.stage, spec.layers
         self._weights, self._shared = weights, spec.shared
-        # Where a schedule flushes there is one version, and a change in place is one of it; but
-        # other stages and replicas have copies.
+        # A schedule with flushes has one version, so that a change in place is as in plain PyTorch;
+        # but other stages and replicas have copies.
         self._alone = spec.plan.flushes and spec.plan.replicas[spec.stage] == 1
         self._kinds = _kinds(self._module)
         self.filled = names_of_buffers(self._module)
 
     def watching(self, micro_batch: int) -> AbstractContextManager[None]:
-        """Refuse what a forward, the body, may not do to weights and to shared buffers."""
+        """Refuse a forward, the body, that changes weights or shared buffers."""
+        # To compare all weights takes as long as to copy them, so only the micro-batches 0, 1, 2,
+        # 4, 8 and so on are compared: a layer that changes its weights does so more than once.
         looks = micro_batch & (micro_batch - 1) == 0
         return self._watching(micro_batch, looks) if looks or self._shared else nullcontext()
 
@@ -54,6 +51,7 @@ class Guards:
         owners = [weights for _, weights in self._weights.by_owner]
         before = [weights.copies(micro_batch, compared) if looks else [] for weights in owners]
         shared = self._marks_of_shared()
+        # Values too, since a write through ``.data`` does not move the version counter.
         values = {name: self._module.get_buffer(name).clone() for name in shared if looks}
         yield
         if looks:
@@ -71,7 +69,7 @@ class Guards:
                 )
 
     def _refuse_new_names(self) -> None:
-        """Refuse parameters and buffers that the layers did not have at the start."""
+        """Refuse parameters and buffers that the module did not have at the start."""
         now = _kinds(self._module)
         for name, kind in now.items():
             if self._kinds.get(name) != kind:
@@ -82,13 +80,13 @@ class Guards:
                 )
 
     def _marks_of_shared(self) -> dict[str, tuple[int, int]]:
-        """Return, for each buffer that other stages share, what differs once it was changed."""
+        """Return by name of each shared buffer what differs once it was changed or replaced."""
         buffers = {name: self._module.get_buffer(name) for name in self._shared}
         return {name: (id(buffer), buffer._version) for name, buffer in buffers.items()}
 
     @contextmanager
     def refusing_changes(self, what: str) -> Iterator[None]:
-        """Refuse a body that changes weights which older versions or copies share."""
+        """Refuse, and undo, changes to weights that have older versions, or copies elsewhere."""
         own = {
             name: (parameter, parameter.detach().clone())
             for _, weights in self._weights.by_owner
@@ -109,7 +107,7 @@ class Guards:
 
     @contextmanager
     def refusing_others(self) -> Iterator[None]:
-        """Refuse that the body puts other modules or parameters, or other data, into the module."""
+        """Refuse, and undo, that the body replaces modules, or parameters or their ``data``."""
         slots_of: list[tuple[Any, dict[str, Any]]] = [
             (slots, dict(slots))
             for owner in self._module.modules()
@@ -139,7 +137,7 @@ class Guards:
 
 
 def _kinds(module: nn.Module) -> dict[str, str]:
-    """Return, by name, what is a parameter, a frozen parameter or a buffer of a module."""
+    """Return by name whether it is a parameter, a frozen parameter or a buffer."""
     found = {
         name: "parameter" if p.requires_grad else "frozen parameter"
         for name, p in module.named_parameters()
@@ -149,7 +147,7 @@ def _kinds(module: nn.Module) -> dict[str, str]:
 
 @contextmanager
 def telling_changed_inputs(given: Value | None) -> Iterator[None]:
-    """Say if a forward, the body, changes in place what the loader has yielded."""
+    """Warn if a forward, the body, changes the tensors of the mini-batch in place."""
     if given is None:
         yield
         return

@@ -49,7 +49,11 @@ _log = logging.getLogger(__name__)
 
 
 class StageHost:
-    """The stages of one worker with their inbox."""
+    """The stages of one worker with their inbox.
+
+    Attributes:
+        name: The name for messages: ``"stage 2"``, or ``"worker 1"`` if it hosts several stages.
+    """
 
     def __init__(
         self,
@@ -68,36 +72,32 @@ class StageHost:
         self.worker = worker
         self.name = name
         self.inbox = Inbox(self.name, generation, waiter)
-        self._stages: dict[int, Stage] = {}
+        self._stages: dict[int, Stage] = {}  # by address
         self._loop: Loop | None = None
         self._parts: list[Path] = []
         self._doing = Doing(stages[0])
-        self._indices = stages
+        self._indices = stages  # addresses, in the order of the model
         self._send_of = send_of
         self._timeout = timeout
         self._threads = threads
         self._announce = announce
-        self._own_process = own_process
+        self._own_process = own_process  # whether nothing else runs in this process
         self._generation = generation
         self._own_device = device
         self._device: Device = HOST
 
     @property
     def plain_name(self) -> str:
-        """The name without spaces, for threads and lists of workers."""
+        """The name without spaces and commas, for threads and lists of workers."""
         return self.name.replace(",", "").replace(" ", "-")
 
     def serve(self) -> None:
-        """Build the stages and run them on this thread until the inbox is closed. Raises nothing.
-
-        Whoever closes the inbox gives `PipelineClosed` as the reason of a normal end. Every other
-        error goes to the coordinator as a `Failed` message and closes the inbox.
-        """
+        """Build the stages; run them on this thread until the inbox is closed. Raises nothing."""
         name_this_thread(self.plain_name)
         torch.set_num_threads(self._threads)
         try:
             self.inbox.follow(self.run())
-        except PipelineClosed:
+        except PipelineClosed:  # the reason of a normal end
             pass
         except BaseException as error:  # the top of a thread: errors become messages
             self.report(error)
@@ -108,13 +108,13 @@ class StageHost:
         """Wait until no checkpoint is being written, and let go of the stages."""
         if self._loop is not None:
             self._loop.close()
-            self._parts = self._loop.parts()
+            self._parts = self._loop.parts()  # for `remove_parts`, which may come later
         self._device.close()
         # A module may hold threads or files of its own, and its tensors are large.
         self._stages, self._loop = {}, None
 
     def part(self, index: int, part: str) -> Any:
-        """Return a part of a stage, for references."""
+        """Return the ``"module"``, trainable ``"parameters"``, ``"optimizer"`` or ``"stage"``."""
         stage = self._stages.get(index)
         if stage is None:
             raise PipelineClosed(f"{self.inbox.titles(index)} has ended")
@@ -125,10 +125,8 @@ class StageHost:
         return stage.optimizer and stage.optimizer.torch_optimizer
 
     def remove_parts(self) -> None:
-        """Remove what was written of a checkpoint that nobody can finish. Any thread.
-
-        Also once the stages have ended, which they do by themselves where their links break.
-        """
+        """Remove what was written of a checkpoint that nobody can finish. Any thread."""
+        # The stages may have ended by now, which they do by themselves where their links break.
         loop = self._loop
         for part in self._parts if loop is None else loop.parts():
             remove_part(part)
@@ -153,15 +151,16 @@ class StageHost:
             start, spec = _spec_of(message, self._own_process)
             self.inbox.titles = spec.plan.title_of
             apply_settings(spec.settings)
-            if not self._stages:
+            if not self._stages:  # the stages of a worker share its device
                 self._device = self._device_of(spec)
                 if self._own_process:
                     self._device.settle_in()
+                    # Else tensors would be made on the device that the script has as default.
                     if torch.get_default_device().type != "cpu":
                         torch.set_default_device(self._device.name)
             with self._device.entered():
                 spec.build(self._device)
-                if spec.recompute and self._own_process:
+                if spec.recompute and self._own_process:  # it holds for the whole process
                     give_memory_back_at_once()
                 self._stages[index] = _begun(Stage(spec, index, self._device), start)
             self._send_of(index)(COORDINATOR, self._generation, Ready(), ())
@@ -177,7 +176,6 @@ class StageHost:
         self._doing = self._loop.doing
 
     def _device_of(self, spec: StageSpec) -> Device:
-        """Return what this worker computes on."""
         plan = spec.plan
         return device_for(
             spec.devices,
@@ -189,11 +187,10 @@ class StageHost:
         )
 
     def _sender_of(self, address: int) -> Send:
-        """Return the function that a stage sends with."""
         return self._device.sending(self._send_of(address), self.inbox.close)
 
     def _place(self, error: BaseException) -> str:
-        """Return which layer was computing when an error was raised, and what to do about it."""
+        """Return in words which layer raised an error, on what input, and what to do about it."""
         stage = self._stages.get(self._doing.stage)
         if isinstance(error, PipelineError) or stage is None:
             return ""
@@ -207,10 +204,7 @@ class StageHost:
         return f", {place_of(step, layer, value)}{advice_on(error, value)}"
 
     def report(self, error: BaseException) -> None:
-        """Send an error to the coordinator, and close the inbox.
-
-        What is sent is its text, its traceback, and itself if it pickles.
-        """
+        """Send an error to the coordinator, with itself if it pickles, and close the inbox."""
         index, action = self._doing.stage, str(self._doing.action)
         if isinstance(error, NonFiniteLoss):  # of a forward that may be a while ago
             action = error.action
@@ -221,7 +215,7 @@ class StageHost:
             text = trace = f"(the error has no text: its __str__ raised {type(problem).__name__})"
         try:
             pickled = cloudpickle.dumps(error)
-            loads(pickled)
+            loads(pickled)  # an error may pickle and yet not load
         except Exception:  # its pickling may raise too; the text is enough
             pickled = b""
         _log.debug("%s, %s: %s", self.name, action, error, exc_info=error)
@@ -231,11 +225,12 @@ class StageHost:
 
 
 def _on(device: Device, steps: Steps[None]) -> Steps[None]:
-    """Do steps on a device, with what messages carry there."""
+    """Run steps inside the context of a device, to which the tensors of messages are moved."""
     try:
         with device.entered():
             wanted = next(steps)
         while True:
+            # The context is left before a yield, in which other hosts of this thread may run.
             message = yield wanted
             with device.entered():
                 wanted = steps.send(device.taken(message))
@@ -244,12 +239,13 @@ def _on(device: Device, steps: Steps[None]) -> Steps[None]:
 
 
 def _spec_of(message: Message, own_process: bool) -> tuple[Start, StageSpec]:
-    """Return the `Start` of a stage and its specification, which its digest authenticates."""
+    """Return the `Start` of a stage and its specification; refuse one of another digest."""
     start, (data, *buffers) = message.payload, message.tensors
     assert isinstance(start, Start)
+    # Before it is loaded, since a pickle may run any code.
     if digest_of(message.tensors) != start.digest:
         raise TransportError(f"the specification for address {message.to} was changed on its way")
-    if not own_process:  # the coordinator keeps them for recoveries
+    if not own_process:  # they are the coordinator's, which keeps them for recoveries
         buffers = [buffer.clone() for buffer in buffers]
     spec: StageSpec = loads(data.numpy().data, buffers=[buffer.numpy().data for buffer in buffers])
     if own_process and spec.code is not None:

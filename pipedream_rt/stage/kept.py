@@ -13,7 +13,7 @@ from pipedream_rt.models.tensors import in_place_of, named_tensors
 
 
 class KeptVersions:
-    """The kept versions of one stage: copies, which nothing changes."""
+    """The kept versions of one stage by number: copies, which nothing changes."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -21,7 +21,7 @@ class KeptVersions:
 
     @torch.no_grad()
     def keep(self, number: int, values: Mapping[int, Tensor]) -> None:
-        """Copy all weights and buffers."""
+        """Copy all weights and buffers, or what `values` has for them by ``id``."""
         made: dict[int, Tensor] = {}
         copies = self._versions[number] = {}
         # By name, since a forward may put another buffer into the place of one.
@@ -32,7 +32,6 @@ class KeptVersions:
             copies[name] = made[id(tensor)]
 
     def drop(self, number: int) -> None:
-        """Forget a version."""
         self._versions.pop(number, None)
 
     def copies(self, number: int) -> Mapping[str, Tensor]:
@@ -44,7 +43,7 @@ class KeptVersions:
 
     @contextmanager
     def read(self, number: int) -> Iterator[None]:
-        """Let the module have the weights and buffers of a version while the body runs."""
+        """Put a kept version into the module while the body runs; number 0 changes nothing."""
         before = []
         for name, copy in self.copies(number).items():
             path, _, short = name.rpartition(".")

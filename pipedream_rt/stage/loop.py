@@ -5,8 +5,8 @@ the stages of the worker with their weights, versions, optimizers, and micro-bat
 Other threads only put messages into the inbox.
 
 The order alone says which action is next, and the plan says what it needs and gives. Items of the
-feed that do not train (evaluation, inference, commands) are served by their turn, and so at the
-same place between two micro-batches on every stage.
+feed that do not train (evaluation, inference, commands) are served at their turn, and so between
+the same two micro-batches on every stage.
 """
 
 from __future__ import annotations
@@ -58,8 +58,11 @@ class _Came:
     """The messages that an action or a pass needs.
 
     Attributes:
+        messages: Activations or gradients, by edge; or a command in the place of an activation.
         target: The target, on the stage that computes the loss; None on others.
+        others: All messages that do not belong to a micro-batch.
         arrived_ns: When the last of the messages arrived, on the clock of ``time.monotonic_ns``.
+        waited_for: The address that sent that one; `NOBODY` if no message is needed.
     """
 
     messages: Sequence[Message] = ()
@@ -73,8 +76,8 @@ class _Came:
 class Doing:
     """The present action of a worker, for an error report."""
 
-    stage: int
-    action: Action | str = "start"
+    stage: int  # the address of the stage that acts
+    action: Action | str = "start"  # or the name of a command or pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +85,7 @@ class LoopOptions:
     """The options of a loop.
 
     Attributes:
+        timeout: How long to wait for a message that is sure to come.
         recorder: Where the loop writes its spans; None for no trace.
         announce: Called with the text form of an action before the action is done, and with an
             empty text afterwards.
@@ -95,7 +99,7 @@ class LoopOptions:
 
 
 class Loop:
-    """The loop that drives the stages of one worker, by their order and their inbox alone."""
+    """Drives the stages of one worker by their order and the messages of their inbox alone."""
 
     def __init__(
         self,
@@ -105,22 +109,23 @@ class Loop:
         send_of: Callable[[int], Send],
         options: LoopOptions,
     ) -> None:
+        # By address.
         self._hosted = {stage.address: Exchange(stage, send_of(stage.address)) for stage in stages}
         self._first = self._hosted[stages[0].address]
         self._plan: Plan = stages[0].plan
         self._worker = worker
         self._inbox = inbox
         self._options = options
-        self._free_ns = time.monotonic_ns()
+        self._free_ns = time.monotonic_ns()  # when the last span ended
         recorder, device = options.recorder, stages[0].runner.device
         self._marks = None if recorder is None else device.marks(recorder.capacity)
-        # The micro-batch at which the order began, and how much of `Plan.work` is done since.
+        # The micro-batch at which the order began, and how much of `Plan.work` is done since then.
         self._start = self._ended = 0
         self._commands: dict[int, Message] = {}  # the commands to flush that have come, by address
         self.doing = Doing(stages[0].address)
 
     def run(self) -> Steps[None]:
-        """Do the actions of the order, without end; yield each message that is waited for."""
+        """Do the actions of the order, without end; yield what is waited for, get the message."""
         while True:
             yield from self._run_until_flush()
 
@@ -139,6 +144,7 @@ class Loop:
         order = self._plan.order(self._worker, self._start)
         for action in order:
             hosted = self._host_of(action)
+            # A replica may have no micro-batch of an update, so that a flush comes before its step.
             if self._plan.replicated and action.kind is Kind.STEP:
                 command = yield from self._peek(hosted, action)
                 if command is not None:
@@ -153,16 +159,13 @@ class Loop:
         yield from self._flush(order, self._first, command)
 
     def _begin(self) -> None:
-        """Begin after the updates that are done, with nothing in flight."""
+        """Begin the order after the updates that are done, with nothing in flight."""
         self._start, self._ended = self._first.stage.steps * self._plan.per_update, 0
         for hosted in self._hosted.values():
             hosted.begin()
 
     def _peek(self, hosted: Exchange, action: Action) -> Steps[Message | None]:
-        """Wait until a message has come that stays for a later action, or a flush in its place.
-
-        A step of a replica waits so, which may have no micro-batch of the update.
-        """
+        """Wait for a micro-batch, and leave it to its forward; return a flush in its place."""
         for row in self._plan.rows(action, hosted.address)[0]:
             if row.peek and not hosted.has_peeked(row, action.index):
                 item = yield from self._next_item(hosted)
@@ -172,11 +175,11 @@ class Loop:
         return None
 
     def _flush(self, order: Iterator[Action], hosted: Exchange, command: Message) -> Steps[None]:
-        """Do the remaining actions on the micro-batches that were fed, the drains among them."""
+        """Do the remaining actions on the micro-batches that were fed, and the drains."""
         head = command.payload
         assert isinstance(head, Command)
         stop = unflatten(head.structure, command.tensors)
-        if stop is None:
+        if stop is None:  # this stage has taken all that was fed before the command
             stop = hosted.stage.next_forward
         self._commands = {hosted.address: command}
         left = self._plan.work(self._worker, self._start, stop) - self._ended
@@ -186,7 +189,7 @@ class Loop:
             self._do(doer, action, came)
 
     def _flush_after_the_end(self, hosted: Exchange) -> Steps[Message]:
-        """Return the command to flush that must come where the order ends, as in a replay."""
+        """Wait for the flush that must come where an order ends, as in a replay."""
         item = yield from self._next_item(hosted)
         if not isinstance(item.payload, Command):
             raise ScheduleError(
@@ -202,11 +205,7 @@ class Loop:
     # -- fence ----------------------------------------------------------------------------------
 
     def _fence(self, hosted: Exchange, action: Action) -> Steps[_Came]:
-        """Wait for the messages that an action needs.
-
-        When the next action is a forward, a command to flush may come in the place of the
-        activation.
-        """
+        """Wait for the messages of an action; in the place of an activation, a flush may come."""
         kind = action.kind
         if kind is Kind.FORWARD:
             item, hosted.ahead = hosted.ahead, None
@@ -236,16 +235,14 @@ class Loop:
         return came
 
     def _next_item(self, hosted: Exchange) -> Steps[Message]:
-        """Take a stage's feed turn by turn; serve items that do not train, return the first other.
-
-        Items that do not train are served for the other stages of this worker too, because they may
-        have to pass through all of them before the coordinator feeds more. In which order the
-        stages are served changes no result.
-        """
+        """Serve the items of a stage's feed until one trains, or is a flush, and return that."""
         while True:
             # There is no deadline, because a script may pause between two mini-batches for as long
             # as it likes. The control connection notices a dead coordinator and closes the inbox.
             first, *instead = hosted.next_keys()
+            # The other stages of this worker are served too: an item that does not train may have
+            # to pass through all of them before the coordinator feeds more. In which order the
+            # stages are served changes no result.
             others = [other for other in self._hosted.values() if other is not hosted]
             item = yield Wanted(
                 first,
@@ -262,7 +259,7 @@ class Loop:
             self.doing.stage = hosted.address
 
     def _with_the_rest(self, hosted: Exchange, item: Message, head: Payload) -> Steps[_Came]:
-        """Take a micro-batch's remaining messages: other producers' activations and the target."""
+        """Wait for a micro-batch's other messages: activations of other producers, the target."""
         assert isinstance(head, MicroBatch)
         route = hosted.route_of(head)
         by_edge, target = {route.first: item}, None
@@ -272,7 +269,7 @@ class Loop:
                 by_edge[edge] = yield self._wanted(Key(edge, head.turn))
                 if self._inbox.arrived_ns >= arrived:
                     arrived, waited_for = self._inbox.arrived_ns, edge.source
-            elif head.mode.has_target:
+            elif head.mode.has_target:  # which is numbered by position, not by turn
                 target = yield self._wanted(Key(edge, item.index))
         if head.definition:
             hosted.stage.runner.define(head.program, loads(head.definition)[hosted.stage.index])
@@ -280,7 +277,7 @@ class Loop:
         return _Came(messages, target, [], arrived, waited_for)
 
     def _wanted(self, key: Key) -> Wanted:
-        """Return the wish for a message that is sure to come."""
+        """Return what to wait for, with a deadline, since the message is sure to come."""
         return Wanted(key, Deadline(self._options.timeout))
 
     # -- compute and send -------------------------------------------------------------------------
@@ -312,7 +309,7 @@ class Loop:
             self._record(CODES[kind], hosted, m, version, came, start, begin)
 
     def _update(self, hosted: Exchange, action: Action, came: _Came) -> None:
-        """Do an action of an update; or reply that a flush has ended and nothing is in flight."""
+        """Do an action of an update; for a drain, reply that nothing is in flight."""
         stage, (kind, update, _) = hosted.stage, action
         if kind is Kind.DRAIN:
             hosted.reply(came.messages[0].index, None)
@@ -332,10 +329,8 @@ class Loop:
         hosted.give(action, gifts)
 
     def _refuse_out_of_turn(self, stage: Stage, action: Action) -> None:
-        """Refuse an order that would sum gradients in another order than that of the micro-batches.
-
-        The checker has looked at only the first actions of a schedule that a user wrote.
-        """
+        """Refuse an order that would not sum gradients in the order of the micro-batches."""
+        # The checker has seen only the first actions of a schedule that a user wrote.
         kind, m, _ = action
         due = stage.steps if kind is Kind.STEP else stage.ended
         if m != due:
@@ -430,6 +425,7 @@ class Loop:
                     number, inputs, target, program, metrics=beside.metrics, buffers=head.cache,
                     keep_buffers=head.mode is Mode.EVALUATE_AND_KEEP,
                 )  # fmt: skip
+                # Tells the coordinator, in the trail, that the evaluation has changed buffers.
                 mark = "changed" if head.cache in stage.passes.evaluations else ""
             else:
                 training = head.mode is Mode.INFER_IN_TRAINING_MODE
@@ -463,13 +459,13 @@ class Loop:
             case name:
                 with hosted.computing:
                     result = carry_out(hosted.stage, name, argument)
-                if name is CommandName.LOAD:  # a flush follows, from which the order begins anew
+                if name is CommandName.LOAD:  # a flush follows, after which the order begins anew
                     hosted.loads += 1
                     self._begin()
         hosted.reply(item.index, result)
 
     def _look(self, hosted: Exchange, position: int, name: CommandName, argument: Any) -> None:
-        """Carry out a command that only looks; what it refuses ends nothing."""
+        """Carry out a command that only looks; its refusal is a reply and does not end the run."""
         try:
             with hosted.computing:
                 result = carry_out(hosted.stage, name, argument)
@@ -480,7 +476,7 @@ class Loop:
     # -- reports --------------------------------------------------------------------------------
 
     def _marked(self) -> Any:
-        """Return a mark in what the device does; None on the host, or if nothing is recorded."""
+        """Return a mark on the device's timeline; None on the host, or if nothing is recorded."""
         return None if self._marks is None else self._marks.mark()
 
     def _record(
@@ -493,7 +489,7 @@ class Loop:
         start: int,
         begin: Any,
     ) -> None:
-        """Write a span that ends now; only where spans are recorded."""
+        """Write a span from `start` (``time.monotonic_ns``), and the mark `begin`, until now."""
         recorder, ledger = self._options.recorder, hosted.stage.parameters.ledger
         assert recorder is not None
         end = time.monotonic_ns()
@@ -507,7 +503,7 @@ class Loop:
             self._marks.note(begin, kind, hosted.address, index, version)
 
     def _spans_of(self, hosted: Exchange) -> dict[str, object]:
-        """Return the spans of a stage that the ring still holds, with other facts for the trace."""
+        """Return the spans of a stage that the ring still holds, and other facts for the trace."""
         recorder = self._options.recorder
         if recorder is None:
             return {}
@@ -522,7 +518,7 @@ class Loop:
         }
 
     def _device_spans(self, address: int) -> torch.Tensor:
-        """Return the bytes of the spans of a stage on its device; none on the host."""
+        """Return the spans of a stage on its device as bytes; none on the host."""
         recorder = Recorder(0 if self._marks is None else self._marks.count)
         for done, start, end in [] if self._marks is None else self._marks.times():
             if done.stage == address:

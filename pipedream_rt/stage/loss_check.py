@@ -1,8 +1,8 @@
-"""Compares the loss of a whole mini-batch with the weighed losses of its micro-batches, once.
+"""Compares the loss of a whole mini-batch with the weighted mean of its micro-batches' losses.
 
-A pipeline trains on micro-batches, and takes the loss of the whole for the weighed mean of theirs.
-That holds for a mean over samples or labels. For a loss that compares samples with each other, or
-adds them up, the run would silently train on something else.
+A pipeline trains on micro-batches as if these were equal. They are for a mean over samples or
+labels. For a loss that compares samples with each other, or adds them up, the run would silently
+train on something else.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from pipedream_rt.stage.spec import LossFunction, total_of
 _log = logging.getLogger(__name__)
 
 _MOST_BYTES = 1 << 28
-"""Memory that the outputs of a mini-batch may take; of larger ones, two parts are compared."""
+"""How large a mini-batch's outputs may be; of larger ones, two micro-batches are compared."""
 
+# By dtype, the relative rounding error that a loss may have.
 _ROUNDING = {torch.float64: 1e-7, torch.float32: 1e-4}
 
 RANDOM = (
     "the loss draws random numbers (is a dropout inside of it?), so the loss of a mini-batch was "
     "not compared with those of its micro-batches; Training(check_loss=0) leaves this out"
 )
-"""What is said of a loss that cannot be compared."""
+"""The warning about a loss that cannot be compared."""
 
 _NOT_COMPARED = (
     "the loss of a mini-batch was not compared with those of its micro-batches: %s. Training is "
@@ -43,20 +44,16 @@ _Flat: TypeAlias = tuple[Any, Sequence[Tensor]]
 
 
 class _Part(NamedTuple):
-    """What is kept of a micro-batch.
-
-    Attributes:
-        samples: The number of its samples.
-    """
+    """What is kept of a micro-batch."""
 
     output: Any
     target: Any
-    share: float
-    samples: int
+    share: float  # of what the mini-batch weighs
+    samples: int  # their number
 
 
 class LossCheck:
-    """What is kept of the first micro-batches of a mini-batch until their loss is compared."""
+    """Keeps the first micro-batches of a mini-batch until it can compare their loss."""
 
     def __init__(self, loss: LossFunction) -> None:
         self._loss = loss
@@ -65,10 +62,7 @@ class LossCheck:
         self._is_done = self._is_given_up = False
 
     def look(self, output: Any, target: Any, share: float, parts: int, samples: int) -> None:
-        """Keep a micro-batch; compare when all is there that is to be compared.
-
-        The random generator is left as it was.
-        """
+        """Keep a micro-batch of `samples` samples; compare once all `parts` of them are here."""
         if self._is_given_up or parts < 2:
             return
         structure, tensors = flatten(output)
@@ -78,6 +72,7 @@ class LossCheck:
         enough = 2 if parts * sum(t.nbytes for t in tensors) > _MOST_BYTES else parts
         if len(self._parts) == enough:
             kept, self._parts, self._is_done = self._parts, [], True
+            # The run must draw the same random numbers as without this comparison.
             with kept_generator_state(), torch.no_grad():
                 self._compare(kept)
         self._seen += 1
@@ -85,7 +80,7 @@ class LossCheck:
             self._seen, self._is_done = 0, False
 
     def _compare(self, parts: Sequence[_Part]) -> None:
-        """Compare; say so if that cannot be done."""
+        """Compare the whole with its parts, or warn that this is not possible."""
         samples = [part.samples for part in parts]
         whole = joined([part.output for part in parts], samples)
         target = joined([part.target for part in parts], samples)
@@ -94,7 +89,7 @@ class LossCheck:
             self._give_up(_NOT_COMPARED, f"their {what} cannot be put together")
             return
         failure: Exception | None = None
-        # In double precision first, in which hardly anything is rounding.
+        # Double precision first: hardly anything of a difference is rounding there.
         for double in (True, False):
             try:
                 of_whole = self._value(whole, target, double)
@@ -102,6 +97,7 @@ class LossCheck:
                     (self._value(flatten(part.output), flatten(part.target), double), part.share)
                     for part in parts
                 )
+                # Another seed: a loss that draws random numbers cannot be compared.
                 again = self._value(
                     flatten(parts[0].output), flatten(parts[0].target), double, seed=1
                 )
@@ -119,13 +115,13 @@ class LossCheck:
         self._give_up(_NOT_COMPARED, f"it cannot be computed of all of them ({failure})")
 
     def _give_up(self, text: str, *why: str) -> None:
-        """Compare no more, and say so."""
+        """Warn, and compare no more."""
         self._is_given_up = True
         _log.warning(text, *why)
 
     def _value(self, output: _Flat, target: _Flat, double: bool, seed: int = 0) -> Tensor:
         """Return the loss of an output and a target, with the random numbers of a seed."""
-        # Copies: a loss may keep something, or work in place.
+        # Copies, since a loss may keep something or work in place.
         given = [
             unflatten(structure, [_in_double(t) if double else t.clone() for t in tensors])
             for structure, tensors in (output, target)
@@ -139,18 +135,18 @@ class LossCheck:
 
 
 def rounding_of(dtype: torch.dtype) -> float:
-    """Return how much of a loss may be rounding, by the dtype in which it was computed."""
+    """Return the relative rounding error that a loss may have, computed in a dtype."""
     return _ROUNDING.get(dtype, 3e-2)
 
 
 def refuse_no_mean(whole: float, parts: Sequence[tuple[float, float]], rounding: float) -> None:
-    """Refuse a loss that is no weighed mean of the losses of micro-batches."""
+    """Refuse a loss that for the whole is not the weighted mean of its parts, (loss, share)."""
     total: float = sum(share for _, share in parts)
-    # What weighs nothing, as a part whose labels are all ignored, may have no loss.
+    # A part that weighs nothing may have a NaN as loss: the mean over no label.
     weighed = [value * (share / total) for value, share in parts if share]
     mean = sum(weighed)
     size = max(abs(whole), sum(map(abs, weighed)))
-    # A loss that is NaN or infinite is told of elsewhere.
+    # A loss that is NaN or infinite is refused elsewhere.
     if size == size and size != float("inf") and abs(whole - mean) > rounding * size:
         raise ConfigError(
             f"the loss is no mean over samples: for {len(parts)} micro-batches together it is "
@@ -164,12 +160,14 @@ def refuse_no_mean(whole: float, parts: Sequence[tuple[float, float]], rounding:
 
 
 def joined(values: Sequence[Any], samples: Sequence[int]) -> _Flat | None:
-    """Return a value of which several are the parts: its structure and its tensors."""
+    """Return values joined along their samples, flattened; None if they cannot be joined."""
     structures, tensors = zip(*map(flatten, values), strict=True)
     if any(structure != structures[0] for structure in structures):
         return None
     whole: list[Tensor] = []
     for parts in zip(*tensors, strict=True):
+        # A dimension of samples has as many rows for each sample in every part. A tensor without it
+        # must be the same in every part.
         rows = {_rows(t, n) for t, n in zip(parts, samples, strict=True)}
         if len(rows) == 1 and 0 not in rows:
             if len({t.shape[1:] for t in parts}) > 1:
@@ -183,11 +181,11 @@ def joined(values: Sequence[Any], samples: Sequence[int]) -> _Flat | None:
 
 
 def _rows(tensor: Tensor, samples: int) -> int:
-    """Return the number of rows that a tensor has for each sample; 0 if that is none."""
+    """Return how many rows a tensor has for each sample; 0 if that is no whole number."""
     count = tensor.size(0) if tensor.dim() else 0
     return 0 if count % samples else count // samples
 
 
 def _in_double(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor, of which numbers are in double precision."""
+    """Return a copy of a tensor, in double precision if it is of floating point."""
     return tensor.to(torch.float64 if tensor.is_floating_point() else tensor.dtype, copy=True)

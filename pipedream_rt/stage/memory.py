@@ -9,11 +9,8 @@ from pathlib import Path
 
 
 def peak_memory_bytes() -> int:
-    """Return the largest resident memory that this process has had.
-
-    It is read from ``/proc`` where there is one, because ``getrusage`` lets a process begin with
-    the peak of the process that started it.
-    """
+    """Return the largest resident memory that this process has had."""
+    # `getrusage` lets a process begin with the peak of the process that started it; /proc does not.
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -24,21 +21,18 @@ def peak_memory_bytes() -> int:
 
 
 def give_free_memory_back() -> None:
-    """Let what is free now go back to the kernel."""
+    """Give the memory that is free now back to the kernel."""
     with suppress(OSError, AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def give_memory_back_at_once() -> None:
-    """Let large blocks go back to the kernel when they are freed, for the rest of this process.
-
-    glibc keeps them for later, between blocks that are in use: a stage of which activations come
-    and go keeps holes as large as a set of activations. It does so because blocks that come from
-    the kernel must be cleared, which takes time.
-    """
+    """Give large blocks back to the kernel when they are freed, for the rest of this process."""
+    # glibc keeps them for later, since the kernel clears each new block, which takes time. As the
+    # activations of a stage come and go, holes as large as a set of them would stay.
     with suppress(OSError, AttributeError):  # not glibc
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 _M_MMAP_THRESHOLD = -3
-"""The number of the option of ``mallopt``, of ``malloc.h``."""
+"""The option of ``mallopt`` by that name in ``malloc.h``."""

@@ -1,7 +1,7 @@
-"""The methods that a reference to a stage reaches, run by the stage in its turn of the feed.
+"""The methods that a reference to a stage reaches; the stage runs them at their turn of the feed.
 
-A stage is asked between two micro-batches, like for everything else that the coordinator wants of
-it. None of these methods changes anything, so a recovery need not repeat them.
+That is between two micro-batches, as for every command. None of these methods changes anything, so
+a recovery need not repeat them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipedream_rt.stage.stage import Stage
 
 
 def forward(stage: Stage, x: Any) -> Any:
-    """Return the output of the stage in eval mode, of the newest weights, without gradients."""
+    """Return what a stage of a sequence gives on: eval mode, newest weights, no gradient."""
     structure, tensors = flatten(x)
     (made,) = stage.passes.infer(0, [Value(structure, tuple(tensors), (False,) * len(tensors))])
     return unflatten(made.structure, made.tensors)
@@ -32,7 +32,7 @@ def parameter_names(stage: Stage) -> list[str]:
 
 
 def parameter(stage: Stage, name: str) -> Any:
-    """Return the newest value of a parameter."""
+    """Return a copy of the newest value of a parameter."""
     found = dict(stage.module.named_parameters()).get(name)
     if found is None:
         names = ", ".join(parameter_names(stage)) or "none"
@@ -41,7 +41,7 @@ def parameter(stage: Stage, name: str) -> Any:
 
 
 def state_dict(stage: Stage) -> dict[str, Any]:
-    """Return the newest weights and the buffers of the stage, by name in the unsplit model."""
+    """Return copies of the newest weights and the buffers, by name in the unsplit model."""
     return {
         name: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
         for name, value in stage.module.state_dict().items()
@@ -49,12 +49,12 @@ def state_dict(stage: Stage) -> dict[str, Any]:
 
 
 def num_parameters(stage: Stage) -> int:
-    """Return the number of elements of the stage's parameters."""
+    """Return how many elements the stage's parameters have together."""
     return sum(parameter.numel() for parameter in stage.module.parameters())
 
 
 def memory(stage: Stage) -> dict[str, int]:
-    """Return bytes: of one version of the weights, and the peak of the stage's process."""
+    """Return the bytes of one weight version, and the peak of the stage's process."""
     weights = sum(p.numel() * p.element_size() for p in stage.module.parameters())
     return {"weights_bytes": weights, "peak_memory_bytes": peak_memory_bytes()}
 
@@ -74,7 +74,7 @@ METHODS: Mapping[str, Callable[..., Any]] = {
 
 
 def ask(stage: Stage, asked: int, method: str, inputs: list[Any], named: Mapping[str, Any]) -> Any:
-    """Call a method of a stage, if it is the one that is asked."""
+    """Call a method if this stage is the one that is asked, by index."""
     if stage.index != asked:
         return None
     try:
@@ -85,5 +85,5 @@ def ask(stage: Stage, asked: int, method: str, inputs: list[Any], named: Mapping
         return METHODS[method](stage, *inputs, **named)
     except ConfigError:
         raise
-    except Exception as error:  # a module of the user's may raise anything
+    except Exception as error:  # a user's module may raise anything; a refusal ends no run
         raise ConfigError(f"{method} of stage {asked}: {type(error).__name__}: {error}") from error

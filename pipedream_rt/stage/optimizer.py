@@ -38,7 +38,7 @@ Hyper = dict[str, Any]
 class GroupSpec:
     """The description of one parameter group."""
 
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # in the unsplit model
     options: Hyper = field(default_factory=dict)
 
 
@@ -48,6 +48,7 @@ class OptimizerSpec:
 
     Attributes:
         args: Positional arguments of the class after the parameters.
+        groups: The parameter groups of the whole model.
         attributes: Attributes that the optimizer gets after it was built.
         code: The code of the class, as the user's process has it; None to compare none.
     """
@@ -61,11 +62,9 @@ class OptimizerSpec:
 
 
 def pack_hyper(value: Any, name: str) -> Any:
-    """Pack the value of a hyper-parameter into plain data that gives the very same value again.
-
-    Numbers, texts and None stay as they are. Tensors, NumPy's numbers, and lists, tuples and dicts
-    become tagged lists, because arithmetic on them rounds otherwise than on Python's numbers.
-    """
+    """Pack the value of a hyper-parameter into plain data that gives the very same value again."""
+    # Kinds are kept by tags, as arithmetic on tensors and NumPy's numbers rounds otherwise than on
+    # Python's.
     if type(value) in _PLAIN and not (type(value) is int and not -(2**63) <= value < 2**64):
         return value
     if isinstance(value, Tensor) and not value.requires_grad:
@@ -103,7 +102,7 @@ def unpack_hyper(packed: Any) -> Any:
 
 
 def packed_extra(state: Mapping[str, Any]) -> Hyper:
-    """Return those entries of a state dict that are no tensors, packed."""
+    """Return the entries of a state dict that are not tensors, packed."""
     return {k: pack_hyper(v, k) for k, v in state.items() if not isinstance(v, Tensor)}
 
 
@@ -111,11 +110,8 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 def pack_group(group: Hyper) -> Hyper:
-    """Pack the hyper-parameters of a group, as `pack_hyper` does, but for its parameters.
-
-    What cannot be packed is left out if ``group`` is that of an optimizer on a stage, which then
-    keeps it as it was built.
-    """
+    """Pack the hyper-parameters of a group, but for ``params`` and what cannot be packed."""
+    # The rest is not lost: an optimizer on a stage keeps it as it was built.
     packed = {}
     for name, value in group.items():
         if name != "params":
@@ -125,26 +121,27 @@ def pack_group(group: Hyper) -> Hyper:
 
 
 def set_hyper(group: Hyper, packed: Hyper) -> None:
-    """Set those hyper-parameters of a group that were packed."""
+    """Set the packed hyper-parameters of a group; the others stay."""
     group.update((name, unpack_hyper(value)) for name, value in packed.items())
 
 
 class StageOptimizer:
     """The optimizer of one stage, with its state under the names of the unsplit model.
 
-    Besides the state of each parameter, an optimizer may keep values in its groups, as a count of
-    steps, and in attributes of its own. These are part of its state too.
+    Its *own state* is what it keeps for all parameters: in groups, as a count of steps, in
+    attributes, and in its state under keys that are not parameters.
 
     Attributes:
         torch_optimizer: The torch optimizer; None if the stage has no parameter.
+        steps: The names of the parameters that it steps.
     """
 
     def __init__(
         self, spec: OptimizerSpec, parameters: dict[str, nn.Parameter], place: int = 0
     ) -> None:
         self._parameters = parameters
-        self._place = str(place)
-        self._group_numbers: list[int] = []
+        self._place = str(place)  # the name of its own state, which no other optimizer has
+        self._group_numbers: list[int] = []  # in the whole model: groups without parameters are out
         self.steps: list[str] = []
         groups = []
         for number, group in enumerate(spec.groups):
@@ -155,6 +152,7 @@ class StageOptimizer:
                 groups.append({"params": [parameters[name] for name in mine], **group.options})
         self.torch_optimizer: torch.optim.Optimizer | None = None
         self._built: list[Hyper] = []
+        # By group, the names that the script has set: they are not the optimizer's own state.
         self._from_script: list[set[str]] = []
         if groups:
             build: Any = spec.optimizer_class
@@ -173,7 +171,7 @@ class StageOptimizer:
         return self.torch_optimizer.param_groups
 
     def prepare(self, hyper: list[Hyper]) -> torch.optim.Optimizer | None:
-        """Give the torch optimizer the hyper-parameters that travelled with a micro-batch."""
+        """Set what the script has changed, by group of the whole model; return what steps."""
         if self.torch_optimizer is None:
             return None
         for i, (number, group) in enumerate(zip(self._group_numbers, self._groups, strict=True)):
@@ -182,11 +180,7 @@ class StageOptimizer:
         return self.torch_optimizer
 
     def state(self) -> StepState:
-        """Return the state of every parameter, and the optimizer's own: see `Key`.
-
-        The own state is what it has changed in its groups and attributes since it was built, and
-        what it keeps under keys that are no parameters, packed by `pack_hyper`.
-        """
+        """Return the state of every parameter, and the optimizer's own state."""
         if self.torch_optimizer is None:
             return {}
         state = self.torch_optimizer.state
@@ -197,7 +191,7 @@ class StageOptimizer:
         return optimizer_state(named) | self._own_state(attributes) | split
 
     def _own_state(self, attributes: Hyper) -> StepState:
-        """Return what the optimizer keeps for all its parameters."""
+        """Return, packed, what it keeps for all parameters and has changed since it was built."""
         assert self.torch_optimizer is not None
         found: StepState = {}
         place, mine = self._place, {id(p) for p in self._parameters.values()}
@@ -221,17 +215,17 @@ class StageOptimizer:
 
     @property
     def _names(self) -> list[str]:
-        """The names of the parameters of the stage, by which its own state is found again."""
+        """The names of the parameters, by which a stage knows its own state in a checkpoint."""
         return list(self._parameters)
 
     def load_state(self, state: Mapping[Key, Any]) -> None:
-        """Replace the optimizer state."""
+        """Replace the state by that of this stage, or of the whole model."""
         if self.torch_optimizer is None:
             return
-        # Not by its load_state_dict, which casts to the dtype of the parameter and keeps the
-        # strides of the given tensor; a fused kernel needs equal strides in weights and moments.
+        # Not by load_state_dict, which casts to the dtype of the parameter and keeps the strides of
+        # the given tensor: a fused kernel needs equal strides in weights and moments.
         given = by_name(state, OPTIMIZER, self._parameters)
-        # A count of steps, and the product of NAdam, lie on the host, but for kernels that read
+        # A count of steps, and the product of NAdam, are on the host, except for kernels that read
         # them on the device.
         counted_there = {
             id(p)
@@ -249,7 +243,7 @@ class StageOptimizer:
                     if path
                 }
         self._load_own_state(state)
-        # This call brings states of older versions of torch up to date.
+        # Brings the state of an older torch up to date.
         self.torch_optimizer.__setstate__(
             {
                 "state": self.torch_optimizer.state,
@@ -258,7 +252,7 @@ class StageOptimizer:
         )
 
     def _load_own_state(self, state: Mapping[Key, Any]) -> None:
-        """Put groups and attributes back to what they were built with, then load what was saved."""
+        """Reset groups and attributes to what they were built with, then load what was saved."""
         assert self.torch_optimizer is not None
         own, saved = vars(self.torch_optimizer), self._saved_own(state)
         self._from_script = [set() for _ in self._groups]
@@ -283,23 +277,20 @@ class StageOptimizer:
             self.torch_optimizer.state.update(unpack_hyper(saved[OWN_STATE, ()]))
 
     def _saved_own(self, state: Mapping[Key, Any]) -> dict[tuple[str, tuple[Any, ...]], Any]:
-        """Return the own state that belongs to this stage, by part and path.
-
-        With the split of the checkpoint that is what this stage has saved. With another split it is
-        what all stages have saved, as a count of steps is the same on all of them.
-        """
+        """Return the own state that belongs to this stage, by part and path of `Key`."""
         places = {key.name: names for key, names in state.items() if key.part == SPLIT}
         saved: dict[str, dict[tuple[str, tuple[Any, ...]], Any]] = {}
         for key, value in state.items():
             if key.part in OF_OPTIMIZERS and key.part != SPLIT:
                 saved.setdefault(key.name, {})[key.part, key.path] = value
         for place, names in places.items():
-            if names == self._names:
+            if names == self._names:  # the split of the checkpoint: what this stage has saved
                 return saved.get(place, {})
+        # Another split: what all stages have saved, if it is the same on all, as a count of steps.
         merged: dict[tuple[str, tuple[Any, ...]], Any] = {}
         seen: dict[tuple[Any, ...], str] = {}
         for values in saved.values():
-            # Of each group, and of all attributes, an optimizer has the same or none.
+            # Each group, and all attributes together, must be the same on every stage that has it.
             kinds: dict[tuple[Any, ...], dict[Any, Any]] = {}
             for (part, path), value in values.items():
                 kinds.setdefault((part, *path[:-1]), {})[part, path] = value
@@ -316,13 +307,13 @@ class StageOptimizer:
 
 
 def _attributes_of(optimizer: torch.optim.Optimizer) -> Hyper:
-    """Return the attributes of an optimizer that `torch.optim.Optimizer` does not have itself."""
+    """Return the attributes of an optimizer that torch does not give to every optimizer."""
     of_every = _attributes_of_every_optimizer()
     return {name: v for name, v in vars(optimizer).items() if name not in of_every}
 
 
 def own_attributes(optimizer: torch.optim.Optimizer, like: torch.optim.Optimizer) -> Hyper:
-    """Return the attributes in which an optimizer differs from another one of its class."""
+    """Return the attributes that differ from those of `like`, newly built from its groups."""
 
     def named(each: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
         parameters = (p for group in each.param_groups for p in group["params"])
@@ -335,51 +326,45 @@ def own_attributes(optimizer: torch.optim.Optimizer, like: torch.optim.Optimizer
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
-    """A pickler that writes the names of parameters in the place of their values."""
+    """A pickler that writes parameters as their names, given by ``id``."""
 
     def __init__(self, file: io.BytesIO, names: dict[int, str]) -> None:
         super().__init__(file)
         self._names_of_parameters = names
 
     def persistent_id(self, value: object) -> str | None:
-        """Return the name of a parameter; None for everything else."""
         return self._names_of_parameters.get(id(value))
 
 
 def _digests(attributes: Hyper, parameters: Mapping[str, nn.Parameter]) -> dict[str, bytes]:
-    """Return a digest of every attribute, which differs once the attribute was changed.
-
-    A parameter in an attribute counts by its name, since its values change all the time. What does
-    not pickle, as a lock, is taken for unchanged.
-    """
+    """Return a digest of every attribute, which differs once the attribute was changed."""
+    # A parameter in an attribute counts by its name, since its values change all the time.
     names, found = {id(p): name for name, p in parameters.items()}, {}
     for name, value in attributes.items():
-        if name == "defaults":  # torch adds this one when a state is loaded
+        if name == "defaults":  # torch adds "differentiable" to it when a state is loaded
             value = {k: v for k, v in value.items() if k != "differentiable"}
-        with suppress(ConfigError):  # of plain values pickles tell which are the same objects
+        with suppress(ConfigError):  # pickles of equal plain values differ if objects are shared
             found[name] = blake2b(repr(pack_hyper(value, name)).encode()).digest()
             continue
         with io.BytesIO() as file:
             try:
                 _Pickler(file, names).dump(value)
-            except Exception:  # a foreign class may raise anything when pickled
+            except Exception:  # what does not pickle, as a lock, is taken for unchanged
                 file.truncate(0)
             found[name] = blake2b(file.getvalue()).digest()
     return found
 
 
 def _has_key(value: Any, keys: set[int]) -> bool:
-    """Whether a value has one of the keys in a dict, at any depth."""
+    """Whether a value has a dict, at any depth, with one of the keys."""
     if isinstance(value, dict):
         return not keys.isdisjoint(value) or any(_has_key(v, keys) for v in value.values())
     return isinstance(value, list | tuple) and any(_has_key(v, keys) for v in value)
 
 
 def _refuse_unfit_tensors(places: Iterable[Hyper]) -> None:
-    """Refuse a tensor that an optimizer keeps in two places, which would part when they are loaded.
-
-    And one that is not dense, which cannot be saved or sent.
-    """
+    """Refuse state tensors that are not dense, and those that are kept in two places."""
+    # The former cannot be saved or sent; the latter would be two tensors once they are loaded.
     seen: dict[int, str] = {}
     for place in places:
         for name, value in place.items():
@@ -401,10 +386,8 @@ def _refuse_unfit_tensors(places: Iterable[Hyper]) -> None:
 
 @functools.cache
 def _attributes_of_every_optimizer() -> frozenset[str]:
-    """Return the names of the attributes that torch gives to an optimizer of any class.
-
-    But for ``defaults``, which an object has of its own, and schedulers and steps read.
-    """
+    """Return the names of the attributes that torch gives to an optimizer of any class."""
+    # Without ``defaults``, which each optimizer has of its own, and schedulers and steps read.
     some = torch.optim.SGD([nn.Parameter(torch.empty(1, device="meta"))])
     return frozenset(
         {
@@ -418,14 +401,14 @@ def _attributes_of_every_optimizer() -> frozenset[str]:
 
 
 def _loaded(value: Any, parameter: nn.Parameter | None) -> Any:
-    """Return a copy of what an optimizer keeps, as `like` makes it; None leaves it on the host."""
+    """Return a copy of a value of the state, as `like` makes it; on the host for None."""
     if not isinstance(value, Tensor):
         return value
     return value.detach().clone() if parameter is None else like(parameter, value)
 
 
 def like(parameter: nn.Parameter, value: Tensor) -> Tensor:
-    """Return a copy of a tensor of optimizer state, where its parameter is, with its strides."""
+    """Return a copy of a state tensor with the device, and strides, of its parameter."""
     if value.shape != parameter.shape:
         return value.detach().to(parameter.device, copy=True)
     return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)

@@ -38,20 +38,26 @@ from pipedream_rt.schedules import VersionLedger
 from pipedream_rt.torch_private import copy_all
 
 Adjust: TypeAlias = Callable[[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]], None]
-"""Changes gradients, given the weights that they were computed on and the newest ones."""
+"""Changes gradients in place, given the weights they were computed on and the newest; by name."""
 
 
 class GradientHook(NamedTuple):
     """A hook that the user has registered on a parameter."""
 
-    parameter: str
-    after_sum: bool
+    parameter: str  # its name
+    after_sum: bool  # by register_post_accumulate_grad_hook, else by register_hook
     call: Callable[[Tensor], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """The storage of one version."""
+    """The storage of one version, or of a view of one.
+
+    Attributes:
+        buffers: The raw tensors, one for each trainable parameter.
+        leaves: The autograd leaves over them.
+        views: By staleness in updates, what micro-batches read in the place of the version.
+    """
 
     buffers: list[Tensor]
     leaves: list[Tensor]
@@ -65,6 +71,8 @@ class VersionedParameters:
 
     Attributes:
         allocated: Number of sets of buffers that were allocated, including the module's own.
+        looks_ahead: Whether corrections make views of every version that a step makes.
+        loaded: The newest version that was loaded without views, not made by a step.
     """
 
     def __init__(
@@ -76,6 +84,7 @@ class VersionedParameters:
     ) -> None:
         self._stage = stage
         self._hooks = hooks
+        # Frozen parameters have no versions. `names` maps those in the module to the unsplit model.
         trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
         if names is None:
             names = {name: name for name in trainable}
@@ -94,20 +103,17 @@ class VersionedParameters:
         self._versions = {0: self._version_over([p.data for p in self._parameters])}
         self._free: list[_Version] = []
         self._gradients: list[Tensor | None] = [None] * len(self._parameters)
-        # What each micro-batch reads that has begun.
+        # By micro-batch in flight, what it reads: a version, or a view of it.
         self._reading: dict[int, _Version] = {}
         self.allocated = 1
         self.looks_ahead, self.loaded = False, 0
 
     def _version_over(self, buffers: list[Tensor]) -> _Version:
-        """Return a version with new leaves over the given buffers.
-
-        The leaves are made from the raw buffers, not from the Parameters, because a detached
-        Parameter shares the Parameter's autograd version counter: after the next update autograd
-        would raise an error though nothing is wrong. A leaf shares the counter of its buffer, so
-        that to recycle a buffer under a graph that still needs it is an error of autograd and not a
-        wrong gradient.
-        """
+        """Return a version with new leaves over the given buffers."""
+        # Over the raw buffers, since a detached Parameter shares the autograd version counter of
+        # the Parameter: after the next update autograd would raise an error though nothing is
+        # wrong. A leaf shares the counter of its buffer, so that a buffer which is recycled under a
+        # graph that still needs it is an error of autograd, and not a wrong gradient.
         leaves = [in_place_of(p, b, True) for p, b in zip(self._parameters, buffers, strict=True)]
         by_name = dict(zip(self._names, leaves, strict=True))
         for hook in self._hooks:
@@ -129,26 +135,26 @@ class VersionedParameters:
         return dict(zip(self._names, self._parameters, strict=True))
 
     def leaves(self, micro_batch: int) -> list[Tensor]:
-        """Return the trainable weights of the version of a micro-batch, as autograd leaves."""
+        """Return the trainable weights that a micro-batch reads, as autograd leaves."""
         return self._read_by(micro_batch).leaves
 
     def _read_by(self, micro_batch: int) -> _Version:
-        """Return what a micro-batch in flight reads: a version, or a view of it."""
+        """Return the version, or view of it, that a micro-batch in flight reads."""
         read = self._reading.get(micro_batch)
         return self._versions[self.ledger.pinned(micro_batch)] if read is None else read
 
     def reading(self, micro_batch: int) -> AbstractContextManager[None]:
-        """Let the module's weights be the version that a micro-batch reads, while the body runs."""
+        """Put the weights that a micro-batch reads into the module while the body runs."""
         return _Reading(self, self.leaves(micro_batch))
 
     def copies(self, micro_batch: int, names: Collection[str] | None) -> list[Tensor | None]:
-        """Return copies of the weights that a micro-batch reads, for `require_unchanged`."""
+        """Copy the weights that a micro-batch reads; None for those that `names` leaves out."""
         buffers = self._read_by(micro_batch).buffers
         named = zip(self._names, buffers, strict=True)
         return [b.clone() if names is None or name in names else None for name, b in named]
 
     def require_unchanged(self, micro_batch: int, before: Sequence[Tensor | None]) -> None:
-        """Refuse a forward that has changed weights."""
+        """Refuse a forward that has changed weights, but for those whose copy is None."""
         version = self._read_by(micro_batch)
         for i, (leaf, buffer) in enumerate(zip(version.leaves, version.buffers, strict=True)):
             moved = leaf.data_ptr() != buffer.data_ptr()
@@ -166,12 +172,11 @@ class VersionedParameters:
 
     @contextmanager
     def accumulating(self, micro_batch: int, adjust: Adjust | None = None) -> Iterator[None]:
-        """Run the body as `reading` does, and add its gradients to those of the pending update.
-
-        The sum so far is put into ``leaf.grad`` first, so that autograd itself adds, in the order
-        and with the rounding of plain gradient accumulation.
-        """
+        """Run the body as `reading` does, and add its gradients to those of the pending update."""
         leaves = self.leaves(micro_batch)
+        # Autograd itself adds to the sum so far, in the order and with the rounding of plain
+        # gradient accumulation. A rule adjusts the gradients of this micro-batch alone, so then the
+        # sum is added afterwards.
         for leaf, gradient in zip(leaves, self._gradients, strict=True):
             leaf.grad = None if adjust else gradient
         with self.reading(micro_batch):
@@ -182,6 +187,7 @@ class VersionedParameters:
             self._gradients[i] = leaf.grad
             leaf.grad = None
         for name, parameter in zip(self._names, self._parameters, strict=True):
+            # The forward has not read the leaf, which would have the gradient.
             if parameter.grad is not None:
                 raise ConfigError(
                     f"stage {self._stage}: the forward used the parameter {name!r} through a "
@@ -191,7 +197,7 @@ class VersionedParameters:
 
     @torch.no_grad()
     def _add_adjusted(self, micro_batch: int, adjust: Adjust) -> None:
-        """Adjust the gradients of the leaves, and add to them those of the pending update."""
+        """Adjust the gradients of the leaves, then add each to the sum so far, as autograd does."""
         read, newest = self._read_by(micro_batch), self._versions[self.ledger.newest]
         named = dict(zip(self._names, read.leaves, strict=True))
         gradients = {name: leaf.grad for name, leaf in named.items() if leaf.grad is not None}
@@ -206,7 +212,7 @@ class VersionedParameters:
         return self.leaves(micro_batch)[self._names.index(name)]
 
     def add_gradient(self, name: str, gradient: Tensor) -> None:
-        """Add to the gradient of a weight in the pending update: ``gradient + what is there``."""
+        """Add a gradient to that of a weight in the pending update: ``gradient + sum so far``."""
         i = self._names.index(name)
         own = self._gradients[i]
         self._gradients[i] = gradient if own is None else gradient + own
@@ -219,10 +225,8 @@ class VersionedParameters:
 
     @torch.no_grad()
     def receive(self, next_read: int, named: dict[str, Tensor]) -> None:
-        """Take the next version from the stage that owns the weights.
-
-        The gradients that are pending belong to an update that the owner has not made yet.
-        """
+        """Make the next version of the weights that their owner, another stage, has sent."""
+        # Without gradients: those pending belong to an update that the owner has not made yet.
         with self.making([None] * len(self._parameters), next_read):
             for name, parameter in self.named.items():
                 parameter.data.copy_(named[name])
@@ -234,12 +238,12 @@ class VersionedParameters:
 
     @contextmanager
     def making(self, gradients: Sequence[Tensor | None], next_read: int) -> Iterator[None]:
-        """Make the next version: the body changes the module's Parameters in place."""
+        """Make the next version: the body steps the Parameters in place, by `gradients`."""
         ledger = self.ledger
         newest = self._versions[ledger.newest]
         dropped, in_place = ledger.update(next_read)
         self._recycle(dropped)
-        if in_place:
+        if in_place:  # nobody reads the newest version, now or later
             del self._versions[ledger.newest - 1]
             target = newest
             self._recycle_views(newest)
@@ -266,12 +270,12 @@ class VersionedParameters:
                 parameter.data = buffer
 
     def begin(self, micro_batch: int, version: int, update: int) -> None:
-        """Let a micro-batch read a version until `end`; recycle older versions."""
+        """Let a micro-batch of an update read a version until `end`; recycle older versions."""
         self._recycle(self.ledger.read(micro_batch, version))
         pinned = self.ledger.pinned(micro_batch)
         read = self._versions[pinned]
         if self.looks_ahead and update > pinned > self.loaded:
-            # The version itself in its place would be other weights, without a word.
+            # Reading the version itself instead would silently use other weights.
             if update - pinned not in read.views:
                 raise VersionError(
                     f"stage {self._stage}: micro-batch {micro_batch} reads weight version {pinned} "
@@ -288,7 +292,7 @@ class VersionedParameters:
 
     @torch.no_grad()
     def add_view(self, staleness: int) -> dict[str, Tensor]:
-        """Add a view of the newest version."""
+        """Add a view of the newest version; return its weights, for the caller to change."""
         newest = self._versions[self.ledger.newest]
         view = self._take_free(newest)
         for buffer, parameter in zip(view.buffers, self._parameters, strict=True):
@@ -314,17 +318,14 @@ class VersionedParameters:
                 buffer.copy_(named[name])
 
     def reset(self, load: Callable[[], None]) -> None:
-        """Replace the weights; no later forward reads a version from before."""
+        """Let `load` replace the weights; no later forward reads a version from before."""
         self._recycle(self.ledger.reset())
         self._recycle_views(self._versions[self.ledger.newest])
         self.loaded = self.ledger.newest
         load()
 
     def older(self) -> dict[int, dict[str, Tensor]]:
-        """Return the tensors of all versions kept but the newest, by version and name.
-
-        The caller copies them: a later update recycles them.
-        """
+        """Return the weights of all older versions by name; a later update recycles them."""
         return {
             version: dict(zip(self._names, kept.buffers, strict=True))
             for version, kept in self._versions.items()
@@ -334,7 +335,7 @@ class VersionedParameters:
     def restore(
         self, newest: int, older: dict[int, dict[str, Tensor]], load: Callable[[], None]
     ) -> None:
-        """Go on from a checkpoint."""
+        """Go on from a checkpoint: `load` writes version `newest`, `older` are those before it."""
         current = self.ledger.newest
         self._recycle(self.ledger.reset())
         load()
@@ -349,7 +350,7 @@ class VersionedParameters:
 
     @torch.no_grad()
     def put_back(self, kept: Sequence[Tensor]) -> None:
-        """Give the newest version the values that copies of the module's Parameters have."""
+        """Give the newest version the values of copies, in the order of `named`."""
         newest = self._versions[self.ledger.newest].buffers
         for parameter, buffer, copy in zip(self._parameters, newest, kept, strict=True):
             parameter.data = buffer
@@ -376,11 +377,10 @@ class VersionedParameters:
 
 
 class _Reading(AbstractContextManager[None]):
-    """The context of `VersionedParameters.reading`.
+    """The context of `VersionedParameters.reading`: leaves in the places of Parameters."""
 
-    A class, since contexts that are generators are slow, and two of these are entered for each
-    micro-batch.
-    """
+    # A class, since contexts that are generators are slow, and two of these are entered for each
+    # micro-batch.
 
     __slots__ = ("_leaves", "_parameters")
 
@@ -389,21 +389,19 @@ class _Reading(AbstractContextManager[None]):
         self._leaves = leaves
 
     def __enter__(self) -> None:
-        """Put the leaves into the places of the module's Parameters."""
         leaves = self._leaves
         for slots, name, i in self._parameters._slots:
             slots[name] = leaves[i]  # type: ignore[assignment]  # a leaf in a Parameter's place
         leave_apart(self._parameters._recurrent)  # no later version reaches leaves that were moved
 
     def __exit__(self, kind: object, *rest: object) -> None:
-        """Put the Parameters back."""
         parameters, leaves, replaced = self._parameters, self._leaves, None
         join_again(parameters._recurrent)
         for slots, name, i in parameters._slots:
             if slots.get(name) is not leaves[i]:
                 replaced = parameters._names[i]
             slots[name] = parameters._parameters[i]
-        if replaced is not None and kind is None:
+        if replaced is not None and kind is None:  # an error of the body goes before this one
             raise ConfigError(
                 f"stage {parameters._stage}: a layer put another tensor in the place of its "
                 f"parameter {replaced!r} in forward or backward, which would be lost; change "
@@ -412,5 +410,5 @@ class _Reading(AbstractContextManager[None]):
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same values, where NaN is the same as NaN."""
+    """Whether two tensors have the same values, where NaN is the same as NaN, and as 0."""
     return torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num())

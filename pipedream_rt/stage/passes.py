@@ -19,7 +19,7 @@ from pipedream_rt.stage.weights import Weights
 
 
 class Passes:
-    """The passes of one stage."""
+    """The passes of one stage; they number micro-batches apart from those in training."""
 
     def __init__(self, spec: StageSpec, runner: Runner, weights: Weights) -> None:
         self._module, self._runner, self._weights = spec.layers, runner, weights
@@ -37,10 +37,9 @@ class Passes:
         buffers: int = 0,
         keep_buffers: bool = False,
     ) -> tuple[list[Value] | float | Late, dict[str, float | str]]:
-        """Run a forward for `Pipeline.evaluate`: newest weights, eval mode, no gradient.
-
-        It leaves the stage as it was, but for buffers that are to be kept.
-        """
+        """Run a forward for `Pipeline.evaluate`: newest weights, eval mode, no gradient."""
+        # `buffers` is the number of the evaluation whose buffers this pass changes; 0 for none.
+        # With `keep_buffers` it changes the stage's own; else the stage stays as it was.
         of_buffers = self.evaluations.of(buffers, keep_buffers)
         mode = eval_mode(self._module, self._weights.own, self.modes, of_buffers)
         with torch.no_grad(), mode, self._runner.casting():
@@ -60,7 +59,8 @@ class Passes:
         program: int = 0,
         cache: int = 0,
     ) -> list[Value]:
-        """Run a forward for inference: newest weights, no gradient."""
+        """Run a forward for inference: newest weights, no gradient; `cache` is 0 for none."""
+        # With `training`, modules keep the modes of training, in which buffers may change.
         own = self._weights.own
         mode = nullcontext() if training else eval_mode(self._module, own, self.modes)
         carried = self._runner.cache(cache, program)

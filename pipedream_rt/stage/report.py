@@ -1,4 +1,4 @@
-"""What is told of an error of an action: the layer, its input, and the lines of the user."""
+"""How an error is reported: in which layer, on what input, and in which lines of the user."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NOT_THE_USERS = (
 
 
 def place_of(step: Step, layer: nn.Module | None, value: Any) -> str:
-    """Return where an error happened, in words."""
+    """Return in words where an error happened; without a layer, the step calls a function."""
     if layer is None:
         return f"in {step.name} at {step.where}, whose input was {described(value)}"
     kind = type(layer).__name__
@@ -60,10 +60,7 @@ def advice_on(error: BaseException, value: Any) -> str:
 
 
 def trace_of(error: BaseException) -> str:
-    """Return the traceback of an error with the user's own lines alone, if there are any.
-
-    Frames of this package and of torch are left out, of the causes too.
-    """
+    """Return the traceback with the user's own lines alone, in causes too, if there are any."""
     told = traceback.TracebackException.from_exception(error)
     found = False
     seen: set[int] = set()
@@ -77,6 +74,6 @@ def trace_of(error: BaseException) -> str:
         found = found or bool(own)
         part.stack = traceback.StackSummary.from_list(own)
         parts += [part.__cause__, part.__context__]
-    if not found:  # then the error is ours or torch's
+    if not found:  # the error is ours or torch's: all lines count
         return "".join(traceback.format_exception(error))
     return "".join(told.format())

@@ -1,4 +1,4 @@
-"""The runner of a stage: it does what a program says, with the seeds and casts of the pipeline."""
+"""Runs the programs of a stage, with the seeds and casts of the pipeline."""
 
 from __future__ import annotations
 
@@ -38,6 +38,8 @@ class _Call(NamedTuple):
 
     Attributes:
         only: The slot that is its only argument; -1 if it has others.
+        held: The names of the parameters and buffers that it takes as arguments.
+        unneeded: The slots that no later step needs.
     """
 
     step: Step
@@ -48,14 +50,13 @@ class _Call(NamedTuple):
 
 
 class Runner:
-    """What a forward of a stage does.
-
-    A program says it: which values the messages of producers hold, which steps follow, and which
-    values go to each consumer.
+    """Runs programs: which values come from each producer, the steps, what goes to each consumer.
 
     Attributes:
         loss_fn: The loss function; None where no loss is computed.
         sources: The stages from which values come; the coordinator is the first, if it gives some.
+        programs: By the number that micro-batches name.
+        caches: By number of the cache, what layers keep for the next micro-batch, by name.
         at: The step that is done now, with its input, for reports of errors; None if none is.
     """
 
@@ -72,7 +73,7 @@ class Runner:
         self._calls: dict[int, list[_Call]] = {}
         for number, program in enumerate(spec.programs or [_sequence(spec)]):
             self.define(number, program)
-        # A loss that is a module has its weights and its mode among those of the stage.
+        # A loss that is a module is a layer, so that its weights and mode are the stage's.
         loss_layer = self._module._modules.get(LOSS_LAYER)
         self.loss_fn = spec.loss_fn if loss_layer is None else loss_layer
         self.buffers = ForwardBuffers(self._module)
@@ -87,6 +88,7 @@ class Runner:
             *(s for given in program.gives.values() for s in given),
         }
         calls = []
+        # From the end, where it is known which slots later steps need.
         for step in reversed(program.steps):
             layer = step.layer
             call = step.target if layer is None else self._module.get_submodule(layer)
@@ -100,7 +102,7 @@ class Runner:
         self.programs[number], self._calls[number] = program, calls[::-1]
 
     def entered(self, inputs: Sequence[Value], program: int) -> dict[int, Any]:
-        """Return the values that came, by slot."""
+        """Return the input values by slot."""
         values: dict[int, Any] = {}
         for source, (structure, tensors, _) in zip(self.sources, inputs, strict=True):
             self.put_in(program, source, unflatten(structure, tensors), values)
@@ -114,7 +116,7 @@ class Runner:
         values.update(zip(slots, (value,) if len(slots) == 1 else value))
 
     def of_mini_batch(self, inputs: Sequence[Value]) -> Value | None:
-        """Return what came of the mini-batch itself, among the inputs of a forward."""
+        """Return the input that came from the mini-batch itself; None if none did."""
         pairs = zip(self.sources, inputs, strict=True)
         return next((value for source, value in pairs if source == COORDINATOR), None)
 
@@ -125,7 +127,7 @@ class Runner:
         number: int | str,
         carried: Mapping[str, Any] = NONE_CARRIED,
     ) -> list[Any]:
-        """Do the steps of a program, each with its own seed."""
+        """Do the steps of a program; random ones are seeded by the micro-batch's `number`."""
         for step, call, only, names, unneeded in self._calls[program]:
             if step.random:
                 self.seed(number, step.name)
@@ -139,7 +141,7 @@ class Runner:
                 with step.around.entered():
                     result = call(*args, **kwargs)
             put(step, result, values)
-            # A value that is kept longer than in a plain forward would be memory.
+            # Kept longer than in a plain forward, a value would take memory.
             for slot in unneeded:
                 del values[slot]
         self.at = None
@@ -157,20 +159,16 @@ class Runner:
         return [self._coding.encoded(target, value) for target, value in pairs]
 
     def train(self, program: int, values: dict[int, Any], number: int) -> list[Any]:
-        """Do the steps of a program for a backward to follow.
-
-        If activations are recomputed, the backward does the steps once more, with the same result.
-        Between the two, autograd keeps the inputs of the stage alone. The second time reads the
-        same weights, since the backward reads those of the forward, draws the same random numbers,
-        since each step is seeded, finds the buffers as the first time found them, and leaves them
-        as they are.
-        """
+        """Do the steps of a program for a backward to follow, which may do them once more."""
         if not self._recomputes:
             return self.run(program, values, number)
+        # Until the backward, autograd keeps the inputs of the stage alone. The second time has the
+        # same result: the backward reads the weights of its forward, each step is seeded, so that
+        # no random state need be preserved, and `again` puts the buffers back meanwhile.
         again = _Again(self.buffers, self.buffers.copies())
 
         def run(*given: Any) -> list[Any]:
-            # Copies, since a step may change its input in place, which the second time needs too.
+            # Copies, since a step may change an input in place that the second time needs too.
             copies = map(_copy_of, given)
             return self.run(program, dict(zip(values, copies, strict=True)), number)
 
@@ -193,16 +191,16 @@ class Runner:
         return made
 
     def casting(self) -> Any:
-        """Return the context in which forwards and losses run."""
+        """Return the context of autocast, in which forwards and losses run."""
         dtype = self._autocast
         return nullcontext() if dtype is None else self.device.autocast(dtype)
 
     def seed(self, number: int | str, name: str) -> None:
-        """Seed torch's generator for the numbers that a layer, backward or optimizer may draw."""
+        """Seed torch's generators for what a layer, a backward or an optimizer may draw."""
         self.device.seed(layer_seed(self._seed, number, name))
 
     def loss(self, output: Any, target: Value) -> tuple[Tensor, dict[str, float]]:
-        """Compute the loss, and parts of it that are looked at alone."""
+        """Compute the loss that is trained on, and its named parts, which are only reported."""
         assert self.loss_fn is not None
         loss, parts = total_of(self.loss_fn(output, unflatten(target.structure, target.tensors)))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -224,7 +222,7 @@ class Runner:
         return {} if self._coding is None else self._coding.statistics()
 
     def cache(self, number: int, program: int) -> Mapping[str, Any]:
-        """Return the objects of a cache, which a program that carries some at first begins."""
+        """Return the objects of a cache, 0 for none; a program that carries some begins it."""
         if not number:
             return NONE_CARRIED
         if carries := self.programs[program].carries:
@@ -233,11 +231,11 @@ class Runner:
 
 
 class _Again(AbstractContextManager[None]):
-    """The context of a forward that is computed again: buffers are as they were before it.
+    """The context of a forward that is computed again: buffers are as they were before it."""
 
-    It can be entered more than once, and within itself: a layer that calls ``torch.autograd.grad``
-    has its forward computed again while the forward runs, and once more in the backward.
-    """
+    # It may be entered more than once, and within itself: a layer that calls
+    # ``torch.autograd.grad`` has its forward computed again while the forward runs, and once more
+    # in the backward.
 
     def __init__(self, buffers: ForwardBuffers, copies: dict[str, Tensor]) -> None:
         self._buffers, self._copies = buffers, copies
@@ -252,7 +250,7 @@ class _Again(AbstractContextManager[None]):
 
 
 def _copy_of(value: Any) -> Any:
-    """Return a value with copies of its tensors, whose gradients go to the tensors."""
+    """Return a value with clones of its tensors, through which gradients reach these."""
     if isinstance(value, Tensor):
         return value.clone()
     structure, tensors = flatten(value)
@@ -260,11 +258,8 @@ def _copy_of(value: Any) -> Any:
 
 
 def _sequence(spec: StageSpec) -> StageProgram:
-    """Return the program of a stage whose layers are called one after another.
-
-    With several producers, the input of the first layer is the tuple of their outputs; all
-    consumers get the same output.
-    """
+    """Return the program of a stage whose layers are called one after another."""
+    # Several producers give the first layer a tuple of their outputs; all consumers get the same.
     sources, targets = _neighbours(spec.plan, spec.stage)
     count = len(sources)
     names = spec.plan.layers[spec.stage]
@@ -288,7 +283,7 @@ def _sequence(spec: StageSpec) -> StageProgram:
 
 
 def _neighbours(plan: Plan, stage: int) -> tuple[list[int], list[int]]:
-    """Return the stages from which a stage takes values, and those to which it gives some."""
+    """Return the sources and targets of a stage's values; the coordinator is the first source."""
     inputs = [COORDINATOR] if stage in plan.entries else []
     return [*inputs, *plan.producers(stage)], list(plan.consumers(stage))
 

@@ -5,10 +5,10 @@ other state as it is after that mini-batch's update. The command to save follows
 feed, so the stage copies buffers at the command, and the rest once the update is done. It never
 waits for the disk.
 
-Where an update is done late, as by replicas or when it waits for the norm of all gradients, a stage
-does more micro-batches before it, and may have dropped older versions by then, which those
-micro-batches have read and will read again. So it copies these at the command too. Replicas of a
-stage have the same weights, which replica 0 writes, and buffers of their own.
+An update may be late, as with replicas or when it waits for the norm of all gradients. The stage
+does more micro-batches before it, which a run from the checkpoint does again, and may drop older
+versions that they read. So it copies these before the update. Replicas of a stage have the same
+weights, which replica 0 writes, and buffers of their own.
 """
 
 from __future__ import annotations
@@ -48,13 +48,17 @@ _CHANGED_IN_BACKWARD = (
     "they have no state between two micro-batches while others are in flight; call save() at the "
     "end of an epoch, or take the layer out of torch's checkpoint"
 )
-"""The text of the error when a stage cannot save without a flush."""
+"""Why a stage cannot save without a flush."""
 
 _ATTEMPTS = 100
-"""How often a folder is emptied into which others may still write."""
+"""How often to empty a folder into which others may still write."""
 
 Tell = Callable[[int, object], None]
-"""``tell(position, result)`` sends the result of the save command at a position; any thread."""
+"""``tell(position, result)`` sends the result of the save command at a position; any thread.
+
+The result is the list that `write_stage` returns and the fingerprints of the stage, or a text that
+says why the part could not be written. Training goes on either way.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +67,12 @@ class _Saving:
 
     Attributes:
         step: Number of updates after which the checkpoint is made.
+        position: The position of the command in the feed.
+        buffers: Copies of the buffers that the state dict has, by name.
+        hidden: Copies of the buffers that the state dict leaves out, by name.
+        extra: Entries of the state dict that are not tensors, packed.
+        versions: Copies of older versions that will be read again, by version and name.
+        views: Copies of what corrections have made of these.
     """
 
     folder: Path
@@ -97,12 +107,9 @@ class StageSaver:
 
     @torch.no_grad()
     def begin(self, position: int, folder: str, step: int) -> None:
-        """Begin this stage's part of a checkpoint, and copy the buffers.
-
-        The loop calls it between the last forward of one mini-batch and the first of the next.
-        """
+        """Copy the buffers, between the last forward of a mini-batch and the next one's first."""
         module, self.part = self._stage.module, Path(folder)
-        # All other entries are those of weights, or made of them by a layer's own state dict.
+        # The other entries are weights, or made of them by a layer's own state dict.
         buffers, names = {id(b) for b in module.buffers()}, buffer_slots(module)
         state = module.state_dict(keep_vars=True)
         rest = {
@@ -126,7 +133,7 @@ class StageSaver:
         self.save_if_due()
 
     def watching_buffers(self) -> AbstractContextManager[None]:
-        """Give up the checkpoint that has begun if a backward, the body, changes buffers."""
+        """Give up a checkpoint that waits for its update if a backward, the body, sets buffers."""
         return nullcontext() if self._saving is None else self._watching(self._saving)
 
     @contextmanager
@@ -138,12 +145,12 @@ class StageSaver:
             self._tell(saving.position, _CHANGED_IN_BACKWARD)
 
     def _buffers_now(self) -> list[tuple[str, int, int]]:
-        """Return a value that differs once a buffer was changed or replaced."""
+        """Return what differs once a buffer was changed in place or replaced."""
         return [(n, id(b), b._version) for n, b in self._stage.module.named_buffers()]
 
     @torch.no_grad()
     def save_if_due(self) -> None:
-        """Once the update of the checkpoint is done, copy the rest and let the thread write it."""
+        """Once the checkpoint's update is done, copy the rest and let the thread write it."""
         saving, stage = self._saving, self._stage
         if saving is None:
             return
@@ -178,7 +185,7 @@ class StageSaver:
         self._writer.submit(self._write, saving, state, stage.runner.device.settle())
 
     def _copy_versions(self, saving: _Saving) -> None:
-        """Copy the versions that are there now and that are read after the checkpoint."""
+        """Copy the versions still held that micro-batches after the checkpoint read."""
         stage, parameters = self._stage, self._stage.parameters
         first = stage.plan.reads(stage.index, saving.step * stage.plan.per_update)
         newest: dict[str, Tensor] = dict(parameters.named)
@@ -199,10 +206,10 @@ class StageSaver:
         return self._stage.runner.device.copied(tensor.detach().contiguous())
 
     def _write(self, saving: _Saving, state: Snapshot, settle: Callable[[], None]) -> None:
-        """Write the files and tell the result; the saver's thread runs this, on copies alone."""
+        """Write the files and tell the result. The saver's thread: it touches copies alone."""
         result: object
         try:
-            settle()
+            settle()  # waits until the copies have come from the device
             if self._replica:
                 written: tuple[Any, ...] = self._write_replica(saving, state)
             else:
@@ -214,7 +221,7 @@ class StageSaver:
         self._tell(saving.position, result)
 
     def _write_replica(self, saving: _Saving, state: Snapshot) -> tuple[Any, ...]:
-        """Write what is of this replica alone; return what `write_stage` does."""
+        """Write what this replica alone has; return what `write_stage` does."""
         stage = self._stage
         shards = stage.plan.shape.shards(stage.index)
         return write_replica(
@@ -228,7 +235,7 @@ class StageSaver:
         )
 
     def _fingerprints(self, step: int, state: Snapshot) -> dict[str, Any]:
-        """Return the fingerprints of the state that was written; see `fingerprints_of`."""
+        """Return the fingerprints of the state that was written."""
         module, tensors = self._stage.module, {**state.weights, **state.hidden}
         buffers = [name for name, _ in module.named_buffers()]
         return fingerprints_of(
@@ -248,7 +255,7 @@ class StageSaver:
 
 def remove_part(part: Path) -> None:
     """Remove an unfinished checkpoint, as its run is dead."""
-    if not part.name.endswith(".part"):
+    if not part.name.endswith(".part"):  # a whole checkpoint has another name by now
         return
     for _ in range(_ATTEMPTS):  # a writer may add a file while the folder is emptied
         shutil.rmtree(part, ignore_errors=True)
@@ -266,7 +273,9 @@ def restore_stage(
     floor: int,
     with_optimizer: bool = True,
 ) -> bool:
-    """Let a stage go on from a verified checkpoint, while nothing is in flight."""
+    """Load a verified checkpoint while nothing is in flight; return whether it has all versions."""
+    # Micro-batches to come read no version older than `floor`, and the newest in the place of one
+    # that is missing. `plain` has what the manifest itself keeps of stages, by the texts of keys.
     plan = stage.plan
     first = step * plan.per_update
     names = list(stage.parameters.named)
@@ -289,7 +298,7 @@ def restore_stage(
         else:
             whole, older[index] = False, {}
     extra = {key: value for key, value in state.extra.items() if key in there and key not in slots}
-    for name in slots.keys() & state.extra.keys():  # a forward has put None there
+    for name in slots.keys() & state.extra.keys():  # where a forward had put None
         owner, _, short = name.rpartition(".")
         stage.module.get_submodule(owner)._buffers[short] = None
     own = older.pop(stage.index)
@@ -297,14 +306,14 @@ def restore_stage(
     load = snapshot.load_step_state if with_optimizer else snapshot.load_totals
     with _usable(folder):
         load(stage, state.steps, step)
-    # Another optimizer would have made other views, so none are taken from the checkpoint.
+    # Without the optimizer no views are loaded: another one would have made others.
     stage.parameters.loaded = floor if with_optimizer else step
     corrections = stage.rule(Corrections)
     return whole and (corrections is None or not corrections.lacks_views())
 
 
 def _read(folder: Path, *about: Any) -> Snapshot:
-    """Read the state of a stage, and what is packed in it."""
+    """Read the state of a stage, and unpack it."""
     with _usable(folder):
         state = read_stage(folder, *about)
         return replace(state, extra={k: unpack_hyper(v) for k, v in state.extra.items()})
@@ -312,7 +321,7 @@ def _read(folder: Path, *about: Any) -> Snapshot:
 
 @contextmanager
 def _usable(folder: object) -> Iterator[None]:
-    """Turn what a checkpoint that makes no sense raises in the body into an error about it."""
+    """Turn errors of the body, which uses a checkpoint, into an error about the checkpoint."""
     try:
         yield
     except PipelineError:

@@ -10,14 +10,14 @@ from pipedream_rt.devices.randomness import random_state, set_random_state
 
 
 def layer_seed(seed: int, micro_batch: int | str, layer: str) -> int:
-    """Return the seed with which a layer runs a micro-batch."""
+    """Return the seed of a layer for a micro-batch, as ``"evaluate 3"`` if it is not trained on."""
     digest = blake2b(f"{seed}/{micro_batch}/{layer}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big")
 
 
 @contextmanager
 def kept_generator_state() -> Iterator[None]:
-    """Give torch's generators their states back, for other code that draws from them."""
+    """Restore the states of torch's generators after a body that seeds or draws."""
     state = random_state()
     try:
         yield

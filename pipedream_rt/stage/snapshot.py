@@ -1,4 +1,4 @@
-"""The state of a stage: what is read of it, and put into it, between two actions.
+"""The state of a stage, as it is read and replaced between two actions.
 
 Checkpoints, state dicts, kept versions, fingerprints and recoveries go through these functions.
 Names are those of the unsplit model.
@@ -29,10 +29,7 @@ _NONE_BORROWED: Mapping[int, dict[int, dict[str, Tensor]]] = {}
 
 
 def state_dict(stage: Stage, version: int = 0) -> dict[str, Any]:
-    """Return the state dict of a stage, with the weights that it owns under all their keys.
-
-    Weights that others own are left out.
-    """
+    """Return the stage's own weights, under all their keys, and buffers; 0 is the newest."""
     copies = stage.kept.copies(version)
     borrowed = stage.weights.borrowed.values()
     foreign = {id(p) for weights in borrowed for p in weights.named.values()}
@@ -48,7 +45,7 @@ def state_dict(stage: Stage, version: int = 0) -> dict[str, Any]:
 
 @torch.no_grad()
 def load_state(stage: Stage, state: dict[str, Tensor]) -> None:
-    """Load weights and buffers, and forget the versions before the newest."""
+    """Load weights and buffers while nothing is in flight, and forget older versions."""
     stage.parameters.reset(lambda: load_module_state(stage.module, state))
     for weights in stage.weights.borrowed.values():
         weights.reset(lambda: None)
@@ -63,7 +60,8 @@ def restore(
     buffers: dict[str, Tensor],
     borrowed: Mapping[int, dict[int, dict[str, Tensor]]] = _NONE_BORROWED,
 ) -> None:
-    """Let a stage go on with the state after an update, while nothing is in flight."""
+    """Go on with the state after `step` updates, while nothing is in flight."""
+    # `older` has versions of the stage's own weights, `borrowed` the same of other owners.
     load_buffers(stage.module, buffers, stage.runner.device)
     stage.parameters.restore(step, older, lambda: load_module_state(stage.module, weights))
     for owner, of_owner in stage.weights.borrowed.items():
@@ -72,7 +70,7 @@ def restore(
 
 
 def owned(stage: Stage, by_key: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the values of the parameters that a stage owns, frozen ones too, by their names."""
+    """Return, by name in the unsplit model, the parameters that a stage owns, frozen ones too."""
     foreign = {name for weights in stage.weights.borrowed.values() for name in weights.named}
     names = stage.weights.names
     keys = ((key, names.get(key, key)) for key, _ in stage.module.named_parameters())
@@ -80,12 +78,13 @@ def owned(stage: Stage, by_key: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def emptied(stage: Stage) -> list[str]:
-    """Return the names of the buffers in whose places a forward has put None."""
+    """Return the names of the buffers that a forward has replaced by None."""
     return sorted(stage.guards.filled - names_of_buffers(stage.module))
 
 
 def keep(stage: Stage, number: int, average: bool, borrowed: Mapping[str, Tensor]) -> None:
-    """Keep a copy of the newest weights and of the buffers, or of the average of the weights."""
+    """Keep a copy of the newest weights, or of their average, and of the buffers."""
+    # `borrowed` has averages of tied weights by name: for those that other stages own.
     values: dict[int, Tensor] = {}
     if average:
         ema, own = stage.rule(Ema), stage.parameters.named
@@ -100,7 +99,7 @@ def keep(stage: Stage, number: int, average: bool, borrowed: Mapping[str, Tensor
 
 
 def optimizer_state(stage: Stage) -> StepState:
-    """Return the state of the optimizer, and averages."""
+    """Return the state of the optimizer, and the average of the weights."""
     if stage.optimizer is None:
         return {}
     ema = stage.rule(Ema)
@@ -118,7 +117,7 @@ def step_state(stage: Stage) -> StepState:
 
 
 def load_step_state(stage: Stage, state: Mapping[Key, Any], step: int) -> None:
-    """Let a stage go on with what `step_state` has returned, after `restore`."""
+    """Load what `step_state` has returned, after `restore`."""
     if stage.optimizer is not None:
         stage.optimizer.load_state(state)
     for rule in stage.rules:
@@ -126,7 +125,7 @@ def load_step_state(stage: Stage, state: Mapping[Key, Any], step: int) -> None:
 
 
 def load_totals(stage: Stage, state: Mapping[Key, Any], step: int) -> None:
-    """Let a stage go on with what does not belong to its optimizer, which is left as it is."""
+    """Load the state of the rules that does not belong to an optimizer."""
     for rule in stage.rules:
         if isinstance(rule, Totals | Scaling | Coding):
             rule.load_state(state, step)
@@ -137,7 +136,7 @@ def load_totals(stage: Stage, state: Mapping[Key, Any], step: int) -> None:
 
 @torch.no_grad()
 def fingerprints(stage: Stage) -> dict[str, Any]:
-    """Return the fingerprints of a stage; see `fingerprints_of`."""
+    """Return the fingerprints of a stage as it is now."""
     parameters = stage.parameters
     return fingerprints_of(
         owned(stage, dict(stage.module.named_parameters())),
@@ -151,11 +150,9 @@ def fingerprints(stage: Stage) -> dict[str, Any]:
 
 @torch.no_grad()
 def fingerprint_of(stage: Stage, micro_batch: int) -> str:
-    """Return the fingerprint of the trainable weights that a micro-batch reads, and of buffers.
-
-    Neither depends on timing or on a flush: the plan says which version is read, and buffers
-    advance in the order of the forwards.
-    """
+    """Return the fingerprint of the weights that a micro-batch in flight reads, and of buffers."""
+    # Neither depends on timing or on a flush: the plan says which version is read, and buffers
+    # change in the order of the forwards.
     leaves = stage.parameters.leaves(micro_batch)
     weights = dict(zip(stage.parameters.named, leaves, strict=True))
     return fingerprint({**weights, **dict(stage.module.named_buffers())})

@@ -27,24 +27,24 @@ from pipedream_rt.stage.rules.base import RuleOption
 
 LossFunction: TypeAlias = Callable[[Any, Any], "Tensor | Mapping[str, Tensor]"]
 """``loss_fn(output, target)`` returns the loss, a tensor with one element; or a dict that has it
-under ``"loss"``, and parts of it, to be looked at, under other names."""
+under ``"loss"``, and parts of it, only to be reported, under other names."""
 
 
 def total_of(loss: Any) -> tuple[Any, dict[str, Any]]:
-    """Return what is trained of what a loss function has returned, and what is looked at alone."""
+    """Return the loss to train on, and the named parts to report, of a loss function's result."""
     if not isinstance(loss, Mapping):
         return loss, {}
     return loss.get("loss"), {name: part for name, part in loss.items() if name != "loss"}
 
 
 def own_loss(output: Any, target: Any) -> Tensor:
-    """Return the loss that a model has computed itself: the loss function of such a model."""
+    """Return the loss that a model has computed: the loss function of such a model."""
     loss: Tensor = output["loss"] if isinstance(output, dict) else output.loss
     return loss
 
 
 def has_own_loss(output: Any) -> bool:
-    """Whether what a model returns has a loss, under that name."""
+    """Whether the output of a model has a loss, under that name."""
     if isinstance(output, dict):
         return output.get("loss") is not None
     return getattr(output, "loss", None) is not None
@@ -60,19 +60,31 @@ class StageSpec:
 
     Attributes:
         stage: Index of the stage, 0-based.
+        layers: The layers by their names in the unsplit model; a loss function that is a module
+            is one of them, under the name `LOSS_LAYER`.
         programs: What a forward does, by the number of the program; empty if the layers are called
             one after another.
         loss_fn: The loss function, on the stage that computes the loss; None on the others.
+        blueprint: The layers that the worker builds, since they have no values yet.
         pretrained: Where the worker reads weights; None if it reads none.
         autocast: The dtype to which torch's autocast casts in forwards and losses; None for none.
+        names: The name in the unsplit model of each trainable parameter, by its name in `layers`;
+            they differ for a weight that an earlier stage uses under another name.
+        numbers: The place of each of these among the parameters of the unsplit model.
         norm_dtype: The dtype of the norm of all gradients of the model.
         compile: The arguments of `nn.Module.compile` for every layer; None to compile none.
         trace_spans: Number of spans that a worker keeps for a trace; 0 for no trace.
         trace_shown: Where it shows the newest of them; None for nowhere.
+        holders: What holds the script's values, by the numbers that micro-batches name.
+        shared_holders: The numbers of those that other stages have too.
         shared: The names of the buffers that other stages have too, which must not change.
         aliases: The keys of state dicts under which other stages have weights that this one owns,
             by their keys on this stage.
+        modes: Which modules do not follow the mode of the model.
+        settings: The settings of torch in the user's process.
         code: The code of all that, as the user's process has it; None to compare none.
+        devices: By worker of the plan, what it computes on, as in `device_for`.
+        codecs: By source and target stage of an edge.
     """
 
     stage: int
@@ -115,7 +127,7 @@ class StageSpec:
         return code_of((thing for thing in things if thing is not None), built=built)
 
     def build(self, device: Device = HOST) -> None:
-        """Build the layers, read their weights, and compile them."""
+        """Build the layers, read their weights, put them on a device, and compile them."""
         names = [n for n in self.layers._modules if n in self.blueprint.specs]
         built = self.blueprint.build(names, give_free_memory_back) if names else {}
         for name, layer in built.items():

@@ -1,6 +1,6 @@
 """A backward in two halves: first the gradients of the stage's inputs, later those of its weights.
 
-This is the autograd graph between the outputs and the inputs of a stage. The *path* is the set of
+Below is the autograd graph between the outputs and the inputs of a stage. The *path* is the set of
 nodes that lead to an input, here p3, p2 and p1::
 
     output ── p3 ── p2 ── p1 ── input         first half: runs p3, p2, p1 for the input alone
@@ -10,9 +10,8 @@ nodes that lead to an input, here p3, p2 and p1::
 torch's own nodes compute only the gradients that are asked for, so nothing is computed twice: a
 linear layer does one of its two matrix products in each half. The second half ends with one call of
 autograd that adds to the weights as a whole backward does: same kernels, same order of sums, same
-bits. Nodes off the path, from which a weight on the path may be computed, run in the second half
-alone. Hooks on nodes of the path run in both halves; the gradients that they changed in the first
-half count.
+bits. Nodes off the path, as where a weight is computed from others, run in the second half alone.
+Hooks on nodes of the path run in both halves; the gradients that they changed in the first count.
 
 Some graphs cannot be cut in this way:
 
@@ -24,7 +23,7 @@ Some graphs cannot be cut in this way:
 - A backward that draws random numbers both on the path and off it is refused, because cut in two it
   would draw them in another order.
 
-In the first two cases the bits are right too, but the bubble is not filled.
+In the first two cases the bits are right too, but no bubble is filled.
 
 torch's own helpers (``torch.distributed.pipelining``) are private, and apply a tensor hook on the
 output of a layer twice (2.13).
@@ -52,10 +51,6 @@ Gradients = tuple[Tensor | None, ...]
 class _Replay:
     """The gradients that came to a node in the first half, which it gets again in the second.
 
-    `hook` is a prehook of the node that runs after all of the user's. In the first half it notes
-    the gradients as the user's hooks have changed them. In the second half the user's hooks run
-    again, and it puts the noted gradients in the place of theirs.
-
     Attributes:
         came: The gradients, by output of the node; None until some came.
     """
@@ -65,6 +60,8 @@ class _Replay:
 
     def hook(self, gradients: Gradients) -> Gradients | None:
         """Note the gradients, or return the noted ones in their place."""
+        # A prehook, registered last: what it notes is what the user's hooks have made of the
+        # gradients. In the second half these hooks run again, and what they return is replaced.
         if self.noting:
             self.came = list(gradients)
             return None
@@ -75,7 +72,7 @@ class _Replay:
 
 @dataclass(frozen=True, slots=True)
 class _OnPath:
-    """A node of the path that has weights."""
+    """A node of the path with the edges on which the gradients of its weights leave it."""
 
     node: Node
     edges: list[GradientEdge]
@@ -83,10 +80,7 @@ class _OnPath:
 
 
 class SplitBackward:
-    """One backward of one micro-batch, in two halves.
-
-    The caller seeds the random generator with the same seed before each half.
-    """
+    """One backward of one micro-batch, in two halves; the caller seeds each with the same seed."""
 
     def __init__(
         self,
@@ -120,12 +114,9 @@ class SplitBackward:
         return [edge for edge in _edges_of(node) if edge.node not in self._path]
 
     def _has_shared_weights(self, nodes: Sequence[Node]) -> bool:
-        """Whether a node off the path has several users, one of them on the path.
-
-        An example is the bias of a layer that runs twice. Autograd could then not run one user
-        alone, because it reaches the other one from the weight, and the sum would have another
-        order.
-        """
+        """Whether a node off the path has several users, one of them on the path."""
+        # As the bias of a layer that runs twice. Autograd could not run one user alone, because it
+        # reaches the other one from the weight, and the sum would have another order.
         users: Counter[Node] = Counter(edge.node for edge in self._roots)
         used_on_path: set[Node] = set()
         for node in nodes:
@@ -137,7 +128,7 @@ class SplitBackward:
         return any(users[node] > 1 for node in used_on_path)
 
     def first_half(self) -> None:
-        """Compute the gradients of the inputs, which autograd brings to the nodes of the inputs."""
+        """Compute the gradients of the inputs, which the nodes at the entrance catch."""
         seeded = random_state()
         if self._together:
             torch.autograd.backward(self._roots, self._gradients)
@@ -146,8 +137,8 @@ class SplitBackward:
             self._watch_path()
             self._run_path()
         self._drew = has_drawn(seeded)
-        # If the graph cannot be cut, these are the gradients of all weights; else those that an
-        # autograd Function has added by a backward of its own.
+        # The gradients of all weights if the graph cannot be cut; else those that an autograd
+        # Function has added by a backward of its own. They wait for the second half.
         self._found = [weight.grad for weight in self._weights]
         for weight in self._weights:
             weight.grad = None
@@ -155,7 +146,7 @@ class SplitBackward:
     def _run_path(self) -> None:
         """Run the nodes of the path for the inputs alone."""
         on_path = [edge.node in self._path for edge in self._roots]
-        # The gradients are asked of the leaves below the nodes of the inputs, so that these run.
+        # Gradients are asked for at the leaves below the nodes of the inputs, so that these run.
         leaves = [edge for node in self._inputs for edge in _edges_of(node)]
         torch.autograd.grad(
             [edge for edge, there in zip(self._roots, on_path, strict=True) if there],
@@ -166,7 +157,7 @@ class SplitBackward:
         )
 
     def _watch_path(self) -> None:
-        """Note the gradients that come to those nodes of the path that have weights."""
+        """Hook those nodes of the path that have weights, to note their gradients."""
         for node in self._path:
             weights = self._weights_of(node)
             if weights and node not in self._inputs:
@@ -223,8 +214,9 @@ class SplitBackward:
         return edges, gradients
 
     def _keep(self, edge: GradientEdge, gradient: Tensor) -> None:
-        """Let a node off the path use a gradient that its hooks have changed already."""
-        if not hasattr(edge.node, "variable"):  # else it is one of our leaves, which have no hooks
+        """Let a node use a gradient as it is: its hooks, which run again, have changed it."""
+        # Leaves of weights have no hooks here: they are refused where a schedule splits backwards.
+        if not hasattr(edge.node, "variable"):
             only = [gradient if i == edge.output_nr else None for i in range(edge.output_nr + 1)]
             replay = _Replay(only, noting=False)
             self._handles.append(edge.node.register_prehook(replay.hook))
@@ -236,10 +228,8 @@ def _edges_of(node: Node) -> list[GradientEdge]:
 
 
 def _nodes_under(roots: Sequence[GradientEdge]) -> list[Node]:
-    """Return every node below the roots, each after all nodes that it leads to.
-
-    There is no recursion, because a graph may be deeper than Python's stack.
-    """
+    """Return every node below the roots, each after all nodes that it leads to."""
+    # Without recursion, since a graph may be deeper than Python's stack.
     order: list[Node] = []
     seen: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(edge.node, False) for edge in roots]
@@ -255,7 +245,7 @@ def _nodes_under(roots: Sequence[GradientEdge]) -> list[Node]:
 
 
 def _leading_to(nodes: Sequence[Node], targets: set[Node]) -> dict[Node, None]:
-    """Return the nodes that lead to a target, and the targets; nodes in `_nodes_under`'s order."""
+    """Return the targets and the nodes that lead to one, in the order of `_nodes_under`."""
     leads: dict[Node, None] = {}
     for node in nodes:
         if node in targets or any(n in leads for n, _ in node.next_functions):

@@ -4,10 +4,10 @@ A stage does no I/O: its methods take tensors and return what is to be sent. The
 calls them when the order says so, waits for the messages that they need, and sends what they
 return.
 
-What the parts of a stage are for stands in files of their own: `runner.py` does the steps of a
-program, `weights.py` and `parameters.py` keep the versions, `flight.py` what a forward leaves for
-its backward, `rules/` what features do to updates, `guards.py` what is refused, `passes.py` what
-trains nothing, and `snapshot.py` all that is saved and loaded.
+The parts of a stage have files of their own: `runner.py` does the steps of a program, `weights.py`
+and `parameters.py` keep the versions, `flight.py` what a forward leaves for its backward, `rules/`
+is what features do to updates, `guards.py` what is refused, `passes.py` what trains nothing, and
+`snapshot.py` what is saved and loaded.
 """
 
 from __future__ import annotations
@@ -59,10 +59,13 @@ class Stage:
 
     Attributes:
         index: Index of the stage, 0-based.
+        address: The address of this replica of the stage.
         weights: The weights of the stage, those that other stages own among them.
         parameters: Those that the stage owns, in the versions that micro-batches in flight read.
         rules: What features do to updates and within micro-batches, in the order in which they act.
         optimizer: The optimizer of the stage; None until one is set.
+        ended: The micro-batch whose backward is to end next.
+        steps: How many updates have had their step; some may wait to be applied.
     """
 
     def __init__(
@@ -84,7 +87,7 @@ class Stage:
         self._first = FirstMicroBatch(self.module)
         self.optimizer: StageOptimizer | None = None
         self.steps = 0
-        # Two stages that draw random numbers in a backward, or a step, must not draw the same.
+        # The name is the stage's own: two stages must not draw the same numbers in a backward.
         innermost = (name for name, each in self.module.named_modules() if not each._modules)
         self._backward_name = f"backward of {next(innermost, '')}"
         self.ended = self.plan.next_own(self.address, 0)
@@ -105,7 +108,7 @@ class Stage:
         self.rules = tuple(rules_of(spec.rules, context))
         self._takers = {kind: rule for rule in self.rules for kind in rule.channels}
         self._replicas, self._shards = self.rule(Replicas), self.rule(Shards)
-        # By phase, the methods of those rules that have one: an absent rule costs nothing.
+        # By phase, the methods of the rules that have one, so that an absent rule costs nothing.
         self._losses = self._all(MicroBatchRule, "loss")
         self._roots = self._all(MicroBatchRule, "roots")
         self._adjusts = self._all(MicroBatchRule, "adjust")
@@ -116,7 +119,7 @@ class Stage:
         self._afters = self._all(UpdateRule, "after")
 
     def _all(self, protocol: type[Rule], method: str) -> list[Any]:
-        """Return a method of all rules that have it, in the order of the rules."""
+        """Return a method of all rules that define it, in the order of the rules."""
         nothing = getattr(protocol, method)
         return [
             getattr(rule, method)
@@ -151,16 +154,17 @@ class Stage:
         given: Sequence[Given] = (),
         metrics: bytes = b"",
     ) -> list[Value] | float | Late | None:
-        """Run the forward of one micro-batch with the weight version that the plan names."""
+        """Run the next forward with the version that the plan names; return outputs or the loss."""
         runner = self.runner
         self.weights.begin(micro_batch)
         flight = self._in_flight[micro_batch] = Flight(hyper=hyper, given=given)
-        if inputs is None:
+        if inputs is None:  # a micro-batch without samples
             flight.empty = True
             return None
         self.given.apply(given)
         values = flight.enter(runner, inputs, program)
         others = len(self._in_flight) > 1
+        # Once is enough to warn of a mini-batch that is changed in place.
         told = runner.of_mini_batch(inputs) if micro_batch == 0 else None
         with (
             self.guards.watching(micro_batch),
@@ -181,7 +185,7 @@ class Stage:
             wanted = unflatten(target.structure, target.tensors)
             with self.weights.reading(micro_batch), runner.casting():
                 self._loss_check.look(made[0], wanted, share, *compared)
-        if not share:  # as of labels that are all ignored, whose mean loss is NaN
+        if not share:  # no backward: if all labels are ignored, their mean loss is NaN
             return runner.device.number(loss)
         reported = runner.device.number(loss, partial(self._check_finite, micro_batch))
         if not loss.requires_grad:
@@ -192,6 +196,7 @@ class Stage:
                 "or by a reentrant checkpoint whose inputs need no gradient, or are all weights "
                 "before it frozen?"
             )
+        # What is differentiated has the share; what is returned has not.
         weighted = loss * share if share != 1.0 else loss
         for change in self._losses:
             weighted = change(micro_batch // self.plan.per_update, weighted)
@@ -199,11 +204,11 @@ class Stage:
         return reported
 
     def said_of(self, micro_batch: int) -> dict[str, float | str]:
-        """Return what goes with the loss of a micro-batch in flight: its parts, and metrics."""
+        """Return the parts of the loss of a micro-batch in flight, and its metrics, by name."""
         return self._in_flight[micro_batch].said
 
     def _read_by(self, micro_batch: int) -> tuple[int, int, int]:
-        """Return what tells apart the weights that micro-batches of a mini-batch read."""
+        """Return what differs for another mini-batch, or for other weights that are read."""
         leaves = self.parameters.leaves(micro_batch)
         return micro_batch // self.plan.per_update, self.version_of(micro_batch), id(leaves)
 
@@ -222,10 +227,8 @@ class Stage:
     # -- backward -----------------------------------------------------------------------------
 
     def backward(self, micro_batch: int, gradients: Sequence[Gradients] = ()) -> list[Gradients]:
-        """Run the backward of one micro-batch with the weight version that its forward read.
-
-        Gradients are added to the pending update; weights do not change here. `end` follows.
-        """
+        """Run a backward, given gradients by consumer; return those by input. `end` follows."""
+        # It reads the version of its forward. Gradients of weights go to the pending update.
         flight = self._flight_of(micro_batch)
         self.given.apply(flight.given)
         outputs, given = flight.begin(gradients)
@@ -239,8 +242,8 @@ class Stage:
         ):
             self.runner.seed(micro_batch, self._backward_name)
             if outputs:
-                # What torch.autograd.backward calls, which looks before at what is so by itself: a
-                # fifth of the time of a small backward.
+                # What torch.autograd.backward calls after checks that always pass here, and take
+                # a fifth of the time of a small backward.
                 run_backward(
                     tuple(outputs), tuple(given), False, False, (),
                     allow_unreachable=True, accumulate_grad=True,
@@ -250,7 +253,7 @@ class Stage:
     def backward_input(
         self, micro_batch: int, gradients: Sequence[Gradients] = ()
     ) -> list[Gradients]:
-        """Run the half of a backward that gives the gradients of the inputs; see `backward`."""
+        """Run the half of a backward that gives the gradients of the inputs."""
         flight = self._flight_of(micro_batch)
         self.given.apply(flight.given)
         outputs, given = flight.begin(gradients)
@@ -264,10 +267,7 @@ class Stage:
         return flight.found()
 
     def backward_weight(self, micro_batch: int) -> None:
-        """Run the other half of a backward: add the gradients of the weights to the pending update.
-
-        `end` follows.
-        """
+        """Run the other half: add the gradients of weights to the pending update. `end` follows."""
         flight = self._flight_of(micro_batch)
         self.given.apply(flight.given)
         with self.weights.accumulating(micro_batch, self._adjust(micro_batch)):
@@ -276,7 +276,7 @@ class Stage:
                 flight.split.second_half()
 
     def _adjust(self, micro_batch: int) -> Adjust | None:
-        """Return what a rule does to the gradients of a micro-batch; None for nothing."""
+        """Return how a rule changes the gradients of a micro-batch; None if none does."""
         for adjust in self._adjusts:
             if (found := adjust(micro_batch)) is not None:
                 return found  # type: ignore[no-any-return]
@@ -317,19 +317,19 @@ class Stage:
     # -- step and apply -------------------------------------------------------------------------
 
     def _pending(self, update: int) -> Update:
-        """Take the pending update."""
+        """Take what is pending, as an update."""
         made = Update(update, self.parameters.take_gradients(), self._hyper, self._read)
         self._read = []
         return made
 
     def reduce(self, update: int) -> Gifts:
-        """Hand what this replica has summed for an update over to the others."""
+        """Return what this replica has summed for an update, for the others."""
         assert self._replicas is not None
         return self._replicas.reduce(self._pending(update))
 
     def step(self, update: int) -> Gifts:
-        """Complete and measure the gradients of an update, and apply it unless it has to wait."""
-        # What is pending on a replica may belong to a later update; this one was handed over.
+        """Complete and measure the gradients of an update; apply it too unless it has to wait."""
+        # On a replica, `reduce` has handed this update over; what is pending may be of a later one.
         made = self._pending(update) if self._replicas is None else Update(update, [], [], [])
         gifts: dict[EdgeKind, Any] = {}
         for collect in self._collects:
@@ -339,7 +339,7 @@ class Stage:
         return gifts | self.apply(update) if self._applies_at_once else gifts
 
     def apply(self, update: int) -> Gifts:
-        """Apply an update whose step is done to the newest weight version."""
+        """Make version ``update + 1`` from the newest, by an update whose step is done."""
         made = self._updates.popleft()
         if self.optimizer is None:
             raise ConfigError("training needs an optimizer; give Pipeline one")
@@ -364,30 +364,30 @@ class Stage:
         return entered(contexts) if contexts else nullcontext()
 
     def take(self, update: int) -> None:
-        """Take the weights that other replicas have stepped: the newest version is whole then."""
+        """Take the weights that other replicas have stepped: then the newest version is whole."""
         assert self._shards is not None
         self._shards.take(update)
 
     @property
     def whole_version(self) -> int:
-        """The newest version of which all weights are there."""
+        """The newest version of which all weights are here."""
         return self.parameters.ledger.newest if self._shards is None else self._shards.taken
 
     # -- the optimizer, and what is known ---------------------------------------------------------
 
     def set_optimizer(self, pickled: bytes) -> list[str]:
-        """Build the optimizer from a pickled `OptimizerSpec`; its state starts empty."""
+        """Build the optimizer from a pickled `OptimizerSpec`; return the names that it steps."""
         spec: OptimizerSpec = loads(pickled)
         if spec.code is not None:
             refuse_other_code(code_of([spec.optimizer_class]), spec.code)
-        # Own values of optimizers stand under this number, which no other one may have.
+        # The optimizer's own state is saved under this number, which no other may have.
         number = self.address if self.plan.shape.shard_optimizer else self.index
         mine = self.parameters.named if self._shards is None else self._shards.mine()
         self.optimizer = StageOptimizer(spec, mine, number)
         return self.optimizer.steps
 
     def restored(self, step: int) -> None:
-        """Go on after an update, whose weights are there."""
+        """Go on after `step` updates, whose weights are loaded."""
         self.steps = step
         self.ended = self.plan.next_own(self.address, step * self.plan.per_update)
         self.weights.next_forward = self.ended

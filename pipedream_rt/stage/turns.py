@@ -1,4 +1,4 @@
-"""Hosts of stages that share a thread: each goes on until it needs a message that is not there."""
+"""Hosts of stages that share a thread: each runs until it needs a message that is not there."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from pipedream_rt.threads import name_this_thread
 
 
 class Turns:
-    """A host, what its stages do, and the message that they wait for.
+    """The turns of one host on a shared thread.
 
     Attributes:
         wanted: What its stages wait for; None before the first turn.
+        has_ended: Whether its stages have raised an error, or were ended.
     """
 
     def __init__(self, host: StageHost) -> None:
@@ -30,7 +31,7 @@ class Turns:
         self._steps: Steps[None] = host.run()
 
     def take(self, *, once: bool = False) -> bool:
-        """Go on until a message is needed that is not there. An error becomes a message."""
+        """Run until a message is not there, or for one if `once`; return whether anything ran."""
         goes_on = self.wanted is None
         try:
             wanted = next(self._steps) if self.wanted is None else self.wanted
@@ -43,8 +44,8 @@ class Turns:
             self.fail(error)
             goes_on = True
             if _is_of_a_handler(error):
-                raise  # as Ctrl-C
-        except BaseException:  # as Ctrl-C, which is meant for the caller
+                raise  # it is meant for the caller, as is Ctrl-C
+        except BaseException:  # as Ctrl-C
             self.has_ended = True
             raise
         return goes_on
@@ -56,18 +57,15 @@ class Turns:
             self.host.report(error)
 
     def end(self) -> None:
-        """End the stages."""
         self.has_ended = True
         self._steps.close()
         self.host.end()
 
 
 def serve_together(hosts: Sequence[StageHost], threads: int, waiter: Waiter) -> None:
-    """Run the stages of several hosts on this thread until their inboxes are closed.
-
-    Bits do not depend on which of them has its turn when: an inbox hands out the message that is
-    asked for, and no other. An error of one is reported; the others go on until they are ended.
-    """
+    """Run the stages of several hosts on this thread until their inboxes are closed."""
+    # The order of turns changes no bits: an inbox hands out the message that is asked for, and no
+    # other. An error of one host is reported; the others go on until they are ended.
     if len(hosts) == 1:
         hosts[0].serve()
         return
@@ -84,7 +82,7 @@ def serve_together(hosts: Sequence[StageHost], threads: int, waiter: Waiter) -> 
 
 
 def _take(each: Turns) -> bool:
-    """Give a host its turn. Raises nothing: at the top of a thread all errors become messages."""
+    """Give a host its turn. At the top of a thread all errors become messages."""
     try:
         return each.take()
     except BaseException as error:
@@ -93,7 +91,7 @@ def _take(each: Turns) -> bool:
 
 
 def _wait_for_one(every: Sequence[Turns], waiter: Waiter) -> None:
-    """Wait until a message has come that one of them wants; one that waits too long fails."""
+    """Wait until a message comes that one of them wants; one that has waited too long fails."""
     shortest: float | None = None
     for each in every:
         assert each.wanted is not None
@@ -108,7 +106,7 @@ def _wait_for_one(every: Sequence[Turns], waiter: Waiter) -> None:
 
 
 def _is_of_a_handler(error: BaseException) -> bool:
-    """Whether a signal handler of the script raised an error, while a stage happened to compute."""
+    """Whether a signal handler of the script raised an error while a stage was computing."""
     if threading.current_thread() is not threading.main_thread():
         return False
     codes = {

@@ -1,8 +1,7 @@
-"""What stages hand to each other as values, and the messages that carry them.
+"""Values that stages hand to each other, and the messages that carry them.
 
 A stage takes and returns values: tensors with little around them. Here each kind of message becomes
-a value, and each value the payload and the tensors of a message. Nothing else of a stage knows how
-messages look.
+a value, and each value the payload and the tensors of a message.
 """
 
 from __future__ import annotations
@@ -42,15 +41,15 @@ class Part(NamedTuple):
     """What a replica has summed for an update."""
 
     gradients: list[Tensor | None]
-    hyper: list[dict[str, Any]]
-    read: list[int]
+    hyper: list[dict[str, Any]]  # by parameter group, packed
+    read: list[int]  # versions, one for each micro-batch with samples
 
 
 # -- from messages ------------------------------------------------------------------------------
 
 
 def value_of(message: Message, tensors: tuple[Tensor, ...]) -> Value:
-    """Return the value that the message of a micro-batch carries, with its tensors unpacked."""
+    """Return the value of a micro-batch's message, given its tensors unpacked."""
     head = message.payload
     assert isinstance(head, MicroBatch)
     return Value(head.structure, tensors, tuple(head.requires_grad))
@@ -60,7 +59,7 @@ _NO_TARGET = Target(structure=[], share=1.0)
 
 
 def target_of(message: Message | None) -> tuple[Value | None, Target]:
-    """Return the target that a message carries, and what goes with it."""
+    """Return the target that a message carries, and its payload."""
     if message is None:
         return None, _NO_TARGET
     head = message.payload
@@ -69,20 +68,20 @@ def target_of(message: Message | None) -> tuple[Value | None, Target]:
 
 
 def _with_gaps(present: Sequence[bool], tensors: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return tensors with None where there is none."""
+    """Return tensors, the inverse of `dense`: None where there is none."""
     left = iter(tensors)
     return [next(left) if there else None for there in present]
 
 
 def gradients_of(message: Message, tensors: tuple[Tensor, ...]) -> Gradients:
-    """Return the gradients that a message carries, with its tensors unpacked."""
+    """Return the gradients of a message, given its tensors unpacked."""
     head = message.payload
     assert isinstance(head, Gradient)
     return _with_gaps(head.present, tensors)
 
 
 def trail_of(inputs: Sequence[Message]) -> list[Passed]:
-    """Return the trails of all inputs merged into one, in the order of the stages."""
+    """Return the trails of all inputs merged, one entry a stage, in the order of stages."""
     trails = (m.payload.trail for m in inputs if isinstance(m.payload, MicroBatch))
     merged = {of_stage[0]: of_stage for trail in trails for of_stage in trail}
     return [merged[stage] for stage in sorted(merged)]
@@ -117,6 +116,7 @@ def _norms_in(plan: Plan, message: Message) -> dict[int, Tensor]:
 def _total_in(plan: Plan, message: Message) -> tuple[int, float | Tensor]:
     head = message.payload
     assert isinstance(head, Total)
+    # A total on an accelerator stays a tensor, so that the host need not wait for it.
     (total,) = message.tensors or (head.total,)
     return head.update, total if isinstance(total, float) or not total.is_cpu else float(total)
 
@@ -131,7 +131,7 @@ Packed: TypeAlias = tuple[Payload, tuple[Tensor, ...]]
 
 
 def dense(values: Sequence[Tensor | None]) -> tuple[list[bool], tuple[Tensor, ...]]:
-    """Return which of some values are there, and those."""
+    """Return which tensors are there, and these without the gaps."""
     return [v is not None for v in values], tuple(v for v in values if v is not None)
 
 
@@ -175,10 +175,10 @@ PACK: Mapping[EdgeKind, Callable[[Plan, Edge, Any], Packed]] = {
     EdgeKind.NORM: _packed_norms,
     EdgeKind.TOTAL: _packed_total,
 }
-"""By kind of edge: makes the message of the value that a stage gives there.
+"""By kind of edge, how a value that a stage gives there becomes a message.
 
-Those of a micro-batch (activations, gradients, losses) also carry what came with it, and are made
-in `Exchange`.
+Messages of a micro-batch (activations, gradients, losses) also carry what came with it; `Exchange`
+makes them.
 """
 
 OPEN: Mapping[EdgeKind, Callable[[Plan, Message], Any]] = {
@@ -189,7 +189,7 @@ OPEN: Mapping[EdgeKind, Callable[[Plan, Message], Any]] = {
     EdgeKind.NORM: _norms_in,
     EdgeKind.TOTAL: _total_in,
 }
-"""By kind of edge: returns the value that `PACK` has made a message of.
+"""By kind of edge, the inverse of `PACK`.
 
 - PARTIAL: a `Part`. STEPPED: the weights that the sender steps, in the order of `Shards`.
 - WEIGHT and SHARE: tied weights and shares of their gradients, by name of the weight.

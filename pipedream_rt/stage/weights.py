@@ -16,9 +16,12 @@ class Weights:
     """The trainable weights of a stage in their versions, by the stage that owns them.
 
     Attributes:
+        names: The name of each parameter in the unsplit model, by its name in the module.
         own: Those that the stage owns, and steps.
         borrowed: Those that other stages own, by owner.
         by_owner: All of these, by owner, the stage's own first.
+        tied: The names of the weights that this stage and others use.
+        next_forward: The next micro-batch that reads them.
     """
 
     def __init__(
@@ -49,15 +52,15 @@ class Weights:
         self.tied = [tie.name for tie in plan.ties if stage in tie.stages]
 
     def holder(self, name: str) -> VersionedParameters:
-        """Return those weights, of this stage or of another owner, among which one is."""
+        """Return the weights, of this stage or another owner, among which a name is."""
         return next(weights for _, weights in self.by_owner if name in weights.named)
 
     def leaves(self, micro_batch: int) -> list[Tensor]:
-        """Return all weights in the versions that a micro-batch reads, as autograd leaves."""
+        """Return all weights as a micro-batch reads them, as autograd leaves."""
         return [leaf for _, weights in self.by_owner for leaf in weights.leaves(micro_batch)]
 
     def begin(self, micro_batch: int) -> None:
-        """Let a micro-batch read the versions that the plan names until `end`."""
+        """Let a micro-batch read the versions that the plan names, until `end`."""
         plan = self._plan
         for owner, weights in self.by_owner:
             version = plan.reads(owner, micro_batch)
@@ -71,16 +74,16 @@ class Weights:
         return self.own.end(micro_batch)
 
     def next_read(self, update: int) -> int:
-        """Return the oldest version of its own that the stage will read, when an update is made."""
+        """Return the oldest version of its own that the stage reads once an update is made."""
         following = self._plan.next_of_stage(self._address, self.next_forward, update)
         return self._plan.reads(self._stage, following)
 
     def receive(self, owner: int, named: Mapping[str, Tensor]) -> None:
-        """Take the next version of weights that another stage owns."""
+        """Take the next version of another stage's weights, by name in the unsplit model."""
         self.borrowed[owner].receive(self._plan.reads(owner, self.next_forward), dict(named))
 
     def reading(self, micro_batch: int) -> AbstractContextManager[None]:
-        """Let all weights be those that a micro-batch reads, while the body runs."""
+        """Put the weights that a micro-batch reads into the module while the body runs."""
         if not self.borrowed:
             return self.own.reading(micro_batch)
         return entered(weights.reading(micro_batch) for _, weights in self.by_owner)
@@ -90,6 +93,7 @@ class Weights:
         if not self.borrowed:
             return self.own.accumulating(micro_batch, adjust)
         return entered(
+            # Gradients of borrowed weights go to their owner as they are.
             weights.accumulating(micro_batch, adjust if owner == self._stage else None)
             for owner, weights in self.by_owner
         )
