@@ -1,4 +1,4 @@
-"""What a pipeline says once, when it has seen how long its stages take, and how long the whole."""
+"""Two warnings that a run gives at most once: unequal stages, and a model too small to split."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pipedream_rt.observe.balance import about_balance, about_size
 from pipedream_rt.schedules import Plan
 
 _FROM, _UPDATES, _BUSY_S = 3, 10, 1.0
-"""The update from which on stages are measured; and for how many updates and seconds at least."""
+"""The first update that is measured; the fewest updates, and seconds, of a measurement."""
 
 
 class Balance:
-    """Says once, from what stages have computed so far, that they take too unequal times."""
+    """Warns once if the compute times of the stages are too unequal."""
 
     def __init__(self, plan: Plan, say: Callable[[str], object]) -> None:
         self._plan = plan
@@ -22,12 +22,12 @@ class Balance:
         self._first: StepResult | None = None
 
     def __call__(self, result: StepResult) -> None:
-        """Look at the result of a mini-batch, which come in order."""
+        """Look at the next result; results come in order."""
         if self._say is None:
             return
         if self._first is None:
             # The first mini-batches pay for memory and code that is not there yet. Replicas take
-            # turns, so that of each the whole is looked at.
+            # turns, so two results may be of two: all that each has computed so far counts.
             self._first = result if result.step >= _FROM or self._plan.replicated else None
             return
         since = result.step - self._first.step
@@ -41,21 +41,21 @@ class Balance:
 
 
 _WAITED = 0.5
-"""The share of the time for which the script waits for results, where the pipe sets the pace."""
+"""The pipe sets the pace if the script waits for results for more than this share of the time."""
 
 
 class Size:
-    """Says once, where the pipe sets the pace, that one process would be as fast."""
+    """Warns once if the pipe sets the pace and one process would be as fast."""
 
     def __init__(
         self, plan: Plan, waited: Callable[[], float], say: Callable[[str], object]
     ) -> None:
-        self._plan, self._waited = plan, waited
+        self._plan, self._waited = plan, waited  # the seconds so far
         self._say: Callable[[str], object] | None = say
         self._first: tuple[StepResult, float, float] | None = None
 
     def __call__(self, result: StepResult) -> None:
-        """Look at the result of a mini-batch, which come in order."""
+        """Look at the next result; results come in order."""
         if self._say is None or result.step < _FROM:
             return
         now, waited = time.monotonic(), self._waited()
@@ -67,7 +67,7 @@ class Size:
         if count < _UPDATES or seconds < _BUSY_S:
             return
         say, self._say = self._say, None
-        if waited - before > _WAITED * seconds:  # else the loader or the loop does
+        if waited - before > _WAITED * seconds:  # else the loader or the script's loop sets it
             busy = [b - a for a, b in zip(first.busy_s, result.busy_s, strict=True)]
             for text in about_size(self._plan, busy, seconds, count * self._plan.per_update):
                 say(text)

@@ -46,7 +46,10 @@ class _Begun:
     """A checkpoint that the stages are writing.
 
     Attributes:
+        position: Position of the command to save, in the feed.
+        manifest: The manifest, without files, fingerprints and results.
         unseen: The mini-batches before it whose results the script had not seen when it began.
+        root: Folder of the run, in which ``part`` becomes a checkpoint.
         keep: Number of the newest checkpoints to keep; None to keep all.
     """
 
@@ -65,18 +68,22 @@ class Checkpointer:
     Attributes:
         folder: Folder of the run; None if the script gives a folder each time.
         keep: Number of the newest checkpoints to keep; None to keep all.
+        blocked_s: Seconds for which checkpoints have kept the coordinator from other work.
     """
 
     def __init__(self, group: WorkerGroup, options: Checkpoints | None) -> None:
         self._group = group
-        # Weakly: a checkpoint that is begun holds steps on their way, and these keep the workers.
+        # The group gets no strong reference to this object. The lease's finalizer keeps the group
+        # alive; the group would keep the lease, by a begun checkpoint and its pending steps, and
+        # the workers of a dropped pipeline would never end.
         abandon = weakref.WeakMethod(self.abandon)
         group.at_end.append(lambda: (still := abandon()) and still())
         self._locks: dict[Path, RunLock] = {}
+        # At last, since workers may write until they have ended.
         group.at_last.append(functools.partial(_release, self._locks))
         self._run = secrets.token_hex(16)
-        self._runs: dict[Path, str] = {}
-        self._alone: set[Path] = set()
+        self._runs: dict[Path, str] = {}  # by folder, the run as which this one goes on there
+        self._alone: set[Path] = set()  # folders that hold no checkpoint of another run
         self.folder = options.path if options else None
         self._every = options.every if options else None
         self.keep = options.keep if options else None
@@ -102,30 +109,27 @@ class Checkpointer:
             )  # fmt: skip
 
     def hold(self, root: Path) -> None:
-        """Keep other runs from writing checkpoints to a folder, until the pipeline ends."""
+        """Lock a folder against checkpoints of other runs, until the pipeline ends."""
         place = root.resolve()
         lock = self._locks.pop(place, None)
         if lock is not None and lock.is_good:
             self._locks[place] = lock
             return
-        if lock is not None:  # somebody has removed the folder meanwhile
+        if lock is not None:  # the folder was removed; what is there now may be another run's
             lock.release()
         self._alone.discard(place)
         self._locks[place] = RunLock(place)
 
     def go_on(self, root: Path, run: str) -> None:
-        """Go on in a folder as the run whose checkpoint was loaded from there.
-
-        In every other folder this stays a run of its own.
-        """
+        """Go on, in this folder alone, as the run whose checkpoint was loaded from there."""
         self._runs[root.resolve()] = run or self._run
 
     def _run_in(self, root: Path) -> str:
-        """Identity of the run in a folder."""
+        """Return the identity that the run has in a folder."""
         return self._runs.get(root.resolve(), self._run)
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is to be made after so many mini-batches."""
+        """Whether a checkpoint is due after ``step`` mini-batches."""
         return self._every is not None and step % self._every == 0
 
     def begin(
@@ -159,7 +163,7 @@ class Checkpointer:
         self.blocked_s += time.monotonic() - start
 
     def begin_by_itself(self, manifest: Manifest, unseen: Sequence[PendingStep]) -> None:
-        """Begin a checkpoint that is due; if its folder cannot be made, log that and go on."""
+        """Begin a due checkpoint; if its folder cannot be made, log that and go on."""
         assert self.folder is not None
         try:
             self.begin(self.folder, self.keep, manifest, unseen)
@@ -172,10 +176,11 @@ class Checkpointer:
         return self._begun is not None
 
     def finish_if_written(self) -> None:
-        """Finish the checkpoint that has begun, if that needs no waiting."""
+        """Finish the begun checkpoint if that needs no waiting."""
         begun = self._begun
         if begun is None or not self._group.replied(begun.position, EdgeKind.SAVED):
             return
+        # Their results go into the manifest.
         if all(pending.outcome is not None for pending in begun.unseen):
             try:
                 self.finish()
@@ -183,16 +188,15 @@ class Checkpointer:
                 self._tell_of(error)
 
     def finish(self) -> Path | None:
-        """Wait until the checkpoint that has begun is written, and give it its name.
-
-        The caller flushes first, since a stage copies its state once the update is done.
-        """
+        """Wait until the begun checkpoint is written, and name it. The caller flushes before."""
         begun, self._begun = self._begun, None
         if begun is None:
             return None
         start = time.monotonic()
         try:
+            # A stage replies when the update before is done and the copy of its state is written.
             replies = self._group.replies(begun.position, EdgeKind.SAVED)
+            # Not sooner: a recovery meanwhile feeds the command again, and stages write again.
             self._group.log.forget(begun.position)
             for reply in replies:
                 if isinstance(reply, str):
@@ -216,18 +220,20 @@ class Checkpointer:
                 self._alone.add(place)
             folder = begun.part.commit()
         finally:
-            begun.part.abandon()
+            begun.part.abandon()  # nothing is left to remove after `commit`
         self._failed = 0
         log = self._group.log
         log.begin(dataclasses.replace(begun.origin, folder=folder, run=manifest.run))
+        # Where the run went back to an earlier step, a resume must not take what it gave up.
         put_aside_later(begun.root, folder)
         if begun.keep is not None:
+            # Origins stay, whatever their number: a recovery goes back to them.
             prune(begun.root, begun.keep, [o.folder for o in log.origins if o.folder is not None])
         self.blocked_s += time.monotonic() - start
         return folder
 
     def _refuse_replicas_apart(self, fingerprints: Sequence[dict[str, Any]]) -> None:
-        """Refuse a checkpoint of replicas that do not have the same weights."""
+        """Refuse a checkpoint if replicas of a stage have different weights."""
         plan = self._group.plan
         for address in plan.addresses:
             first = plan.address_of(plan.stage_of(address))
@@ -240,13 +246,13 @@ class Checkpointer:
                 )
 
     def abandon(self) -> None:
-        """Forget the checkpoint that has begun, and remove what was written of it."""
+        """Forget the begun checkpoint, and remove what was written of it."""
         if self._begun is not None:
             self._begun.part.abandon()
             self._begun = None
 
     def _tell_of(self, error: CheckpointError) -> None:
-        """Log that a checkpoint which was due could not be made."""
+        """Log that a due checkpoint failed; raise if too many in a row did."""
         self._failed += 1
         if self._failed == self._attempts:
             self._failed = 0
@@ -259,12 +265,11 @@ class Checkpointer:
 
 
 def _release(locks: dict[Path, RunLock]) -> None:
-    """Let go of all folders."""
     for lock in locks.values():
         lock.release()
 
 
 def result_of(saved: dict[str, Any]) -> StepResult:
-    """Return a result of a mini-batch from the form that a manifest keeps it in."""
+    """Return a result from the form in which a manifest keeps it, with lists for tuples."""
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
     return StepResult(**values)

@@ -1,4 +1,4 @@
-"""A mini-batch in micro-batches: what is fed of each, and by what its loss is multiplied."""
+"""Cutting mini-batches into micro-batches: what is fed of each, and the factor of its loss."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class Part(NamedTuple):
     """A micro-batch that is to be fed.
 
     Attributes:
-        samples: The number of its samples.
+        y: The structure and the tensors of the target.
+        weight: What it weighs in a mean of losses, as its samples or the labels that count.
     """
 
     x: Fed
@@ -41,9 +42,11 @@ class CutBatch(NamedTuple):
     """A mini-batch in micro-batches.
 
     Attributes:
-        batch: The mini-batch, as its micro-batches are told of it; or the first of several parts.
+        batch: What was cut, with its total if the model takes that; of several parts, the first.
         parts: The micro-batches, with None for the empty ones at the end of a short mini-batch.
-        first_part: The first part, where the mini-batch has several that are not joined.
+        shares: The factors of their losses.
+        told: Whether the model divides losses by the total already, so that they only add up.
+        first_part: The first part, cut alone, where the mini-batch is of several parts; else None.
     """
 
     batch: Batch
@@ -54,11 +57,11 @@ class CutBatch(NamedTuple):
 
     @property
     def filled(self) -> dict[int, Part]:
-        """The micro-batches with samples, by their places."""
+        """The micro-batches with samples, by place in ``parts``."""
         return {i: part for i, part in enumerate(self.parts) if part is not None}
 
     def first(self, count: int) -> list[tuple[Batch, int]]:
-        """Return the first micro-batches together, and then each of them, with their samples."""
+        """Return the first ``count`` micro-batches as one, then each alone; with their samples."""
         sizes = [part.samples for part in list(self.filled.values())[:count]]
         rest = sum(part.samples for part in self.filled.values()) - sum(sizes)
         whole = cut_batch(self.batch, [sum(sizes), rest])[0]
@@ -67,7 +70,7 @@ class CutBatch(NamedTuple):
 
 
 class Cutter:
-    """Cuts mini-batches."""
+    """Cuts mini-batches; ``pairs`` says of which a micro-batch may not have a single sample."""
 
     def __init__(
         self,
@@ -103,7 +106,7 @@ class Cutter:
     def cut(
         self, batch: Batch | Accumulated, training: bool | None, adds: bool = False
     ) -> CutBatch:
-        """Cut a mini-batch that is trained on into micro-batches, before any of it is sent."""
+        """Cut a mini-batch for training; ``adds`` says that the losses of a part only add up."""
         k = self._per_update
         if isinstance(batch, Batch):
             return self._cut(batch, k, training)
@@ -134,7 +137,7 @@ class Cutter:
         if samples == 0:
             raise ConfigError("a mini-batch without samples cannot be trained on")
         if samples is None and k > 1:
-            flatten(tuple(unmarked(batch)))  # which tells of what cannot be sent at all
+            flatten(tuple(unmarked(batch)))  # raises for what cannot be sent at all
             raise ConfigError(
                 "the mini-batch has no tensor with a dimension, so it cannot be cut into "
                 f"{k} micro-batches; give tensors of (samples, ...), mark a list by Along(list), "
@@ -144,6 +147,7 @@ class Cutter:
             return CutBatch(batch, [self.part(batch, Mode.TRAIN, training, samples or 1)], [1.0])
         self._lists.refuse_unclear(batch, samples)
         sizes = micro_batch_sizes(samples, k)
+        # BatchNorm over samples alone cannot be trained on a single sample.
         if 1 in sizes and sizes[0] > 1 and self._pairs(batch):
             sizes = micro_batch_sizes(samples, k, pairs=True)
         parts = self._parts(batch, sizes, training)
@@ -152,6 +156,8 @@ class Cutter:
         weights = [part.weight if part else 0 for part in parts]
         if not self._forwards.takes_total or TOTAL in batch.kwargs or sizes[0] == samples:
             return CutBatch(batch, parts, shares_of(weights, sizes))
+        # Cut once more, since the total is known only when all micro-batches were weighed. On the
+        # CPU, whatever default device the script has set.
         total = {TOTAL: torch.tensor(sum(weights), device="cpu")}
         batch = Batch(batch.args, batch.kwargs | total, batch.target)
         parts = self._parts(batch, sizes, training)
@@ -160,7 +166,6 @@ class Cutter:
     def _parts(
         self, batch: Batch, sizes: Sequence[int], training: bool | None
     ) -> list[Part | None]:
-        """Return the micro-batches of some sizes."""
         return [
             self.part(each, Mode.TRAIN, training, size) if size else None
             for each, size in zip(cut_batch(batch, sizes), sizes, strict=True)
@@ -168,9 +173,9 @@ class Cutter:
 
 
 class LossChecks:
-    """Which mini-batches' losses are compared with those of their micro-batches.
+    """Chooses mini-batches whose loss is compared with those of their micro-batches.
 
-    The first ones; and the first with labels that do not count, which often come later.
+    The first ``count``; and the first with ignored labels, which often comes later.
     """
 
     def __init__(self, count: int) -> None:
@@ -178,7 +183,7 @@ class LossChecks:
         self._looks_for_ignored = count > 0
 
     def takes(self, cut: CutBatch) -> bool:
-        """Whether a mini-batch is to be compared; call it once for each, in order."""
+        """Whether to compare a mini-batch; call it once for each, in order."""
         if len(cut.filled) < 2 or is_cut_elsewhere(cut.batch):
             return False
         is_ignored = self._looks_for_ignored and any(

@@ -50,11 +50,10 @@ class _Link:
 
 
 class _Placeholder(nn.Parameter):
-    """What stands for a parameter on a worker: `torch.optim.Optimizer` demands tensors."""
+    """Stands for a parameter on a worker, since `torch.optim.Optimizer` demands tensors."""
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
-        """No gradient ever comes here."""
         raise ConfigError(
             "the parameters in pipe.optimizer live on workers, so they have no gradients to clip "
             "or to read here; clipping by value or norm can be done by a hook of the parameter "
@@ -117,7 +116,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 {
                     **group,
                     "params": [
-                        _Placeholder(torch.empty(1, 1, device="cpu")) for _ in group["params"]
+                        # Of two dimensions, since Muon accepts no others.
+                        _Placeholder(torch.empty(1, 1, device="cpu"))
+                        for _ in group["params"]
                     ],
                 }
                 for group in prototype.param_groups
@@ -136,7 +137,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: Always, but for torch's own methods.
         """
-        if vars(self).get("_is_read"):
+        if vars(self).get("_is_read"):  # not set yet while torch's constructor runs
             raise ConfigError(
                 "the state of pipe.optimizer is on the stages, so there is none to read or to set "
                 "here; pipe.optimizer.state_dict()['state'] gathers it, by the number of the "
@@ -151,7 +152,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Let torch's own methods, the body, read that there is no state."""
+        """Let torch's own methods, called in the body, read an empty state."""
         before, self._is_read = self._is_read, False
         try:
             yield
@@ -191,7 +192,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
 
     def names(self) -> list[list[str]]:
-        """Return the names of the parameters of each group, once a pipeline uses the optimizer."""
+        """Return the names of the parameters, by group, once a pipeline uses the optimizer."""
         names = iter(self._linked().names)
         return [[next(names) for _ in references] for references in self.params_rref]
 
@@ -205,7 +206,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._link = _Link(pipeline, tuple(n for group in spec.groups for n in group.names))
 
     def begin_anew(self) -> None:
-        """Take the groups as they are for those that the stages have."""
+        """Note that the stages have the groups as they are now."""
         self._at_stages = self.groups()
         self._unpackable = [
             {name: id(group[name]) for name in group if name not in ("params", *packed)}
@@ -214,7 +215,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._changed: list[set[str]] = [set() for _ in self.param_groups]
 
     def insist(self, saved: Sequence[Hyper]) -> None:
-        """Send what differs from other groups along from now on, as if the script had changed it.
+        """From now on send what differs from other groups, as if the script had changed it.
 
         Args:
             saved: The other groups, packed.
@@ -243,7 +244,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             values = {}
             for name, value in group.items():
                 if name == "params" or odd.get(name) == id(value):
-                    continue
+                    continue  # what cannot be packed stays with the stages until it is replaced
                 packed = pack_hyper(value, name)
                 if name in changed or name not in before or before[name] != packed:
                     changed.add(name)
@@ -316,6 +317,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             packed: dict[str, Any] = super().state_dict()
         for number, group in enumerate(packed["param_groups"]):
             own = {k: v for k, v in state.items() if k.part == GROUP and k.path[0] == number}
+            # Each stage keeps its own values of a group; those of one stand for all.
             first = min((key.name for key in own), default="")
             set_hyper(group, {str(k.path[1]): v for k, v in own.items() if k.name == first})
         found = by_name(state, OPTIMIZER, link.names)
@@ -342,7 +344,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"{_shown(state_dict)}"
             )
         state, mine = state_dict["state"], self.param_groups
-        super().load_state_dict({**state_dict, "state": {}})
+        super().load_state_dict({**state_dict, "state": {}})  # the stages get the state
         for group, loaded in zip(mine, self.param_groups, strict=True):
             group |= loaded  # an optimizer that shares the groups sees the new values
         self.param_groups = mine
@@ -363,14 +365,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 
 def _shown(value: object) -> str:
-    """Return what was given where something else was expected, in few words."""
+    """Return a value in few words, for an error."""
     return (
         f"one with {sorted(map(str, value))[:5]}" if isinstance(value, dict) else repr(value)[:80]
     )
 
 
 def _no_hooks() -> ConfigError:
-    """Make the error about hooks of the optimizer."""
     return ConfigError(
         "a hook on the steps of pipe.optimizer would be called in the script, but every stage "
         "steps by itself; subclass the optimizer and do it in its step, or hook the parameters"
@@ -378,7 +379,7 @@ def _no_hooks() -> ConfigError:
 
 
 def _as_groups(params: list[Any]) -> list[dict[str, Any]]:
-    """Return the parameter groups of the constructor's argument: a list of references is one."""
+    """Return the groups of the constructor's argument; a list of references is one group."""
     if not params:
         raise ConfigError("the optimizer got no parameters")
     if not isinstance(params[0], dict):

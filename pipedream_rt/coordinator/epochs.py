@@ -1,4 +1,4 @@
-"""The loop over a loader that keeps the pipe full, and the place of the script in it."""
+"""The loop over a loader that keeps the pipe full, and the script's place in the loader."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 def say_if_not_drawn(begun: list[bool]) -> None:
-    """Say so if a script has asked for an epoch and drawn no result of it."""
+    """Warn if a script has called `train_epoch` and drawn no result; ``begun`` is then empty."""
     if not begun:
         _log.warning(
             "train_epoch was called, and nothing was trained: it trains while one iterates over "
@@ -34,20 +34,17 @@ class Epoch(Generator[StepResult, None, None]):
         self._results, self._loader = results, loader
 
     def __len__(self) -> int:
-        """Return how many mini-batches the loader has; TypeError if it does not know."""
+        """Return the length of the loader; TypeError if it has none."""
         length: int = len(self._loader)  # type: ignore[arg-type]
         return length
 
     def __bool__(self) -> bool:
-        """True, as of any generator, however long it is."""
-        return True
+        return True  # as any generator; by default `bool` would ask `__len__`, which may raise
 
     def send(self, value: None) -> StepResult:
-        """Return the next result."""
         return self._results.send(value)
 
     def throw(self, *error: Any) -> StepResult:
-        """Raise an error where the results are made."""
         return self._results.throw(*error)
 
     def close(self) -> None:
@@ -56,7 +53,13 @@ class Epoch(Generator[StepResult, None, None]):
 
 
 class Epochs:
-    """The epochs of a run: how many have ended, and the place in the loader of the present one."""
+    """The epochs of a run, and the script's place in the loader of the present one.
+
+    Attributes:
+        number: Number of epochs that have ended.
+        seen: Number of the run's mini-batches whose results the script was given; `Feeder.step`
+            counts those that were injected.
+    """
 
     def __init__(self, feeder: Feeder) -> None:
         self._feeder = feeder
@@ -114,7 +117,7 @@ class Epochs:
             raise items.error
 
     def _seen(self, result: StepResult) -> StepResult:
-        """Note that the script is given a result."""
+        """Count a result that the script is given."""
         self.seen = result.step + 1
         return result
 
@@ -124,7 +127,7 @@ class Epochs:
         if resumed is not None and resumed.place is not None and resumed.step == self._feeder.step:
             place = resumed.place if resumed.place["epoch"] == self.number else None
         self._last_loader = loader
-        if place is not None and place["drawn"] is None:
+        if place is not None and place["drawn"] is None:  # it stood between two epochs
             begin_epoch_at(place, loader)
             place = None
         if place is None or resumed is None:

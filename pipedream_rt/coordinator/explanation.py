@@ -1,4 +1,4 @@
-"""A pipeline as a table: the split, the weight versions and the memory of each stage."""
+"""A pipeline in words and a table: the split, the weight versions and the memory of each stage."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def explain(
     places: Sequence[str] = (),
     endpoints: str = "",
 ) -> str:
-    """Return the schedule in a line, and a table with a row for each stage, or replica."""
+    """Return lines about the pipeline, and a table with a row for each stage, or replica."""
     on_devices = any("device_memory_bytes" in counters for counters in statistics)
     rows: list[tuple[str, ...]] = [
         (
@@ -77,13 +77,13 @@ def explain(
 
 
 def _filled(texts: Sequence[str]) -> list[str]:
-    """Return texts in lines that fit a terminal."""
+    """Wrap texts to the width of a terminal."""
     lines = "\n".join(texts).splitlines()
     return [fill(line, WIDTH, subsequent_indent="  ") for line in lines]
 
 
 def _of_memory(workers: Sequence[str], places: Sequence[str]) -> list[str]:
-    """Return between which workers large values lie in memory that both share; none if nowhere."""
+    """Say which workers pass large values in shared memory: those of equal places."""
     by_place: dict[str, dict[str, None]] = {}
     for name, place in zip(workers, places, strict=False):
         by_place.setdefault(place or name, {})[name] = None
@@ -98,7 +98,7 @@ def _of_memory(workers: Sequence[str], places: Sequence[str]) -> list[str]:
 
 
 def _listed(names: list[str], workers: list[str]) -> str:
-    """Return names as a text; several that follow each other are the first and the last of them."""
+    """Join names; more than four neighbours among the workers become 'first to last'."""
     first = workers.index(names[0])
     if len(names) > 4 and workers[first : first + len(names)] == names:
         return f"{names[0]} to {names[-1]}"
@@ -108,9 +108,10 @@ def _listed(names: list[str], workers: list[str]) -> str:
 def _of_codecs(
     codecs: Mapping[tuple[int, int], str], statistics: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """Return for each edge with codecs what it has, and what crosses of a micro-batch."""
+    """Name the codecs of each edge, and the bytes of a micro-batch without and with them."""
     found = []
     for edge, text in codecs.items():
+        # Both directions begin with it: a gradient of an encoded value has the size of that.
         encoded = _mean(statistics, "encoded", edge, "forward")
         found.append(f"edge {edge[0]} -> {edge[1]}: {text}")
         for what, direction in (("values", "forward"), ("gradients", "backward")):
@@ -124,10 +125,7 @@ def _of_codecs(
 def _mean(
     statistics: Sequence[Mapping[str, Any]], done: str, edge: tuple[int, int], direction: str
 ) -> tuple[float, float] | None:
-    """Return the mean bytes of a micro-batch on an edge, before and after; None if there were none.
-
-    A gradient of an encoded value has the size of that.
-    """
+    """Return the mean bytes of a micro-batch on an edge, before and after; None if none crossed."""
     rows = [row for counters in statistics for row in counters.get(done, ())]
     mine = [row[3:] for row in rows if tuple(row[:2]) == edge and row[2] == direction]
     count, before, after = (
@@ -137,20 +135,20 @@ def _mean(
 
 
 def _on_device(counters: Mapping[str, Any]) -> list[str]:
-    """Return the device of a stage, and the MiB that its process has and has had there."""
+    """Return the device of a stage, and the MiB that its process holds there now and at most."""
     sizes = (counters.get(key) for key in ("device_memory_bytes", "peak_device_memory_bytes"))
     return [counters["device"], *("" if n is None else f"{n / 2**20:.1f}" for n in sizes)]
 
 
 def _of_most(count: int, most: int, size: int) -> str:
-    """Return the MiB of some versions of a size, of those of the most that there may be."""
+    """Return the MiB of ``count`` versions of ``size`` bytes, and of ``most`` of them."""
     return f"{count * size / 2**20:.1f} of {most * size / 2**20:.1f}"
 
 
 def _memory(
     plan: Plan, stage: int, corrections: Sequence[Correction], counters: Mapping[str, Any]
 ) -> str:
-    """Return the MiB that corrections take now, of those that they will take."""
+    """Return the MiB that corrections take now, and what they will take."""
     kept = plan.kept(stage) if plan.staleness(stage) else 0
     copies = sum(each.copies + kept * each.copies_per_version for each in corrections)
     most = copies * counters["weight_bytes"] / 2**20

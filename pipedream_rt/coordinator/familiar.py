@@ -45,19 +45,14 @@ ADVICE: Mapping[str, str] = {
     "training": "pipe.train() and pipe.eval() set the mode",
     "lr_scheduler": "a scheduler of torch over pipe.optimizer, stepped once for each result",
 }
-"""By name, what to do instead."""
+"""By name of the attribute, what to do instead."""
 
 
 class ParameterOnStages(nn.Parameter):
-    """A copy of a parameter, to be looked at.
-
-    What is done to it does not reach the stages, and its gradient is there alone: whoever would
-    clip it or step with it is told so.
-    """
+    """A copy of a parameter to look at. To ask for its gradient, as clipping does, is an error."""
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override] # nobody may set it
-        """Raise an error."""
         raise ConfigError(
             "this is a copy of a parameter, whose gradient is on its stage alone. Clipping is "
             "Clip(...) of Pipeline, steps are done by the stages, and hooks of parameters that are "

@@ -46,6 +46,8 @@ class Origin:
         run: Identity of the run that made the checkpoint; empty if not known.
         floor: The oldest weight version that a stage reads after this point; None for the one that
             the checkpoint names.
+        with_optimizer: Whether the checkpoint's optimizer state belongs to this point; not if the
+            script has gone on with another optimizer.
         optimizer: The pickled `OptimizerSpec` that the stages had at this point; empty if none.
         training: The mode that all modules had been set to (`Module.train`); None if never.
         apart: The mode that stages had been set to by themselves after that, by stage.
@@ -62,7 +64,7 @@ class Origin:
 
 
 class Entry(NamedTuple):
-    """One item of the feed."""
+    """One item of the feed; the turn of its payload is set anew in each generation."""
 
     role: Role
     position: int
@@ -73,16 +75,14 @@ class Entry(NamedTuple):
 class FeedLog:
     """The feed since the oldest origin.
 
-    Two origins are kept, so that a run whose newest checkpoint is damaged can go back further.
-    While something is held that no checkpoint has, such as a kept version, there are no newer
-    origins: a recovery makes it again from what was fed.
-
     Attributes:
+        on: Whether entries are kept; not if the run recovers from no failure.
         origins: The origins, oldest first.
     """
 
     def __init__(self, on: bool) -> None:
         self.on = on
+        # Two, so that a run whose newest checkpoint is damaged can go back further.
         self.origins: deque[Origin] = deque([Origin()], maxlen=2)
         self._entries: deque[Entry] = deque()
         self._holds = 0
@@ -107,6 +107,8 @@ class FeedLog:
     def begin(self, origin: Origin) -> None:
         """Add a newer origin, and forget the entries that no origin needs any more."""
         if self._holds:
+            # No checkpoint has what is held, such as a kept version: a recovery must go back to
+            # before it was made, and make it again from the feed.
             self._next = origin
             return
         self.origins.append(origin)
@@ -115,7 +117,7 @@ class FeedLog:
             self._entries.popleft()
 
     def forget(self, position: int) -> None:
-        """Forget what was fed at a position: it has left no trace, and its result was taken."""
+        """Forget what was fed at a position, which left no trace and whose result was taken."""
         later = []
         while self._entries and self._entries[-1].position >= position:
             entry = self._entries.pop()

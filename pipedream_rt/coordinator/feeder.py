@@ -60,7 +60,7 @@ _log = logging.getLogger(__name__)
 
 
 class _OfTarget(NamedTuple):
-    """What goes to the last stage beside a target; see `Target`."""
+    """What goes to the last stage with a target; see `Target`. The metrics are pickled."""
 
     share: float = 1.0
     compared: Sequence[int] = ()
@@ -70,7 +70,7 @@ class _OfTarget(NamedTuple):
 _WHOLE = _OfTarget()
 
 _NOTHING = Fed(0, b"", *flat_copy(None))
-"""What is fed of a micro-batch without samples."""
+"""What is fed of an empty micro-batch."""
 
 
 class Feeder:
@@ -78,10 +78,13 @@ class Feeder:
 
     Attributes:
         optimizer: The optimizer that the stages step with; None if there is none.
+        credits: Number of mini-batches that may be on their way at a time.
+        step: Number of mini-batches injected so far.
+        passes: Number of micro-batches fed so far for evaluation and inference.
+        numbers: Numbers for what stages keep between the passes of a generation or evaluation.
         pending: The mini-batches on their way, oldest first.
         waited_s: The seconds for which the script has waited for results.
-        watch_first: Called with each mini-batch that was injected, and what it became, as long as
-            it returns True; None for nobody.
+        watch_first: Called with each injected mini-batch until it returns False; None for nobody.
     """
 
     def __init__(
@@ -103,10 +106,10 @@ class Feeder:
         watch: Sequence[Callable[[StepResult], object]] = (),
         injected: Callable[[CutBatch, DistributedOptimizer], object] | None = None,
     ) -> None:
-        self._first = first
+        self._first = first  # called with the first mini-batch, before it is fed
         self._injected = injected
         self._watch = watch
-        self._fingerprint_every = fingerprint_every
+        self._fingerprint_every = fingerprint_every  # in mini-batches
         self._refuse, self._given = refuse, given
         self._settings = settings
         self.forwards = forwards
@@ -124,13 +127,13 @@ class Feeder:
         self.numbers = itertools.count(1)
         self.pending: deque[PendingStep] = deque()
         self.waited_s = 0.0
-        self._adds: bool | None = None
+        self._adds: bool | None = None  # see `_losses_add`; None until the model was asked
         self._bad_metrics: set[str] = set()
         self.watch_first: Callable[[CutBatch, PendingStep], bool] | None = None
 
     @property
     def training(self) -> bool | None:
-        """The mode that all modules were set to; None if to none."""
+        """The mode that all modules were set to (`Module.train`); None if never."""
         return self._group.training
 
     def set_training(self, training: bool) -> None:
@@ -144,18 +147,13 @@ class Feeder:
         return self._group.touched
 
     def cut(self, batch: Batch) -> CutBatch:
-        """Return a mini-batch in the micro-batches in which it would be fed."""
+        """Cut a mini-batch as it would be fed, without feeding it."""
         return self._cutter.cut(batch, self.training)
 
     # -- training -------------------------------------------------------------------------------
 
     def inject(self, batch: Batch | Accumulated, metrics: bytes = b"") -> PendingStep:
-        """Feed one mini-batch, with the hyper-parameters that the optimizer has now.
-
-        With it go the metrics of its result, pickled.
-
-        If as many mini-batches are on their way as there are credits, wait for the oldest first.
-        """
+        """Wait for a credit, then feed one mini-batch with the present hyper-parameters."""
         self._group.life.check()
         optimizer = self.optimizer
         if not self._has_loss or optimizer is None:
@@ -197,19 +195,17 @@ class Feeder:
         return pending
 
     def _losses_add(self, batch: Accumulated) -> bool:
-        """Whether the losses of micro-batches add up to that of the whole, of which they are told.
-
-        A model may take the number and not divide by it, so it is asked once, in eval mode.
-        """
+        """Whether losses of micro-batches that are told the total add up to that of the whole."""
         first = batch.parts[0]
         if TOTAL not in first.kwargs or self._per_update == batch.of:
             return False
         if self._adds is None:
+            # A model may take the total and not divide by it, so it is asked once, in eval mode.
             passes, total = self.passes, torch.as_tensor(first.kwargs[TOTAL])
             others = [first.kwargs | {TOTAL: total * factor} for factor in (1, 2)]
             parts = [self._part(Batch((), each, each), Mode.EVALUATE) for each in others]
             once, twice = [loss.loss for _, loss, _ in self._passed(Mode.EVALUATE, parts)]
-            self.passes = passes  # layers draw as if there were none of these
+            self.passes = passes  # layers must draw random numbers as if these had not been
             self._adds = once != twice
         return self._adds
 
@@ -223,12 +219,10 @@ class Feeder:
         return self._cutter.part(batch, mode, self._group.training, samples)
 
     def _compared(self, cut: CutBatch) -> dict[int, list[int]]:
-        """See to it that the loss of a mini-batch is compared with those of its micro-batches.
-
-        The stage that computes a loss function compares it. The loss of a model is compared here.
-        """
+        """Arrange the loss check of a mini-batch; return `Target.compared` by micro-batch."""
         if not self._checks.takes(cut):
             return {}
+        # A loss function is compared by the stage that computes it, the model's own loss here.
         if self.forwards.own_loss:
             if self._weighing.is_given or not all(p.x.only_labels for p in cut.filled.values()):
                 self._compare_own_loss(cut)
@@ -239,20 +233,19 @@ class Feeder:
         return {i: [together[at[i]], part.samples] for i, part in cut.filled.items()}
 
     def _compare_own_loss(self, cut: CutBatch) -> None:
-        """Compare the model's own loss of a mini-batch with those of its micro-batches.
-
-        It is computed in eval mode, of as many micro-batches as are in flight in training, so that
-        it takes no more memory than that.
-        """
+        """Compare the model's own loss of a mini-batch, in eval mode, with its micro-batches'."""
+        # As many micro-batches as are in flight in training, so that it takes no more memory.
         pairs = cut.first(max(2, self._group.plan.in_flight(0)))
+        # The first micro-batch once more: where its loss differs, the model is random in eval mode.
         parts = [self._part(each, Mode.EVALUATE, size) for each, size in (*pairs, pairs[1])]
         passes = self.passes
         losses = [loss.loss for _, loss, _ in self._passed(Mode.EVALUATE, parts)]
-        self.passes = passes  # layers that draw random numbers draw as if there were none of these
+        self.passes = passes  # layers must draw random numbers as if these had not been
         whole, *of_parts, again = [math.nan if loss is None else loss for loss in losses]
         if again != of_parts[0] and not math.isnan(again):
             _log.warning(RANDOM)
             return
+        # Told losses add up, and means are compared.
         whole = whole / len(of_parts) if cut.told else whole
         weighed = [(loss, cut.shares[i]) for loss, i in zip(of_parts, cut.filled, strict=False)]
         refuse_no_mean(whole, weighed, rounding_of(self.forwards.dtype))
@@ -270,7 +263,7 @@ class Feeder:
         version: int = 0,
         cache: int = 0,
     ) -> int:
-        """Feed one micro-batch, with its target where the stages compute a loss."""
+        """Feed one micro-batch, with its target if stages compute a loss; return its position."""
         program, definition, structure, tensors, *_ = part.x if part else _NOTHING
         head = MicroBatch(
             micro_batch=number,
@@ -312,7 +305,7 @@ class Feeder:
             watch(pending.outcome)
 
     def _say_of_bad_metrics(self, taken: Sequence[Loss]) -> None:
-        """Say once of each metric if it has said no number."""
+        """Warn once of each metric that gave no number."""
         for name, said in ((n, s) for loss in taken for n, s in loss.metrics.items()):
             if isinstance(said, str) and name not in self._bad_metrics:
                 self._bad_metrics.add(name)
@@ -334,7 +327,7 @@ class Feeder:
         self._group.command(CommandName.FLUSH, self._group.next_micro_batch)
 
     def _loss_edge(self, number: int) -> Edge:
-        """Return the way of the loss of a micro-batch to train on."""
+        """Return the edge on which the loss of a training micro-batch comes."""
         plan = self._group.plan
         return Edge(EdgeKind.LOSS, plan.address_of(plan.exits[0], number), COORDINATOR)
 
@@ -346,7 +339,7 @@ class Feeder:
         return loss, unflatten(loss.structure, message.tensors) if loss.structure else None
 
     def _record(self, kind: int, number: int, waited_for: int, ready: int, start: int) -> None:
-        """Record a span of the coordinator that ends now."""
+        """Record a span of the coordinator that ends now; times are of ``time.monotonic_ns``."""
         if self._recorder is not None:
             arrived = 0 if waited_for == NOBODY else self._group.inbox.arrived_ns
             self._recorder.record(
@@ -398,7 +391,7 @@ class Feeder:
 
     @contextmanager
     def _buffers_of(self, number: int) -> Iterator[list[int]]:
-        """Let stages have the buffers of an evaluation while the body runs."""
+        """In the body, let stages keep buffers of an evaluation, and recoveries redo ``stays``."""
         stays: list[int] = []
         try:
             yield stays
@@ -417,10 +410,7 @@ class Feeder:
         target: _OfTarget = _WHOLE,
         stays: list[int] | None = None,
     ) -> Generator[tuple[Part, Loss, Any], None, None]:
-        """Flush, then pass micro-batches through the stages, several at a time.
-
-        What is on its way when the iteration ends early is taken and dropped.
-        """
+        """Flush, then pass micro-batches through the stages, several at a time."""
         self._refuse_what_stays_here()
         self.flush()
         ahead: deque[tuple[int, Part]] = deque()
@@ -429,6 +419,7 @@ class Feeder:
             """Take what came of the oldest micro-batch on its way."""
             position, part = ahead.popleft()
             loss, output = self._take_loss(position)
+            # Where the pass has changed buffers, a recovery must do it again until the end.
             if stays is not None and any(mark for *_, mark in loss.trail):
                 stays.append(position)
             elif mode.leaves_no_trace:
@@ -443,6 +434,7 @@ class Feeder:
             while ahead:
                 yield collect()
         finally:
+            # Where the iteration ends early, what is on its way must still leave inbox and log.
             while ahead and not self._group.life.is_over:
                 collect()
 
@@ -504,11 +496,11 @@ class Feeder:
         return self._take_loss(position)[1], position
 
     def hold(self) -> None:
-        """Let recoveries make what is made from now on again, until `end_generation`."""
+        """Let recoveries redo all that is fed from now on, until `end_generation`."""
         self._group.log.hold()
 
     def end_generation(self, caches: Iterable[int], positions: Iterable[int]) -> None:
-        """Forget the forwards of a generation, and the caches that they have filled."""
+        """Forget the forwards of a generation, and the caches that they filled."""
         for cache in caches:
             if not self._group.life.is_over:
                 self._group.command(CommandName.END_CACHE, cache)
@@ -518,7 +510,6 @@ class Feeder:
 
 
 def _result(pending: PendingStep, taken: list[Loss]) -> StepResult:
-    """Return the result of a mini-batch."""
     pairs = zip((loss.loss for loss in taken), pending.shares, strict=True)
     weighed = [(loss, share) for loss, share in pairs if loss is not None and share]
     oldest = min(version for loss in taken for _, version, *_ in loss.trail)
@@ -529,7 +520,7 @@ def _result(pending: PendingStep, taken: list[Loss]) -> StepResult:
             said.setdefault(name, []).append((math.nan if isinstance(value, str) else value, share))
     return StepResult(
         step=pending.step,
-        # The sum is taken in the order of the micro-batches, so that no timing can change its bits.
+        # Summed in the order of the micro-batches, so that no timing can change the bits.
         loss=sum(loss * share for loss, share in weighed),
         losses=tuple(loss for loss, _ in weighed),
         versions=tuple(version for _, version, *_ in taken[-1].trail),
@@ -541,7 +532,7 @@ def _result(pending: PendingStep, taken: list[Loss]) -> StepResult:
 
 
 def _mean(found: Sequence[tuple[float, float]], of: int) -> float:
-    """Return the mean of numbers with shares, which are of some of the micro-batches."""
+    """Return the mean of (value, share) pairs, one for each of some of the ``of`` micro-batches."""
     total = sum(value * share for value, share in found)
     # All shares together are one, and to divide by them would round.
     return total if len(found) == of else total / sum(share for _, share in found)

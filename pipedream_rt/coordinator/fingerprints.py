@@ -12,7 +12,15 @@ from pipedream_rt.stage.fingerprint import total
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageFingerprint:
-    """The fingerprints of one stage, each 32 hex digits."""
+    """The fingerprints of one stage, each 32 hex digits.
+
+    Attributes:
+        version: Number of the newest weight version.
+        weights: Of the newest version of the parameters, frozen ones too.
+        rest: Of each value that modules give as extra state, or that the optimizer keeps in its
+            groups and attributes.
+        older: Of each older version that is kept, by its number.
+    """
 
     version: int
     weights: str
@@ -23,16 +31,13 @@ class StageFingerprint:
 
 
 def of_stages(plan: Plan, found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the fingerprints of each stage, of those of all addresses.
-
-    Replicas have the same, but for their buffers, of which those of replica 0 count, and for what
-    each of them keeps for its steps: a part of a divided optimizer, or residuals of its edges.
-    """
+    """Return the fingerprints of each stage from those of all addresses, as plain data."""
     made = []
     for stage in range(plan.num_stages):
         first = plan.address_of(stage)
-        one = found[first]
+        one = found[first]  # replicas have equal weights; the buffers of replica 0 count
         parts = [found[address] for address in (first, *plan.others(first))]
+        # What each replica keeps for its steps differs: a part of a sharded optimizer, residuals.
         if len({part["optimizer"] for part in parts}) > 1:
             optimizer = total(part["optimizer"] for part in parts)
             rest = sorted({each for part in parts for each in part["rest"]})
@@ -82,7 +87,6 @@ class Fingerprint:
         return total({each for stage in self.stages for each in stage.rest})
 
     def __str__(self) -> str:
-        """Return the digest."""
         return self.digest
 
     @staticmethod

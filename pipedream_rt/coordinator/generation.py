@@ -39,8 +39,10 @@ class _Generation:
 
     Attributes:
         version: Number of the kept version that is read; 0 for the newest weights.
-        beside: What one item is drawn of after each forward.
-        caches: By ``id`` of a cache here, the cache, and the number of those on the stages.
+        beside: One item of it is drawn after each forward.
+        caches: By ``id`` of a cache here: the cache, so that no other one gets its id, and the
+            number of the caches on the stages.
+        positions: The positions of the forwards in the feed.
     """
 
     feeder: Feeder
@@ -51,7 +53,7 @@ class _Generation:
     positions: list[int] = field(default_factory=list)
 
     def forward(self, **kwargs: Any) -> Any:
-        """Run one forward of the model, as its own does."""
+        """Stand in for the forward of the model."""
         inputs = {name: value for name, value in kwargs.items() if value is not None}
         mask = inputs.get("attention_mask")
         if isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all()):
@@ -78,7 +80,7 @@ class _Generation:
             )
             output[_CACHE] = value
         self.positions.append(position)
-        with torch.enable_grad():  # the loop of transformers has turned gradients off
+        with torch.enable_grad():  # the loop turned them off; `beside` may train
             next(self.beside, None)
         return output
 
@@ -100,7 +102,7 @@ class _Generation:
                 )
 
     def _number_of(self, cache: Any) -> int:
-        """Return the number of the caches on the stages that belong to a cache here."""
+        """Return the number of the caches on the stages that stand behind a cache here."""
         if id(cache) in self.caches:
             return self.caches[id(cache)][1]
         if type(cache).__name__ != "DynamicCache" or getattr(cache, "offloading", False):
@@ -136,6 +138,7 @@ def generate(
         args, kwargs = on_host((args, kwargs))
         return stand_in.generate(*args, **kwargs)
     except (RuntimeError, NotImplementedError) as error:
+        # The loop has computed with weights of the stand-in, which have no values.
         if "meta" in str(error) and not isinstance(error, PipelineError):
             raise ConfigError(_OWN_WEIGHTS) from error
         raise
@@ -160,9 +163,10 @@ def _refuse_model(model: nn.Module) -> None:
 
 
 def _stand_in(model: nn.Module, generation: _Generation) -> Any:
-    """Return an object with the class and configuration of a model, whose forward is another."""
+    """Return a copy of a model without values, whose forward goes through the stages."""
     cls: Any = type(model)
 
+    # Wrapped, since transformers reads the signature.
     @functools.wraps(cls.forward)
     def forward(self: Any, input_ids: Any = None, **kwargs: Any) -> Any:
         if input_ids is not None:
@@ -187,7 +191,7 @@ def _stand_in(model: nn.Module, generation: _Generation) -> Any:
             "forward": forward,
             "_beam_search": refused,
             "_assisted_decoding": refused,
-            "device": torch.device("cpu"),
+            "device": torch.device("cpu"),  # by itself it is that of the parameters, meta
             "__module__": cls.__module__,
         },
     )

@@ -59,7 +59,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _generations = itertools.count(1)
-"""Numbers of the generations, counted over all pipelines of this process.
+"""Numbers of the generations, of all pipelines of this process.
 
 No number may come twice, because torch RPC keeps some state until the process ends.
 """
@@ -72,7 +72,6 @@ when its workers cannot go on.
 """
 
 Addressed = tuple[Address, Payload, tuple[Tensor, ...]]
-"""The address, the payload and the tensors of a message."""
 
 
 def restore_argument(
@@ -93,6 +92,7 @@ _TOUCHING = (
     CommandName.LOAD, CommandName.LOAD_STATE, CommandName.LOAD_OPTIMIZER_STATE, CommandName.CALL,
     CommandName.METHOD,
 )  # fmt: skip
+"""The commands that may change weights or optimizers."""
 
 
 class WorkerGroup:
@@ -101,10 +101,16 @@ class WorkerGroup:
     One thread, the coordinator's, uses the group; only `status` and the end may come from others.
 
     Attributes:
+        life: The life of the pipeline. An error that the group does not recover from ends it.
         at_end: Functions to call when the pipeline ends, before the workers do.
+        at_last: Functions to call when the workers have ended.
+        position: Position of the next item of the feed.
+        next_micro_batch: Number of the next micro-batch to be fed for training.
+        next_loss: Number of the next micro-batch whose loss is to be taken.
         training: The mode that all modules were set to (`Module.train`); None if never.
         apart: The mode that stages were set to by themselves after that, by stage.
         loads: The number of times that weights were loaded.
+        touched: Whether stages were told to do what may have changed weights or optimizers.
     """
 
     def __init__(
@@ -118,12 +124,12 @@ class WorkerGroup:
     ) -> None:
         self.plan = plan
         self._start_cluster = start
-        self._specs = specs
+        self._specs = specs  # by stage, each pickled
         self._forwards = forwards
         self._digests = [digest_of(spec) for spec in specs]
         self._timeout = timeout
         self._failures = failures
-        self._optimizer = b""
+        self._optimizer = b""  # the present `OptimizerSpec`, pickled
         self.training: bool | None = None
         self.apart: dict[int, bool] = {}
         self._owner_pid = os.getpid()
@@ -158,7 +164,7 @@ class WorkerGroup:
         target: Target | None = None,
         target_tensors: tuple[Tensor, ...] = (),
     ) -> int:
-        """Feed a micro-batch, and keep it for recoveries."""
+        """Feed a micro-batch, keep it for recoveries, and return its position."""
         self.life.check()
         with self.life.guard():  # an error between input and target must end the pipeline
             self._feed(Role.ENTRY, head, tensors)
@@ -170,7 +176,7 @@ class WorkerGroup:
         return self.position - 1
 
     def tell(self, name: CommandName, argument: object = None, role: Role = Role.EVERY) -> int:
-        """Feed a command to every stage without waiting for replies, and keep it for recoveries."""
+        """Feed a command, keep it for recoveries, and return its position; wait for no reply."""
         self.life.check()
         structure, tensors = flat_copy(argument)
         with self.life.guard():
@@ -189,11 +195,11 @@ class WorkerGroup:
         return self.position - 1
 
     def of_stages(self, replies: Sequence[T]) -> list[T]:
-        """Return the replies of replica 0 of each stage, of those of all replicas."""
+        """Return the replies of replica 0 of each stage, from those of all addresses."""
         return [replies[self.plan.address_of(stage)] for stage in range(self.plan.num_stages)]
 
     def may_wait(self) -> None:
-        """Refuse to wait for workers, before anything is fed for which they would be waited for."""
+        """Refuse if nobody may wait for the workers now; ask before anything is fed for that."""
         self.life.check()
         self.cluster.may_wait()
 
@@ -216,19 +222,15 @@ class WorkerGroup:
         self.log.append(entry)
 
     def _send_entry(self, entry: Entry) -> None:
-        """Send an item of the feed to the stages that have its role in the present plan."""
+        """Send an item of the feed to the addresses that it is for in the present plan."""
         for address, payload, tensors in self._addressed(entry):
             self._send(address, entry.position, payload, tensors)
 
     def _addressed(self, entry: Entry) -> Iterator[Addressed]:
-        """Yield the messages of an item, whose turn is the number of items before it.
-
-        That counts from the first item that this generation was fed. The target of a micro-batch
-        follows the micro-batch.
-        """
+        """Yield the messages of an item of the feed."""
         role, _, payload, tensors = entry
         plan = self.plan
-        if isinstance(payload, Target):
+        if isinstance(payload, Target):  # it follows its micro-batch, on the same route
             for stage in plan.exits:
                 yield plan.address_of(stage, self._route), payload, tensors
         elif isinstance(payload, MicroBatch):
@@ -259,9 +261,10 @@ class WorkerGroup:
                 yield address, command, own
 
     def _with_definition(self, head: MicroBatch, on_its_way: Sequence[Address]) -> MicroBatch:
-        """Return a micro-batch with its program, if a replica on its way does not have that yet."""
+        """Add its program to a micro-batch if a replica on its way does not have that yet."""
         definitions = self._forwards.definitions
         number = head.program - self._forwards.first_defined
+        # Without replicas, the first micro-batch that follows a program passes all stages with it.
         if not self.plan.replicated or number < 0:
             return head
         missing = [address for address in on_its_way if number not in self._defined[address]]
@@ -270,7 +273,7 @@ class WorkerGroup:
         return dataclasses.replace(head, definition=definitions[number] if missing else b"")
 
     def _next_turn(self, address: Address) -> int:
-        """Return the turn of the next item that an address is fed, and count it."""
+        """Count an item for an address; return how many this generation fed it before."""
         self._turns[address] += 1
         return self._turns[address] - 1
 
@@ -291,7 +294,7 @@ class WorkerGroup:
             found.append(unflatten(message.payload.structure, message.tensors))
             if isinstance(message.payload, Reply) and message.payload.refused:
                 refused.append(f"{self.plan.title_of(edge.source)}: {message.payload.refused}")
-        if refused:
+        if refused:  # raised when all were taken, so that none stays in the inbox
             raise ConfigError(refused[0])
         return found
 
@@ -321,12 +324,10 @@ class WorkerGroup:
 
     @property
     def inbox(self) -> Inbox:
-        """The inbox of the coordinator."""
         return self._reception.inbox
 
     @property
     def generation(self) -> int:
-        """Number of the present generation."""
         return self._reception.generation
 
     @property
@@ -399,11 +400,7 @@ class WorkerGroup:
                     self._recovers = False
 
     def grow(self) -> None:
-        """Give workers that have come meanwhile their part of the work, once for each checkpoint.
-
-        It is a recovery without a failure: a new generation begins at the newest origin, and little
-        was fed since.
-        """
+        """Give workers that have come meanwhile their part of the work, once per checkpoint."""
         if not self.log.on:
             return
         with self.life.guard():
@@ -411,6 +408,7 @@ class WorkerGroup:
             if origin is self._looked_at:
                 return
             self._looked_at = origin
+            # A recovery without a failure: right behind a new origin, so little is fed again.
             if count and self._can_go_back():
                 self._recovers = True
                 try:
@@ -455,7 +453,7 @@ class WorkerGroup:
                 if self.life.is_over:
                     raise PipelineClosed("the pipeline was closed") from again
                 failure = self._reception.failure or again
-            # What the system has refused, or where workers end at once, may take a while to pass.
+            # What makes the system refuse, or workers end at once, may take a while to pass.
             threading.Event().wait(pauses.after("", time.monotonic() - began))
         restart = Restart(
             generation=self.generation,
@@ -517,7 +515,7 @@ class WorkerGroup:
             reception.receive, reception.fail_of(generation), generation
         )
         try:
-            self._refuse_if_over()
+            self._refuse_if_over()  # what ended the pipeline meanwhile did not know these workers
         except PipelineClosed:
             self._cluster.close()
             raise
@@ -536,6 +534,7 @@ class WorkerGroup:
                 optimizer=origin.optimizer,
                 training=dict(origin.apart).get(stage, origin.training),
                 restore=restore,
+                # Actions that may be done again are announced: which one kills a worker is known.
                 announced=self.next_micro_batch,
                 definitions=list(self._forwards.definitions),
             )

@@ -75,18 +75,17 @@ class KeptVersion:
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Drop it."""
+        # After Ctrl-C and the like nothing waits for the stages.
         if exception_type is None or issubclass(exception_type, Exception):
             self.drop()
 
     def __repr__(self) -> str:
-        """Return which weights they are."""
         what = "average of the weights" if self.average else "weights"
         return f"<the {what} after step {self.step}{'' if self._number else ', dropped'}>"
 
 
 def _averages_of_ties(lease: Lease) -> dict[str, Any]:
-    """Return the averages of the weights that several stages have, by name in the whole model."""
+    """Return the averages of tied weights, by name in the whole model."""
     group = lease.group
     if not group.plan.ties:
         return {}

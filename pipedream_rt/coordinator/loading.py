@@ -9,8 +9,8 @@ every iterable that yields the same items from the same generators, as a
 
 A sampler that is seeded per epoch (``sampler.set_epoch(epoch)``) gets the right number from
 ``for epoch in range(pipe.epoch, epochs)``. Those that count epochs by themselves, as accelerate's
-do, are set to the number and the seed that they had. Whatever else a loader goes by, the first item
-that is drawn again shows whether it is the same: if not, that is logged.
+do, are set to the number and the seed that they had. Whatever else a loader goes by: the first item
+that is drawn again is compared with the one before, and a difference is logged.
 
 Some loaders, such as ``torchdata``'s StatefulDataLoader, know their place: they have
 ``state_dict()``, which returns numbers, texts, lists and dicts, and ``load_state_dict(state)``,
@@ -45,7 +45,7 @@ from pipedream_rt.messages.wire import elements_of
 _log = logging.getLogger(__name__)
 
 Generators = dict[str, Any]
-"""The states of the random generators of this process and of a loader, and what it counts."""
+"""The states of the random generators of this process and of a loader, and its epoch counters."""
 
 
 def generators(loader: object = None) -> Generators:
@@ -109,7 +109,7 @@ def _is_count(value: object) -> bool:
 
 
 def _parts_of(loader: object) -> list[object]:
-    """Return a loader, its samplers, and those that they go by."""
+    """Return a loader, its samplers, and what these wrap."""
     found = [loader] if loader is not None else []
     for part in found:
         for name in ("sampler", "batch_sampler", "base_dataloader"):
@@ -120,20 +120,17 @@ def _parts_of(loader: object) -> list[object]:
 
 
 def _fingerprint(item: object) -> str | None:
-    """Return a short text that two items share if they have the same numbers and texts.
-
-    None if that cannot be told of an item, as of one that has itself in it.
-    """
+    """Return a digest of the numbers and texts in an item; None if it cannot be made."""
     digest = blake2b(digest_size=16)
     try:
         _add(digest, item)
-    except Exception:  # a foreign class may raise anything
+    except Exception:  # a foreign class may raise anything, and an item may contain itself
         return None
     return digest.hexdigest()
 
 
 def _add(digest: blake2b, value: Any) -> None:
-    """Add a value; of what is none of these kinds, only its type."""
+    """Add a value to a digest; of foreign types, only the name of the type."""
     if isinstance(value, torch.Tensor):
         with contextlib.suppress(RuntimeError):  # a nested or sparse tensor, for example
             digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
@@ -146,7 +143,7 @@ def _add(digest: blake2b, value: Any) -> None:
             _add(digest, key)
             _add(digest, inner)
     elif isinstance(value, list | tuple):
-        digest.update(b"(")
+        digest.update(b"(")  # so that nested items differ from flat ones
         for inner in value:
             _add(digest, inner)
     elif isinstance(value, int | float | str | bytes | None):
@@ -175,29 +172,24 @@ def begin_epoch_at(place: dict[str, Any], loader: Any) -> None:
 def _start_as(state: Generators, warm: bool, loader: Any) -> None:
     """Set the generators, and start the loader's worker processes if it had them at that time."""
     if warm and not _is_warm(loader):
-        iter(loader)
+        iter(loader)  # draws the seed of the processes, so before the generators are set
     set_generators(state, loader)
 
 
 def _is_warm(loader: object) -> bool:
-    """Whether a DataLoader has kept its worker processes from an earlier epoch.
-
-    A loader that keeps them (``persistent_workers=True``) draws a seed only when it starts them.
-    """
+    """Whether a DataLoader has kept its worker processes from an earlier epoch."""
+    # With persistent_workers=True it draws a seed only when it starts them.
     return getattr(loader, "_iterator", None) is not None
 
 
 def _state_of(loader: object) -> Any:
-    """Return a copy of the state of a loader that knows its place; None for other loaders.
-
-    Some have the methods and not the state, as accelerate's without ``use_stateful_dataloader``.
-    """
+    """Return a copy of the state of a loader that knows its place; None for other loaders."""
     ask = getattr(loader, "state_dict", None)
     if ask is None or not hasattr(loader, "load_state_dict"):
         return None
     try:
         return copy.deepcopy(ask())
-    except AttributeError:
+    except AttributeError:  # accelerate's has the methods also without a stateful loader inside
         return None
 
 
@@ -206,6 +198,7 @@ class Loading:
 
     Attributes:
         fetched: A list with the item that was drawn ahead; empty at the end of the loader.
+        pending: The mini-batches whose results the script has not seen yet.
         error: What the loader raised, kept until the results of the items before it are handed
             out; None if it raised nothing.
     """
@@ -235,16 +228,17 @@ class Loading:
         self._items = iter(()) if ended else begun(loader)
         self._drawn = 0
         self._first: str | None = None if place is None else place.get("first")
-        self._before: Generators = self._start
-        self._state: Any = None
+        self._before: Generators = self._start  # when the item in `fetched` was not drawn yet
+        self._state: Any = None  # of the loader, at that time
         if place is not None:
             self._come_back(place, skip=not stateful)
         self.fetch()
+        # The script may have drawn numbers between that item and the checkpoint.
         if place is not None and place["after"] is not None:
             set_generators(place["after"], loader)
 
     def _come_back(self, place: dict[str, Any], skip: bool) -> None:
-        """Drop the items that were drawn before, and set the generators as they were."""
+        """Drop the items drawn before the checkpoint, and set the generators as they were then."""
         for number in range(place["drawn"] if skip else 0):
             try:
                 item = next(self._items)
@@ -274,7 +268,7 @@ class Loading:
             self.error = error
 
     def _is_first(self, item: object) -> None:
-        """Note the first item of the epoch; say so if it is another one than before."""
+        """Note the first item of the epoch; warn if it differs from that before the checkpoint."""
         found = _fingerprint(item)
         if None not in (self._first, found) and self._first != found:
             _log.warning(
@@ -294,6 +288,7 @@ class Loading:
 
     def place(self) -> dict[str, Any]:
         """Return the place of the next item to be injected, for a `Loading` in another process."""
+        # The item drawn ahead is not injected, so it is drawn again after a resume.
         ahead, now = bool(self.fetched), generators(self._loader)
         return {
             "epoch": self.epoch,

@@ -3,8 +3,8 @@
 A cluster that takes a machine back sends SIGTERM and some seconds later SIGKILL. The handler only
 notes the signal. At the next mini-batch, where the state of the script and of the stages belong
 together, the checkpoint is made, and the script ends with `SystemExit`. A script that does not come
-to a mini-batch within the grace time is ended without one. A thread sees to that, which the kernel
-wakes by a socket: Python runs handlers on the main thread alone, which may be stuck.
+to a mini-batch within the grace time is ended without one. That is done by a thread, which the
+signal wakes by a socket: Python runs handlers on the main thread alone, which may be stuck.
 """
 
 from __future__ import annotations
@@ -29,12 +29,7 @@ EXIT_CODE = 128 + signal.SIGTERM
 
 
 class Preemption:
-    """Notes SIGTERM, from `watch` to `close`.
-
-    The signal is left alone where the script has a handler of its own, or wakes by signals itself
-    as asyncio does, and where the pipeline is used by another thread than the main one, which alone
-    may set handlers.
-    """
+    """Notes SIGTERM in ``noted``, from `watch` to `close`, if the script does not handle it."""
 
     def __init__(self, grace: timedelta) -> None:
         self.noted = False
@@ -44,13 +39,14 @@ class Preemption:
 
     def watch(self) -> None:
         """Note SIGTERM from now on, if nobody else handles it."""
+        # Only the main thread may set handlers.
         main = threading.current_thread() is threading.main_thread()
         if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             return
         woken, wake = socket.socketpair()
-        wake.setblocking(False)
+        wake.setblocking(False)  # Python demands it of what signals write to
         before = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
-        if before != -1:
+        if before != -1:  # the script wakes by signals itself, as asyncio does
             signal.set_wakeup_fd(before)
             woken.close()
             wake.close()
@@ -64,7 +60,6 @@ class Preemption:
         self._thread.start()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Note the signal."""
         self.noted = True
         _log.warning(
             "SIGTERM: a checkpoint is made after the next mini-batch, then the script ends"
@@ -74,7 +69,7 @@ class Preemption:
         """Wait for the signal, then for the end of the grace time or the run, or for another."""
         while True:
             numbers = woken.recv(64)
-            if not numbers:
+            if not numbers:  # `close` has shut the socket
                 return
             if signal.SIGTERM in numbers:
                 break
@@ -92,10 +87,10 @@ class Preemption:
             os._exit(EXIT_CODE)  # the workers notice that and end too
 
     def close(self) -> None:
-        """Leave the signal to its default handler again. Idempotent."""
+        """Give the signal its default handler again. Idempotent."""
         ends, self._ends = self._ends, None
         if ends is None or threading.current_thread() is not threading.main_thread():
-            return  # another thread may not touch handlers, and the sockets stay for these
+            return  # only the main thread may touch handlers, and these need the sockets
         woken, wake = ends
         _watching.discard(self)
         signal.set_wakeup_fd(-1)
@@ -109,11 +104,11 @@ class Preemption:
 
 
 _watching: weakref.WeakSet[Preemption] = weakref.WeakSet()
-"""Those that watch, for `_forget`; there is at most one at a time."""
+"""Those that watch, at most one at a time; for `_forget`."""
 
 
 def _forget() -> None:
-    """Leave signals alone in a forked child, as a data loader's, which has nothing to save."""
+    """Let SIGTERM end a forked child, as a data loader's: it has nothing to save."""
     if _watching:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

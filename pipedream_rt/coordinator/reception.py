@@ -20,9 +20,8 @@ class Reception:
     """The receiver of messages, which go into the inbox, and of failures, which close it.
 
     The transport and the watch hold this object rather than the pipeline, so that a pipeline which
-    the user drops can be collected, and its workers end. `receive` and `fail_of` only put something
-    aside, because threads of the RPC pool must not wait; the thread that takes from the inbox makes
-    the error from it.
+    the user drops can be collected, and its workers end. Threads that receive must not wait, so
+    they only put something aside; the thread that takes from the inbox makes the error of it.
 
     Attributes:
         inbox: The coordinator's inbox, the same in all generations.
@@ -39,7 +38,7 @@ class Reception:
         self._lock = threading.Lock()
 
     def begin(self, generation: int) -> None:
-        """Begin a generation, and ignore failures of earlier ones from now on."""
+        """Begin a generation; failures of earlier ones are ignored from now on."""
         with self._lock:
             self.generation = generation
             self._failure = self.cluster = None
@@ -47,11 +46,9 @@ class Reception:
 
     @property
     def failure(self) -> BaseException | None:
-        """Why the workers cannot go on; None if they can. The first failure of a generation stays.
-
-        To find out may take a while, so threads of the RPC pool must not ask.
-        """
+        """Why the workers cannot go on: the first failure of the generation; None if they can."""
         failure = self._failure
+        # To find out may take a while, so threads that receive must not ask.
         return failure() if callable(failure) else failure
 
     def receive(self, message: Message) -> None:
@@ -67,6 +64,7 @@ class Reception:
 
         def fail(failure: Failure) -> None:
             with self._lock:
+                # Under the lock, so that no inbox is closed that `begin` has opened anew.
                 if generation == self.generation and self._failure is None:
                     self._failure = failure
                     self.inbox.close(failure)
@@ -76,6 +74,7 @@ class Reception:
     def _error_of(self, address: Address, failed: Failed) -> BaseException:
         """Return the error to raise for a failure that a stage has sent as a message."""
         cause = _cause_of(failed)
+        # The stage only lost a connection; the cluster knows which worker ended, and how.
         if isinstance(cause, PeerLost) and self.cluster is not None:
             return self.cluster.name_loss(cause)
         cls = NonFiniteLoss if isinstance(cause, NonFiniteLoss) else StageFailed

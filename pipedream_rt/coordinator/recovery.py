@@ -1,4 +1,4 @@
-"""The decision whether a run goes on after a failure; it uses no clock and no process."""
+"""The decision whether a run goes on after a failure, without any clock or process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipedream_rt.schedules import Action, Plan
 from pipedream_rt.schedules.actions import OF_UPDATES
 
 _MOST_OF_ONE = 3
-"""Number of failures in the same action after which it is not tried again."""
+"""The number of failures of one action from which on it is not tried again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +49,7 @@ def is_passing(error: BaseException) -> bool:
     if isinstance(error, StageFailed):
         deterministic = isinstance(error, NonFiniteLoss)
         cause = error.__cause__
+        # A `RemoteError` stands for one that did not survive pickling, as those of ours do.
         theirs = isinstance(cause, TransportError | RemoteError) or _is_of_system(cause)
         ours = isinstance(cause, PipelineError) and not theirs
         return not deterministic and not ours
@@ -56,17 +57,15 @@ def is_passing(error: BaseException) -> bool:
 
 
 def _is_of_system(error: BaseException | None) -> bool:
-    """Whether the system has refused something, as to open a file: later it may not."""
+    """Whether the system has refused something, such as to open a file, which may pass."""
     return isinstance(error, PipelineError) and isinstance(error.__cause__, OSError)
 
 
 def _is_evidence(error: BaseException, action: Action | None) -> bool:
-    """Whether a micro-batch may have caused a failure: by an exception in its action, or a crash.
-
-    A worker that is killed from outside, or hears nothing from another one, says nothing of it.
-    """
+    """Whether a micro-batch may have caused a failure: an exception in its action, or a crash."""
     if isinstance(error, WorkerLost):
-        return error.crashed
+        return error.crashed  # a worker killed from outside says nothing of the micro-batch
+    # Nor does one that hears nothing from another.
     return action is not None and not isinstance(error.__cause__, TransportError)
 
 
@@ -80,7 +79,7 @@ class Failures:
         self._unexplained: list[range] = []
 
     def note(self, error: BaseException, open_micro_batches: range) -> None:
-        """Count a failure, or raise where the run cannot go on."""
+        """Count a failure; raise it, or `PoisonedMicroBatch`, if the run cannot go on."""
         if not is_passing(error) or not self._most:
             raise error
         action = action_of(error, self._plan)
@@ -88,6 +87,7 @@ class Failures:
             self._forget_passed(action)
         if _is_evidence(error, action):
             if action is None:
+                # It may have been any micro-batch whose loss had not come.
                 self._unexplained.append(open_micro_batches)
             else:
                 self._by_action[action] += 1
@@ -108,7 +108,7 @@ class Failures:
             del self._by_action[other]
 
     def _refuse_poison(self, action: Action, error: BaseException) -> None:
-        """Raise if an action has failed too often."""
+        """Raise `PoisonedMicroBatch` if an action has failed too often."""
         number = self.micro_batch_of(action)
         # All failures whose action is unknown count as one here, if one may have been this action.
         unexplained = sum(number in micro_batches for micro_batches in self._unexplained)
@@ -135,10 +135,7 @@ class Failures:
 
 
 def action_of(error: BaseException, plan: Plan) -> Action | None:
-    """Return the action in which a worker failed, with its stage; None if it is not known.
-
-    Workers name addresses in their actions; of a replica, the stage counts.
-    """
+    """Return the action in which a worker failed, with its stage; None if it is not known."""
     if isinstance(error, StageFailed):
         text = error.action
     elif isinstance(error, WorkerLost):
@@ -149,5 +146,6 @@ def action_of(error: BaseException, plan: Plan) -> Action | None:
         kind, index, address = Action.parse(text)
     except ScheduleError:
         return None
+    # Workers name addresses in actions; of a replica, the stage counts.
     stage = error.stage if address is None else plan.stage_of(address)
     return Action(kind, index, stage)

@@ -32,6 +32,7 @@ class StageHandle:
 
     Attributes:
         index: Number of the stage, 0-based.
+        layers: Names of its layers in the unsplit model.
     """
 
     index: int
@@ -52,13 +53,12 @@ class StageHandle:
 
 
 class _Nowhere:
-    """A reference to a parameter where torch RPC was left out: it stands for its name alone."""
+    """A reference to a parameter where torch RPC was left out: it only stands for the name."""
 
     def __init__(self, why: str) -> None:
         self._why = why
 
     def to_here(self) -> Any:
-        """Refuse."""
         raise ConfigError(refusal(self._why))
 
     def local_value(self) -> Any:
@@ -82,7 +82,7 @@ class References:
         self._lease = lease
         self._feeder = feeder
         self._group = lease.group
-        self._names = names
+        self._names = names  # of the trainable parameters, stage by stage
         self._by_generation: dict[int, list[tuple[Reference, str]]] = {}
 
     def handles(self) -> list[StageHandle]:
@@ -91,18 +91,17 @@ class References:
         return [StageHandle(s, names, self._lease, self._feeder) for s, names in enumerate(layers)]
 
     def of_parameters(self) -> list[tuple[Reference, str]]:
-        """Return a reference to each trainable parameter, with its name.
-
-        References are compared by identity, so each is made once in a generation.
-        """
+        """Return a reference to each trainable parameter, with its name."""
+        # References are compared by identity, so each is made once in a generation.
         group = self._group
         if why := group.cluster.without_rpc:
-            # Made once, before all generations: nothing leads anywhere, so they hold in each.
+            # They lead nowhere, so those of "generation 0" hold in all.
             if 0 not in self._by_generation:
                 names = self._model.names.values()
                 self._by_generation[0] = [(_Nowhere(why), name) for name in names]
             return self._by_generation[0]
         references = group.call(
+            # Looked up inside, since the call may recover, and the generation is then another.
             lambda cluster: (
                 [
                     reference
@@ -179,7 +178,7 @@ class References:
         """Flush, and return what the optimizers of all stages keep."""
         self._feeder.flush()
         state: StepState = {}
-        # Those of replicas are the same, or each is a part of the stage's.
+        # Replicas have the same, or each has a shard of the stage's.
         for part in self._group.command(CommandName.OPTIMIZER_STATE):
             state.update(by_key(part))
         return state
@@ -195,13 +194,11 @@ class References:
 
 
 def refuse_not_stepped_once(spec: OptimizerSpec, plan: Plan, stepped: Sequence[list[str]]) -> None:
-    """Refuse an optimizer of which a parameter is stepped by no stage, or by several.
-
-    Replicas of a stage that each step all of its parameters count once.
-    """
+    """Refuse an optimizer if a parameter is stepped by no stage, or by several."""
     counts: Counter[str] = Counter()
     for address, names in enumerate(stepped):
         stage = plan.stage_of(address)
+        # Unless the optimizer is sharded, each replica steps all parameters: one of them counts.
         if plan.shape.shards(stage) or plan.replica_of(address) == 0:
             counts.update(names)
     for name in (name for group in spec.groups for name in group.names):

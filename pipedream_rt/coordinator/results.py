@@ -13,7 +13,7 @@ class StepResult:
 
     Attributes:
         step: Number of the mini-batch, 0-based; its update makes weight version ``step + 1``.
-        loss: Mean loss over the mini-batch: over its samples, or what else its micro-batches weigh.
+        loss: Mean loss over the mini-batch's samples, or over what else its micro-batches weigh.
         losses: Loss of each micro-batch, in order, without those that weigh nothing.
         metrics: By name, what the metrics of `Pipeline.train_epoch` say, and the parts of a loss
             that is a dict: means over the micro-batches, weighed as their losses are. NaN for a
@@ -76,7 +76,6 @@ class PendingStep:
         self.outcome: StepResult | None = None
 
     def __repr__(self) -> str:
-        """Return which mini-batch it is, and whether its losses have come."""
         return f"<PendingStep {self.step}, {'on its way' if self.outcome is None else 'ended'}>"
 
     def result(self) -> StepResult:

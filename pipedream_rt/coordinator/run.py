@@ -1,4 +1,4 @@
-"""A run: the workers of a job, and the objects of the script that make use of them."""
+"""A run: the workers of a job, and the objects in the script that use them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a pipeline is made of when its workers are there."""
+    """The parts of a pipeline whose workers are there."""
 
     lease: Lease
     feeder: Feeder
@@ -73,15 +73,13 @@ class Run:
 
 
 def with_stages_chosen(model: UnsplitModel, options: Options) -> tuple[Options, str]:
-    """Choose the stages, where that is left to be done; this measures the layers of the model.
-
-    Under torchrun, the processes of other ranks become workers here, and do not return.
-    """
+    """Choose the stages if ``"auto"`` asks for it, by measuring the layers; say also why."""
     if options.stages != "auto":
         return options, ""
     # What the job would refuse in any case is refused before anything is measured.
     Weighing(options.training.weigh, options.loss_fn)
     model.pretrained(options.layout.weights)
+    # Under torchrun, processes of other ranks become workers here and do not return.
     leave_to_rank_0(options.workers, options.threads)
     numbers, made = numbers_of_workers(options.workers), optimizer_choice(options.optimizer)
     kind = None if made is None else made[0]
@@ -98,7 +96,7 @@ def warm_up(model: UnsplitModel, options: Options) -> None:
     """Let the fork server import what workers will need, while a job is prepared."""
     if starts_here(options.workers):
         objects = [*model.whole.modules(), options.loss_fn]
-        # torch imports its compiler also where activations are computed again and nothing compiled.
+        # To compute activations again, torch imports its compiler too.
         compiles = bool(options.training.compile) or options.training.recompute is not False
         fork_server().prepare(installed_modules(objects, compiles=compiles))
 
@@ -107,6 +105,7 @@ def start(job: Job, telling: Telling | None) -> WorkerGroup:
     """Start the workers of a job."""
     most = job.options.recovery.max_restarts
     assert most is not None
+    # Until the group is there, an error undoes this; afterwards, the end of the group does.
     with ExitStack() as undo:
         launcher = Launcher(job.options.workers)
         undo.callback(launcher.close)
@@ -145,14 +144,14 @@ def _start_cluster(
 
 
 def attach(job: Job, group: WorkerGroup, telling: Telling | None) -> Run:
-    """Make what a script uses of the workers, and go on from a checkpoint if it is to."""
+    """Build the parts of a run around its workers, and go on from a checkpoint if asked to."""
     options = job.options
     kept, traced = options.kept, bool(options.observe.trace)
     shown = options.observe.shown and options.observe.shown.open("script")
     recorder = Recorder(SPANS_KEPT, shown) if traced else None
     lease = Lease(group)
     watch: list[Callable[[StepResult], object]] = []
-    if options.workers != "serial":  # where no two stages ever compute at once
+    if options.workers != "serial":  # there no two stages ever compute at once
         watch.append(Balance(job.plan, functools.partial(_log.warning, "%s")))
     if telling is not None:
         watch.append(telling.came)
@@ -174,7 +173,7 @@ def attach(job: Job, group: WorkerGroup, telling: Telling | None) -> Run:
         injected=None if telling is None else telling.injected,
     )
     if options.workers != "serial" and not job.plan.replicated:
-        # Replicas take turns, and a result has what one of them has computed.
+        # With replicas, which take turns, a result has the compute time of one of them alone.
         say = functools.partial(_log.warning, "%s")
         watch.append(Size(job.plan, lambda: feeder.waited_s, say))
     epochs = Epochs(feeder)
@@ -212,7 +211,7 @@ def attach(job: Job, group: WorkerGroup, telling: Telling | None) -> Run:
 
 
 def notices_of(job: Job) -> list[str]:
-    """Return what is said at the start of a run: of its schedule, and of this machine."""
+    """Return what is logged at the start of a run, about its schedule and this machine."""
     if profile_option() is not None:  # nothing will be trained
         return []
     options, said = job.options, list(job.notices)
@@ -223,7 +222,7 @@ def notices_of(job: Job) -> list[str]:
 
 
 def _first(job: Job) -> Callable[[Batch], object]:
-    """Return what is called with the first mini-batch."""
+    """Return what to call with the first mini-batch: under `pipedream-rt profile`, the profiler."""
     options = job.options
     if (path := profile_option()) is None:
         return functools.partial(_say_of_first, job=job.lasting)
@@ -240,7 +239,7 @@ def _first(job: Job) -> Callable[[Batch], object]:
 
 
 def _say_of_first(batch: Batch, job: Job) -> None:
-    """Say what the user should know of the first mini-batch."""
+    """Warn of what the first mini-batch shows."""
     samples = samples_of(batch)
     modules, count = job.model.modules, job.plan.per_update
     for text in about_micro_batches(modules, samples, count) if samples else ():
@@ -248,7 +247,7 @@ def _say_of_first(batch: Batch, job: Job) -> None:
 
 
 def _identity(job: Job, feeder: Feeder) -> Identity:
-    """Return what the script has given, with the optimizer of now."""
+    """Return what the script has given to `Pipeline`, with its present optimizer."""
     optimizer = feeder.optimizer
     identity = Identity(
         schedule=job.plan.title,

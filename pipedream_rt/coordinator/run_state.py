@@ -35,11 +35,11 @@ _log = logging.getLogger(__name__)
 
 
 _VALUE = "value"
-"""What the metadata of a file of `Pipeline.keep_best` call the value for which it was written."""
+"""The metadata key, in a file of `Pipeline.keep_best`, of the value for which it was written."""
 
 
 def _value_in(path: Path) -> float | None:
-    """Return the value for which a file of weights was written; None if there is none."""
+    """Return the value for which a file of weights was written; None if it has none."""
     try:
         with safe_open(path, "pt") as file:
             return float((file.metadata() or {})[_VALUE])
@@ -48,12 +48,12 @@ def _value_in(path: Path) -> float | None:
 
 
 class _Unusable(CheckpointError):
-    """A checkpoint that is whole, but whose contents make no sense."""
+    """A checkpoint is whole, but its contents make no sense."""
 
 
 @contextmanager
 def _usable(found: Path) -> Iterator[None]:
-    """Say of a checkpoint that its contents make no sense, if the body stumbles over them."""
+    """Raise `_Unusable` if the body stumbles over the contents of a checkpoint."""
     try:
         yield
     except PipelineError:
@@ -67,6 +67,7 @@ class RunState:
 
     Attributes:
         resumed: The manifest of the checkpoint from which the run goes on; None if from none.
+        is_read: Whether somebody has asked for weights, or saved them.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class RunState:
         self._epochs = epochs
         self._model = model
         self._checkpointer = checkpointer
-        self._floor = 0
+        self._floor = 0  # the oldest weight version that a stage reads from here on
         self._attached: dict[str, Any] = {}
         self._with_groups = True  # whether a checkpoint's hyper-parameters are taken
         self.resumed: Manifest | None = None
@@ -163,12 +164,7 @@ class RunState:
         return written
 
     def mini_batch_was_fed(self) -> None:
-        """Finish a checkpoint that the stages have written, and begin one if it is due.
-
-        Behind a new one, workers that have come meanwhile get their part of the work.
-
-        The new checkpoint is as of the mini-batch that was fed last.
-        """
+        """Finish a written checkpoint, let workers join behind it, and begin one if it is due."""
         if self._preemption is not None and self._preemption.noted:
             self._end_with_checkpoint()
         checkpointer, step = self._checkpointer, self._feeder.step
@@ -186,6 +182,7 @@ class RunState:
 
     def _end_with_checkpoint(self) -> None:
         """Make a checkpoint as of the mini-batch that was fed last, and end the script."""
+        # Before the flush, which takes the results that the script has not seen.
         manifest, unseen = self._manifest(None), self._epochs.unseen()
         self._feeder.flush()
         self.finish_checkpoint()
@@ -197,14 +194,14 @@ class RunState:
         raise SystemExit(EXIT_CODE)
 
     def finish_checkpoint(self) -> None:
-        """Wait, after a flush, for a checkpoint that was due; log that it cannot be written."""
+        """Wait, after a flush, for the begun checkpoint; log if it cannot be written."""
         try:
             self._checkpointer.finish()
         except CheckpointError as error:
             _log.error("%s", error)
 
     def _manifest(self, extra: Any) -> Manifest:
-        """Return the manifest of a checkpoint that begins now, without files and results."""
+        """Return the manifest of a checkpoint that begins now, still without files and results."""
         plan, optimizer = self._group.plan, self._feeder.optimizer
         return Manifest(
             step=self._feeder.step,
@@ -217,6 +214,7 @@ class RunState:
             floor=self._floor,
             passes=self._feeder.passes,
             place=self._epochs.place(),
+            # Copies, since the manifest is written when the script has gone on.
             attached={name: copy.deepcopy(v.state_dict()) for name, v in self._attached.items()},
             slack=list(plan.shape.slack),
             identity=self._identity().plain(),
@@ -235,12 +233,12 @@ class RunState:
         """Go on from a checkpoint that was verified."""
         with _usable(found):
             self._take_over(found, manifest, accept)
-        self.attach(**self._attached)
+        self.attach(**self._attached)  # outside: an error of these is not the checkpoint's
 
     def _take_over(self, found: Path, manifest: Manifest, accept: Sequence[str]) -> None:
-        """Take over what a checkpoint says, but for what the user has attached."""
+        """Take over what a checkpoint says, except what the user has attached."""
         for packed in manifest.groups:
-            set_hyper({}, packed)  # which stumbles over what is no value
+            set_hyper({}, packed)  # raises for what is no packed value
         self._require_fit(found, manifest, accept)
         self._warn_of_other_slack(found, manifest)
         self._feeder.flush()
@@ -267,7 +265,7 @@ class RunState:
         self._epochs.resume(manifest)
 
     def _warn_of_other_slack(self, found: Path, manifest: Manifest) -> None:
-        """Say so if the run goes on with slack that changes which versions are read."""
+        """Warn if the run goes on with other slack, which changes the versions that are read."""
         plan = self._group.plan
         if not plan.flushes and manifest.slack != list(plan.shape.slack):
             _log.warning(
@@ -302,19 +300,19 @@ class RunState:
             "the version of the checkpoint instead",
             found,
         )
-        # All stages do so, so that the result does not depend on which of them lacked one.
+        # All stages then, so that the result does not depend on which of them lacked one.
         self._floor = manifest.step
         argument = restore_argument(found, manifest, self._floor, with_optimizer)
         self._group.command(CommandName.LOAD, argument)
 
     def _count_from(self, manifest: Manifest) -> None:
-        """Let the counts of steps, passes and micro-batches go on from those of a checkpoint."""
+        """Count steps, passes and micro-batches on from a checkpoint."""
         self._feeder.step, self._feeder.passes = manifest.step, manifest.passes
         number = manifest.step * self._group.plan.per_update
         self._group.next_micro_batch = self._group.next_loss = number
 
     def resume(self, accept: Sequence[str]) -> None:
-        """Load the newest whole checkpoint of the run; without any, begin at the start."""
+        """Load the newest usable checkpoint of the run; without any, begin at the start."""
         folder = self._checkpointer.folder
         assert folder is not None
         self._checkpointer.hold(folder)
@@ -338,6 +336,7 @@ class RunState:
     def attach(self, **stateful: Any) -> None:
         """Save objects in every checkpoint and load them with it; see `Pipeline.attach`."""
         resumed = self.resumed
+        # Once the run has gone on, what the checkpoint has is too old to be loaded.
         at_once = resumed is not None and resumed.step == self._feeder.step
         back = resumed.attached if resumed is not None and at_once else {}
         for name, value in stateful.items():

@@ -20,8 +20,6 @@ from pipedream_rt.stage.methods import METHODS
 from pipedream_rt.transport.rpc.fence import refusal
 
 REACHED = (*METHODS, "train", "eval")
-"""The methods that a reference reaches."""
-
 _OF_SEQUENCES = ("forward", "train", "eval")
 
 
@@ -32,7 +30,7 @@ def refuse_left_out(cluster: Cluster) -> None:
 
 
 class PendingResult:
-    """What a method of a stage will return; also what an RRef to it would be."""
+    """The result to come of a stage's method; it stands for a future, and for an RRef, of torch."""
 
     def __init__(self, owner: str, collect: Callable[[], Any]) -> None:
         self._owner = owner
@@ -60,14 +58,13 @@ class PendingResult:
 
 
 class _Methods:
-    """The methods of a stage, each of which gives what ``finish`` makes of its pending result."""
+    """The methods of a stage; each returns what ``finish`` makes of its `PendingResult`."""
 
     def __init__(self, reference: StageReference, finish: Callable[[PendingResult], Any]) -> None:
         self._reference = reference
         self._finish = finish
 
     def __dir__(self) -> list[str]:
-        """Return the names of the methods."""
         return list(REACHED)
 
     def __getattr__(self, name: str) -> Any:
@@ -148,7 +145,7 @@ class StageReference:
         def collect() -> Any:
             if group.generation != generation:  # the reply went with the workers of then
                 if name not in METHODS:
-                    return None
+                    return None  # a recovery feeds train and eval again, and they return nothing
                 raise ConfigError(
                     f"the result of {name} of stage {index} was lost in a recovery, before anybody "
                     "had waited for it; ask again"

@@ -22,7 +22,7 @@ from pipedream_rt.deadline import Deadline
 from pipedream_rt.schema import fields, line, list_of, number, problem_of, text, whole
 
 _TIMEOUT_S = 2.0
-_LARGEST = 1 << 20
+_LARGEST = 1 << 20  # bytes of a record
 
 Status = dict[str, Any]
 
@@ -40,7 +40,7 @@ _STATUS = {
 
 
 class StatusServer:
-    """The server of status records, on a thread of its own."""
+    """Serves status records on a thread of its own, which calls ``status``."""
 
     def __init__(self, status: Callable[[], Status]) -> None:
         self._status = status
@@ -50,7 +50,7 @@ class StatusServer:
             where = folder()
             number = 1 + sum(1 for _ in where.glob(f"{os.getpid()}-*"))
             self._path = where / f"{os.getpid()}-{number}"
-            self._path.unlink(missing_ok=True)
+            self._path.unlink(missing_ok=True)  # a dead process may have had this number
             self._listener.bind(str(self._path))
             self._listener.listen()
         except OSError:  # a run must not fail because nobody can look at it
@@ -58,7 +58,7 @@ class StatusServer:
             self._listener.close()
             return
         # A daemon, though `close` joins it: the interpreter waits for all other threads before it
-        # runs the finalizer that closes a pipeline which the user has not closed.
+        # runs the finalizer of a pipeline that the user has not closed.
         self._thread = threading.Thread(target=self._serve, name="status", daemon=True)
         self._thread.start()
 
@@ -84,7 +84,7 @@ class StatusServer:
 
 
 def running() -> Iterator[tuple[Path, Status]]:
-    """Ask every pipeline of this user here, and remove sockets that a dead one has left."""
+    """Ask every pipeline of this user on this host; remove the sockets that dead ones left."""
     for path in sorted(folder().glob("[0-9]*")):
         try:
             yield path, ask(path)
@@ -102,7 +102,7 @@ def ask(path: Path) -> Status:
         data, deadline = bytearray(), Deadline(timedelta(seconds=_TIMEOUT_S))
         while len(data) < _LARGEST and (block := connection.recv(1 << 16)):
             data += block
-            connection.settimeout(deadline.remaining_s() or 1e-3)
+            connection.settimeout(deadline.remaining_s() or 1e-3)  # 0 would be non-blocking
     try:
         found = msgpack.unpackb(data)
     except (RecursionError, msgpack.UnpackException) as error:

@@ -1,7 +1,7 @@
-"""What the environment of a script says where its options say None.
+"""What the environment says where options are None, and what is tried before a run.
 
-`pipedream-rt run` and torchrun set these variables. And what is tried before a run, so that it does
-not fail after it: whether a folder and a file can be written.
+`pipedream-rt run` and torchrun set the variables. Whether folders and files can be written is tried
+before a run, so that it does not fail at its end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pipedream_rt.schema import takes_output
 
 
 def resolved(options: Options) -> Options:
-    """Return options in which what the script leaves to the environment is filled in."""
+    """Fill in the options that the script leaves to the environment."""
     kept, recovery, observe = options.kept, options.recovery, options.observe
     resume = resume_option(kept)
     restarts = restart_option(recovery.max_restarts, 3 if options.makes_checkpoints else 0)
@@ -47,7 +47,7 @@ def resolved(options: Options) -> Options:
 
 
 def take_place(given: Options) -> None:
-    """Make the folder of the checkpoints, and count a trace, once nothing else can be refused."""
+    """Make the checkpoint folder, and count the paths taken, once nothing else can be refused."""
     require_folder(given.kept)
     for option, name in ((given.observe.record, RECORD), (given.observe.trace, TRACE)):
         if option is None and name in os.environ:
@@ -85,7 +85,7 @@ def record_option(record: str | os.PathLike[str] | None) -> Path | None:
 
 
 def _of_environment(name: str) -> Path | None:
-    """Return the path in a variable, with a number from the second pipeline of a script on."""
+    """Return the path in a variable; it gets a number from the second pipeline of a script on."""
     if name not in os.environ:
         return None
     path, number = Path(os.environ[name]), _taken[name] + 1
@@ -93,7 +93,7 @@ def _of_environment(name: str) -> Path | None:
 
 
 def profile_option() -> Path | None:
-    """Return the file that `pipedream-rt profile` wants; None if the script runs for itself."""
+    """Return the file that `pipedream-rt profile` wants; None if the script does not run for it."""
     return writable(os.environ[PROFILE], "profile") if PROFILE in os.environ else None
 
 
@@ -117,12 +117,11 @@ def restart_option(max_restarts: int | None, default: int) -> int:
 
 
 _taken: Counter[str] = Counter()
-"""By variable, the number of pipelines in this process that took a path from it, as those under
-`pipedream-rt run --trace` and ``--record`` do."""
+"""By variable, the number of pipelines in this process that took a path from it."""
 
 
 def writable(path: str | os.PathLike[str], what: str = "trace") -> Path:
-    """Return the absolute path of a file; check before the run that it can be made after it."""
+    """Return the absolute path of a file, after a check that it can be written."""
     path = Path(path).absolute()
     if path.is_dir():
         raise ConfigError(f"the {what} must be a file, {path} is a folder")
@@ -131,7 +130,7 @@ def writable(path: str | os.PathLike[str], what: str = "trace") -> Path:
     there = path.exists()
     if there and not takes_output(path.stat().st_mode):
         raise ConfigError(f"the {what} cannot be written to {path}: it is no file")
-    # A device, or a file that is mounted by itself, is written to where it is.
+    # A device, or a file that is mounted by itself, is written in place, whatever its folder.
     if not os.access(path.parent, os.W_OK) and not (there and os.access(path, os.W_OK)):
         raise ConfigError(f"the {what} cannot be written to {path}: no permission in its folder")
     return path

@@ -1,7 +1,7 @@
 """Telling observers of a run: the one place where the coordinator and its observers meet.
 
 Results are told as they come. Recoveries and checkpoints are read where they are kept, and warnings
-from the log; so no other object of the coordinator knows that anybody looks on.
+are taken from the log, so no other object of the coordinator knows of observers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _NOT_SETTINGS = ("example", "observe", "report")
 
 
 def telling_of(options: Options) -> Telling:
-    """Return what tells the observers of some options."""
+    """Return what tells the observers that the options name."""
     record = RunRecord()
     observers: list[Observer] = [record, *options.observe.to]
     if options.observe.record is not None:
@@ -76,7 +76,10 @@ class _Fed(NamedTuple):
 class Telling:
     """Tells observers of a run.
 
-    The thread of the script tells; only `end` may come from another one, when nothing else does.
+    The script's thread tells; only `end` may come from another one, when nothing else is told.
+
+    Attributes:
+        record: What was told so far, for reports meanwhile; the first of the observers.
     """
 
     def __init__(self, record: RunRecord, observers: Iterable[Observer]) -> None:
@@ -93,7 +96,6 @@ class Telling:
     def begin(
         self, group: WorkerGroup, options: Options, step: int, credits: int, how: str
     ) -> None:
-        """Tell that a run begins."""
         self._group, self._step = group, step
         self._saved = group.log.origins[-1].folder
         self._tell(
@@ -120,7 +122,7 @@ class Telling:
         )
 
     def injected(self, cut: CutBatch, optimizer: DistributedOptimizer) -> None:
-        """Note a mini-batch that was injected."""
+        """Note an injected mini-batch, until its result comes."""
         filled = cut.filled.values()
         rates = tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
         self._fed.append(_Fed(rates, sum(part.samples for part in filled), len(filled)))
@@ -146,12 +148,12 @@ class Telling:
         )
 
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
-        """Tell of an evaluation that was made after so many mini-batches."""
+        """Tell of an evaluation after ``step`` mini-batches."""
         self.look()
         self._tell(Evaluated(time=time.time(), step=step, values=dict(values)))
 
     def so_far(self, stages: Sequence[dict[str, Any]], trace: Trace | None) -> RunRecord:
-        """Return what was told so far, with the counters of each stage and a trace of now."""
+        """Return what was told so far, with the present trace and counters of the stages."""
         self.look()
         record = copy.copy(self.record)
         record.trace = trace
@@ -160,19 +162,19 @@ class Telling:
         return record
 
     def finish(self, stages: Sequence[dict[str, Any]], trace: Trace | None) -> None:
-        """Tell that a run has ended well; `end` tells it of any other."""
+        """Tell that a run has ended well; `end` tells of other ends."""
         self.look()
         self._end(Ended(time=time.time(), step=self._step, stages=tuple(stages), trace=trace))
 
     def end(self, reason: BaseException | None = None) -> None:
-        """Tell that a run has ended, if nobody has told it yet. Idempotent."""
+        """Tell that a run has ended, unless that was told. Idempotent."""
         if self._group is not None and reason is None:
             reason = self._group.life.reason
         words = f"{type(reason).__name__}: {reason}" if reason is not None else ""
         self._end(Ended(time=time.time(), step=self._step, reason=words))
 
     def _end(self, event: Ended) -> None:
-        """Tell the last event, once."""
+        """Tell the last event; nobody is told anything afterwards."""
         self.look()
         self._tell(event)
         self._observers.clear()
@@ -200,12 +202,12 @@ class Telling:
         self._saved = folder
 
     def _tell(self, event: Event) -> None:
-        """Tell every observer of the warnings that were logged meanwhile, and of an event."""
+        """Tell every observer of an event, and of the warnings logged meanwhile."""
         heard = [self._heard.popleft() for _ in range(len(self._heard))]
         # The beginning comes first: what comes after it belongs to its run.
         told: list[Event] = [event, *heard] if isinstance(event, Begun) else [*heard, event]
         for each in told:
-            for observer in tuple(self._observers):
+            for observer in tuple(self._observers):  # one that raises is removed
                 self._tell_one(observer, each)
 
     def _tell_one(self, observer: Observer, event: Event) -> None:
@@ -222,11 +224,7 @@ class Telling:
 
 
 class _Listening(logging.Handler):
-    """Keeps the warnings of this package until they are told.
-
-    Python prints a warning for which it finds no handler. It finds this one, which so prints the
-    warnings that nobody else handles.
-    """
+    """Keeps the warnings of this package until they are told."""
 
     def __init__(self, heard: deque[Warned]) -> None:
         super().__init__(logging.WARNING)
@@ -235,6 +233,7 @@ class _Listening(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Keep a warning, and print it where nobody else would."""
         self._heard.append(Warned(time=record.created, text=record.getMessage()))
+        # With any handler installed, Python prints nothing by itself.
         last = logging.lastResort
         if last is not None and record.levelno >= last.level and self._is_alone(record.name):
             last.handle(record)
@@ -250,7 +249,7 @@ class _Listening(logging.Handler):
 
 
 def settings_of(options: Options) -> dict[str, str]:
-    """Return the options that were given, in words, by name; those of groups as ``group.name``."""
+    """Return the given options in words, by name; those of groups as ``group.name``."""
     found: dict[str, str] = {}
     plain = Options()
     for each in fields(Options):
@@ -268,7 +267,7 @@ def settings_of(options: Options) -> dict[str, str]:
 
 
 def _is_same(value: Any, default: Any) -> bool:
-    """Whether an option has its default; what cannot be compared has not."""
+    """Whether an option has its default; a value that cannot be compared has not."""
     try:
         return bool(value == default)
     except Exception:  # a foreign class may raise anything
@@ -276,7 +275,7 @@ def _is_same(value: Any, default: Any) -> bool:
 
 
 def _words(value: Any) -> str:
-    """Return an option in words: of functions and classes, the names."""
+    """Return an option in words; functions and classes by name."""
     if isinstance(value, tuple | list):
         inner = ", ".join(map(_words, value))
         return f"({inner})" if isinstance(value, tuple) else f"[{inner}]"

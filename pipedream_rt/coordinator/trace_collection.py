@@ -18,7 +18,7 @@ from pipedream_rt.schedules import Plan
 
 
 class TraceCollection:
-    """The collector of the trace of a run."""
+    """Collects the trace of a run; without a recorder nothing is recorded."""
 
     def __init__(self, lease: Lease, feeder: Feeder, recorder: Recorder | None) -> None:
         self._group = lease.group
@@ -26,11 +26,10 @@ class TraceCollection:
         self._recorder = recorder
         self._clocks: dict[int, list[Reading]] = {}
         if recorder is not None:
-            self._first_readings()
+            self._first_readings()  # early, since the drift is interpolated up to the last ones
 
     @property
     def is_recorded(self) -> bool:
-        """Whether spans are recorded."""
         return self._recorder is not None
 
     def _first_readings(self) -> list[Reading]:
@@ -75,6 +74,7 @@ def put_together(
     for stage, reply in enumerate(recorded):
         to_ours = maps[plan.worker_of(stage)].to_ours
         for found, key in ((parts, "spans"), (on_devices, "device_spans")):
+            # A copy, since a view of bytes is read-only.
             spans = np.frombuffer(reply[key].numpy().tobytes(), dtype=SPAN).copy()
             for name in ("ready", "arrived", "start", "end"):
                 spans[name] = to_ours(spans[name])

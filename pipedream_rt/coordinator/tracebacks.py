@@ -21,20 +21,18 @@ _PACKAGE = str(Path(__file__).resolve().parent.parent)
 
 
 def shorten(error: BaseException | None) -> None:
-    """Take the frames of this package out of an error's traceback, and out of its causes' ones.
-
-    Errors that are neither of this package's kinds nor Ctrl-C keep theirs, since they may be ours.
-    """
+    """Cut the frames of this package out of the tracebacks of an error and its causes."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
+        # Other errors may be bugs of this package, and keep its frames.
         if isinstance(error, PipelineError | KeyboardInterrupt | SystemExit):
             error.__traceback__ = _without_ours(error.__traceback__)
         error = error.__cause__
 
 
 def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without the frames of this package, and those that they called."""
+    """Return a traceback that ends before the first frame of this package."""
     kept: list[TracebackType] = []
     while traceback is not None:
         name = traceback.tb_frame.f_code.co_filename
@@ -51,19 +49,18 @@ def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
 class ShorterTracebacks:
     """Shortens the traceback of an error that leaves the body.
 
-    No function under `contextlib.contextmanager`, which sets the traceback back as it was.
+    A class, since `contextlib.contextmanager` would set the traceback back as it was.
     """
 
     def __enter__(self) -> None:
         """Do nothing yet."""
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Shorten the traceback."""
         shorten(error)
 
 
 def with_shorter_tracebacks(call: Callable[P, T]) -> Callable[P, T]:
-    """Return a function whose errors have shorter tracebacks."""
+    """Return a function whose errors leave without the frames of this package."""
 
     @functools.wraps(call)
     def shorter(*args: P.args, **kwargs: P.kwargs) -> T:
