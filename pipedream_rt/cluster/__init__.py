@@ -1,11 +1,13 @@
-"""Where stages run: threads of this process, or worker processes; how they start, join and end.
+"""Where stages run: on worker processes or in the caller's thread; how workers start and end.
 
 In the order of the imports:
 
-- `keys`, `addresses`, `control`, `environment`, `subprocesses`: what coordinator, workers and the
-  command line share;
+- `keys`, `addresses`, `environment`, `subprocesses`, `records`, `control`: what coordinator,
+  workers and the command line share;
 - `fork_server`, `local_workers`, `members`: the worker processes, as the coordinator knows them;
-- `admission`, `rendezvous`, `formation`, `clocks`, `watch`: the steps of a group's life;
+- `crowd`, `admission`, `callers`, `door`, and `calling` on the worker's side: the handshake;
+- `rendezvous`, `nearby`, `meeting`, `formation`, `clocks`, `watch`: the steps of a group's life;
 - `processes` (worker processes) and `serial` (one thread): the two kinds of `base.Cluster`;
-- `torchrun`, `launch`: which of them a job uses.
+- `torchrun`, `engines`, `keepers`, `launch`: which of them a job uses, and who starts its workers;
+- `supervisor`, `farewell`: `pipedream-rt run`.
 """

@@ -18,7 +18,7 @@ from pipedream_rt.errors import ConfigError
 from pipedream_rt.schema import is_count, printable
 
 BACKLOG = 4096
-"""Connections that may wait to be taken: all workers of a large job come at once."""
+"""Length of the accept queue: all workers of a large job connect at once."""
 
 _NO_PORT_LEFT = (
     "; every port that this machine gives out by itself is taken at that address: see which "
@@ -27,7 +27,7 @@ _NO_PORT_LEFT = (
 
 
 _AGAIN_S = 0.2
-"""Seconds between two attempts to get a port: the kernel tells nobody that one is free."""
+"""Seconds between two attempts to bind a port: the kernel does not tell when one gets free."""
 
 
 class PortTaken(ConfigError):
@@ -51,17 +51,17 @@ def parse_address(text: str) -> tuple[str, int]:
             "[::1]:29500"
         )
     try:
-        host.encode("idna")
+        host.encode("idna")  # as `getaddrinfo` does, whose UnicodeError would not name the address
     except UnicodeError as error:
         raise ConfigError(f"{printable(repr(host))} can be the name of no host: {error}") from error
     return host, int(port)
 
 
 def resolved(host: str, port: int | None, kind: socket.SocketKind = socket.SOCK_STREAM) -> Any:
-    """Return family and socket address of the first address that a host has, by ``getaddrinfo``."""
+    """Return family and socket address of the first result of ``getaddrinfo``."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=kind)[0]
-    except UnicodeError as error:  # which Python raises for a name that is too long, or has ".."
+    except UnicodeError as error:  # a name that is too long, or has ".."; callers expect OSError
         raise socket.gaierror(socket.EAI_NONAME, f"{printable(host)}: {error}") from error
     return family, address
 
@@ -84,7 +84,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
 
 @contextmanager
 def listening_in_time(host: str, port: int, deadline: Deadline) -> Iterator[socket.socket]:
-    """Listen as `listening` does, once nobody else has the port any more."""
+    """Listen as `listening` does; wait until the deadline for another process to free the port."""
     with ExitStack() as opened:
         while True:
             try:
@@ -104,17 +104,15 @@ def is_here(name: str) -> bool:
     with suppress(OSError):
         family, address = resolved(name, 0)
         with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind(address)  # only an address of this machine's own can be bound
+            probe.bind(address)  # the kernel binds only addresses of this machine
         return True
     return False
 
 
 def host_to_listen_at(name: str, *, alone: bool) -> str:
-    """Numeric address of this machine at which it listens for others that know it by a name.
+    """Numeric address to listen at for others that know this machine by a name.
 
-    That is the one that the name stands for, or is; but where a name is unknown here, or stands for
-    loopback, as that of the own machine does in Debian, while other machines are to come, every
-    address of this machine.
+    They are processes of this machine only where it is ``alone``.
     """
     with suppress(ValueError):
         return str(ipaddress.ip_address(name))
@@ -124,6 +122,8 @@ def host_to_listen_at(name: str, *, alone: bool) -> str:
         host = ""
     if host and (alone or not is_loopback(host)):
         return host
+    # Debian maps the machine's own name to loopback, and other machines may know a name that is
+    # unknown here: so listen at every address.
     return "::" if ":" in host else "0.0.0.0"
 
 
@@ -144,12 +144,12 @@ def interface_of(host: str) -> str:
 
 
 def address_on(interface: str, like: str) -> str:
-    """Numeric address that a network interface has."""
+    """Numeric address of a network interface: ``like`` if it has that, else one of its version."""
     wanted = ipaddress.ip_address(like)
     found = [ipaddress.ip_address(each) for each in _addresses_on(interface)]
     if not found:
         raise ConfigError(f"the network interface {interface!r} has no address")
-    # An address that is valid on one cable alone comes last: the other end may be on another one.
+    # Link-local addresses come last: they are valid on one link, and the peer may be on another.
     found.sort(
         key=lambda a: (a.packed != wanted.packed, a.version != wanted.version, a.is_link_local)
     )
@@ -168,12 +168,12 @@ def _ipv4_on(interface: str) -> str:
 
     get_interface_address = 0x8915  # SIOCGIFADDR
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        request = struct.pack("256s", interface.encode()[:15])
+        request = struct.pack("256s", interface.encode()[:15])  # IFNAMSIZ is 16 with the NUL
         try:
             answer: bytes = fcntl.ioctl(probe.fileno(), get_interface_address, request)
         except OSError:
             return ""
-        return socket.inet_ntoa(answer[20:24])
+        return socket.inet_ntoa(answer[20:24])  # of the sockaddr_in behind the name
 
 
 def _ipv6_on(interface: str) -> list[str]:
@@ -201,7 +201,7 @@ def address_towards(address: str) -> str:
     try:
         family, target = resolved(host, port, socket.SOCK_DGRAM)
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(target)  # sends nothing
+            probe.connect(target)  # of a datagram socket: picks the route and sends nothing
             return str(probe.getsockname()[0])
     except OSError as error:
         raise ConfigError(f"{address} cannot be reached from here: {error}") from error
@@ -213,9 +213,9 @@ def joined(host: str, port: int) -> str:
 
 
 def boot_id() -> str:
-    """Identity of the running kernel; empty where the system does not say.
+    """Id of the running kernel; processes with the same one read the same monotonic clock.
 
-    Processes with the same one read the same monotonic clock.
+    Empty where the system does not say.
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -16,7 +16,12 @@ from pipedream_rt.software import software
 
 
 class Refusal(NamedTuple):
-    """Why a worker cannot become a member."""
+    """Why a worker cannot become a member.
+
+    Attributes:
+        passing: Whether the worker may try again later.
+        proven: Whether the worker has proved that it knows the job's secret.
+    """
 
     reason: str
     passing: bool = False
@@ -24,18 +29,22 @@ class Refusal(NamedTuple):
 
 
 def talk_of(control: Control, hello: Record, asked: bytes, key: bytes) -> Talk:
-    """Return what this end and whoever says hello know in common, if it knows the key."""
+    """Return what both ends of the connection know, if the one that says hello has the key."""
     answer = hello.get("nonce")
     return Talk(key, asked, answer if isinstance(answer, bytes) else b"", control.channel)
 
 
 def refusal_of(hello: Record, talk: Talk, members: Iterable[Member]) -> Refusal | None:
-    """Why a worker cannot become a member."""
+    """Why a worker cannot become a member; None if it can."""
     if hello.get("type") != "hello":
-        return Refusal("it does not say hello")
+        return Refusal(f"its first record is {hello.get('type')!r}, where 'hello' was expected")
+    # The version comes first: which fields a hello has depends on it.
     if hello.get("version") != VERSION:
         spoken = printable(repr(hello.get("version")), 20)
-        return Refusal(f"it speaks protocol {spoken}, the coordinator {VERSION}")
+        return Refusal(
+            f"it speaks protocol {spoken}, the coordinator {VERSION}; install the same "
+            "pipedream-rt on all machines"
+        )
     if problem := problem_of(hello, HELLO):
         return Refusal(f"its hello makes no sense: {problem}")
     if not hmac.compare_digest(talk.prove(hello), hello["proof"]):
@@ -43,6 +52,7 @@ def refusal_of(hello: Record, talk: Talk, members: Iterable[Member]) -> Refusal 
             "it does not know the job's secret; give it the same PIPEDREAM_RT_SECRET, unless "
             "somebody is in between"
         )
+    # Only who has proved the secret learns which names are taken, and the script's software.
     name = hello["name"]
     twin = next((member for member in members if member.name == name), None)
     if twin is not None:
@@ -62,12 +72,14 @@ def admit(control: Control, hello: Record, talk: Talk) -> Member:
     name = hello["name"]
     control.send({"type": "admitted", "proof": talk.prove_admission()})
     control.peer = f"worker {name!r}"
+    # Only now: "admitted" itself is not signed, as its proof shows the worker who has sent it.
     control.secure(talk.session_key(), COORDINATOR_END, WORKER_END)
+    # Where the kernel has no id, both are empty, which shows nothing.
     same_clock = hello.get("boot") == boot_id() != ""
-    returns = control.is_local or hello["returns"]  # those that were started here are again
+    returns = control.is_local or hello["returns"]  # workers started here are started again
     return Member(name, process_of(hello), control, same_clock=same_clock, returns=returns)
 
 
 def process_of(hello: Record) -> str:
-    """Process number and machine of a worker, in words; anybody may have sent them."""
+    """Process number and machine of a worker, in words; escaped, as anybody may have sent them."""
     return printable(f"pid {hello.get('pid')} on {hello.get('host')}", 100)

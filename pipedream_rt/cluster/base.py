@@ -16,14 +16,14 @@ from pipedream_rt.schedules.seats import Crew
 from pipedream_rt.transport.base import Receive, Transport
 
 Failure: TypeAlias = BaseException | Callable[[], BaseException]
-"""Why a cluster cannot go on: an error, or a function that finds it out, which may wait a while."""
+"""Why a cluster cannot go on: an error, or a function that determines it and may block."""
 
 Fail: TypeAlias = Callable[[Failure], object]
-"""Called when the cluster cannot go on; from any thread, perhaps several times. Never waits."""
+"""Called when the cluster cannot go on; from any thread, perhaps several times. Never blocks."""
 
 
 def once(find_out: Callable[[], BaseException]) -> Callable[[], BaseException]:
-    """Return a function that finds an error out when it is first called, and then keeps it."""
+    """Compute the error on the first call, and return the same object afterwards."""
     return functools.lru_cache(maxsize=1)(find_out)
 
 
@@ -32,8 +32,14 @@ class ClusterSpec:
     """What every kind of cluster is told.
 
     Attributes:
+        crew: How many worker processes do the work of the plan's workers.
+        generation: Number of this group of workers, counted over all pipelines of the process.
+        timeout: How long to wait for a message that is sure to come.
+        start_timeout: How long to wait until all workers have joined.
+        heartbeat: How long a worker process may be silent.
         threads: Number of threads for torch's own parallel loops in each worker started here.
         recovers: Whether the pipeline has had workers before.
+        around: Context in which stages of this process compute.
     """
 
     plan: Plan
@@ -50,7 +56,7 @@ class ClusterSpec:
 
 
 class Reference(Protocol):
-    """The part of an RRef that a pipeline offers; of stages in this process another class."""
+    """What a pipeline offers of an RRef, also for stages that are in this process."""
 
     def to_here(self) -> Any:
         """Return a copy of the value."""
@@ -66,8 +72,9 @@ class Cluster(Protocol):
     """The workers of one pipeline.
 
     Attributes:
-        places: By worker of the plan, a text that is the same for those which share memory with
-            each other; empty for one that shares none.
+        names: By worker of the plan, the name of the worker process that does its work.
+        places: By worker of the plan, the id of its host: workers with equal ids share memory.
+            Empty for one that shares none.
         without_rpc: Why references lead to no modules, parameters and optimizers; empty if they do.
         endpoints: What `Pipeline.explain` says of torch RPC; empty for stages in this process.
     """
@@ -79,13 +86,13 @@ class Cluster(Protocol):
     endpoints: str
 
     def may_wait(self) -> None:
-        """Refuse to be waited for where the script has changed what workers here compute with.
+        """Refuse settings of the script that would change what stages in this process compute.
 
-        The coordinator asks before it feeds anything for which it will wait, so nothing is lost.
+        The coordinator calls this before it feeds anything, so a refusal loses no micro-batch.
         """
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Return a context that the coordinator enters around every wait for its workers."""
+        """Return the context of every wait of the coordinator for its workers."""
 
     def name_loss(self, error: PipelineError) -> PipelineError:
         """Turn an error about a lost peer into one that names the worker and how it ended."""
@@ -94,16 +101,13 @@ class Cluster(Protocol):
         """Describe what every worker waits for and what it did last, for a stall report."""
 
     def status(self) -> list[dict[str, Any]]:
-        """Describe every worker process, for `pipedream-rt status`; empty for threads."""
+        """Describe every worker process, for `pipedream-rt status`; empty if none."""
 
     def clocks(self) -> list[Reading]:
-        """Read the clock of each worker of the plan against ``time.monotonic_ns`` of this process.
-
-        Workers that share a process have the same one.
-        """
+        """The clock of each worker of the plan against ``time.monotonic_ns`` of this process."""
 
     def newcomers(self) -> int:
-        """Return how many workers wait to join, for which a next generation would have work."""
+        """Return how many workers wait to join that the next generation would have work for."""
 
     def reference(self, stage: int, part: str) -> Reference:
         """Return a reference to a part of a stage."""

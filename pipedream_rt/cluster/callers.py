@@ -1,4 +1,7 @@
-"""Connections at a coordinator's door that have not said hello yet, until they do."""
+"""Connections at the coordinator's door, from accept to hello.
+
+Anybody may connect there, so their number is bounded.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +34,7 @@ _TURN_S = 0.5
 
 
 class Callers:
-    """Calls every connection with a nonce, and reads what each answers.
-
-    Anybody may connect, so the number of those that have not answered is bounded.
-    """
+    """Calls every connection with a nonce, and reads the hello that each answers with."""
 
     def __init__(
         self, key: JobKey, selector: selectors.BaseSelector, tls: Tls | None = None
@@ -43,6 +43,7 @@ class Callers:
         self._selector = selector
         self._tls = tls
         self._most = most_strangers()
+        # By text: when it was logged last (monotonic, seconds), and how often it was not since.
         self._said: dict[str, tuple[float, int]] = {}
         # Oldest first, each with the nonce of its call.
         self._asked: dict[Control, bytes] = {}
@@ -61,7 +62,7 @@ class Callers:
         self._selector.register(control, selectors.EVENT_READ)
 
     def accept(self, listener: socket.socket) -> None:
-        """Take a connection, call it, and drop the oldest stranger where there are too many."""
+        """Accept a connection, call it, and drop the oldest stranger where there are too many."""
         connection = accept(listener, self._drop_oldest)
         if connection is None:
             return
@@ -76,8 +77,10 @@ class Callers:
             self._call(control)
         except (OSError, PeerLost) as error:  # whoever connected is gone again
             connection.close()
+            # There are too few descriptors, or threads (EAGAIN), to encrypt it.
             if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE, errno.EAGAIN):
                 self._drop_oldest()
+            # `_call` may have noted it before the send failed.
             self._asked = {c: nonce for c, nonce in self._asked.items() if c.fileno() >= 0}
             return
         self._selector.register(control, selectors.EVENT_READ)
@@ -85,7 +88,7 @@ class Callers:
             self._drop_oldest()
 
     def hear(self, control: Control) -> tuple[Record, Talk] | None:
-        """Read a hello, if all of it has come; the connection is none of these any more then."""
+        """Return the hello once all of it has come, and leave the connection to the caller."""
         try:
             hello = control.poll()
         except Exception:
@@ -99,20 +102,18 @@ class Callers:
     def refuse(
         self, control: Control, talk: Talk, hello: Record, refusal: Refusal, level: int
     ) -> None:
-        """Tell a worker why it cannot become a member, and close its connection.
-
-        A proof goes to those alone that have shown one: of another they could guess the secret.
-        """
+        """Tell a worker why it cannot become a member, and close its connection."""
         name, process = printable(str(hello.get("name")), 100), process_of(hello)
         self.note(level, "refused worker %r (%s): %s", name, process, refusal.reason)
         with suppress(PeerLost):
             reason = {"reason": refusal.reason, "passing": refusal.passing}
+            # A stranger who got a proof could test guesses of the secret against it.
             shown = {"proof": talk.prove_refusal(reason)} if refusal.proven else {}
             control.send({"type": "refused", **reason, **shown})
         control.close()
 
     def note(self, level: int, text: str, *arguments: object) -> None:
-        """Log what a stranger has done; each kind of thing once a second at most."""
+        """Log what a stranger did; each text once a second at most, as strangers may be many."""
         now = time.monotonic()
         said, unsaid = self._said.get(text, (-1.0, 0))
         if now - said < 1:
@@ -129,12 +130,12 @@ class Callers:
         self._asked.clear()
 
     def _call(self, control: Control, **more: bytes) -> None:
-        """Send the call with a new nonce, which the answer has to prove that it has seen."""
+        """Send the call with a new nonce, which the proof in the answer must cover."""
         self._asked[control] = nonce = secrets.token_bytes(NONCE)
         control.send({"type": "call", "nonce": nonce, "salt": self._key.salt, **more})
 
     def _forget(self, control: Control) -> bytes:
-        """Wait for nothing more from a connection, and return the nonce of its call."""
+        """Stop watching a connection, and return the nonce of its call."""
         self._selector.unregister(control)
         return self._asked.pop(control)
 
@@ -148,7 +149,7 @@ class Callers:
 
 
 Answer: TypeAlias = Callable[[Callers, Control, Record, Talk], object]
-"""``answer(callers, control, hello, talk)`` takes the connection over that has said hello."""
+"""``answer(callers, control, hello, talk)`` takes over a connection that has said hello."""
 
 
 def answer_all(
@@ -159,7 +160,7 @@ def answer_all(
     deadline: Deadline,
     tls: Tls | None = None,
 ) -> None:
-    """Answer every hello, until enough have come or the time has passed."""
+    """Answer every hello until ``until`` says enough or the deadline has passed."""
     with selectors.DefaultSelector() as selector:
         callers = Callers(key, selector, tls)
         listener.setblocking(False)

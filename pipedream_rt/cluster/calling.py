@@ -1,4 +1,4 @@
-"""The other end of a coordinator's door: whoever calls there finds it, and proves what it knows."""
+"""The worker's side of a coordinator's door: connect to it, and prove the secret of the job."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from pipedream_rt.transport.tls import HANDSHAKE_TIMEOUT_S, Tls, wrapped
 _log = logging.getLogger("pipedream_rt.worker")
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_OF_CONNECT_S = 0.1, 2.0
-"""Seconds between the first two attempts, and between any two, to reach a coordinator that does not
-listen yet. An attempt costs little, and a recovery waits for its workers."""
+"""Backoff while a coordinator does not listen yet, in seconds: first pause, and longest.
+Short, since an attempt costs little and a recovery waits for its workers."""
 
 _ATTEMPT_S = 1.0
-"""Seconds for an attempt to connect. The kernel would try again by itself only after 1, 2, 4, 8 ...
-seconds, so a worker would notice late that a cable is in again."""
+"""Seconds for one attempt to connect. The kernel itself sends its SYN again after 1, 2, 4, 8 ...
+seconds, so a worker would notice late that the network is back."""
 
 _ANSWER_TIMEOUT = timedelta(seconds=60)
 """For a coordinator to answer a hello, which it does at once."""
 
 CALL_TIMEOUT = timedelta(seconds=30)
-"""For a coordinator to call a worker that has connected, which it does at once, though a handshake
-may take 20 s."""
+"""For a coordinator to call a worker that has connected: at once, but for a TLS handshake of up to
+20 s."""
 
 
 class JobOver(PipelineError):
@@ -60,7 +60,7 @@ class NoPlace(PipelineError):
 
 
 class Unproven(NoPlace):
-    """Who listens there refused this worker, and may be anybody."""
+    """Refused by somebody who did not prove the secret, so perhaps by no coordinator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,13 @@ class Place:
     """Where a worker finds its coordinators, and how long it waits there.
 
     Attributes:
-        call_timeout: For who listens there to say its first word; None to wait for ever.
-        longest_pause_s: Seconds between two attempts at most. Where somebody waits to say that the
-            job is over, they are few.
+        address: ``HOST:PORT`` of the coordinator.
+        timeout_s: Seconds to wait for a coordinator to listen.
+        persist: Whether to try again where the job has no place for the worker.
+        call_timeout: For whoever listens there to call; None to wait for ever.
+        known: Whether the host is known to exist, though its name may not resolve for a while.
+        longest_pause_s: Limit of the backoff in seconds. It is short where somebody may be waiting
+            to say that the job is over.
         warm: Whether to import torch before anybody calls.
     """
 
@@ -84,7 +88,7 @@ class Place:
 
 
 def connect(place: Place) -> socket.socket:
-    """Connect to a coordinator that may not listen yet."""
+    """Connect to a coordinator that may not listen yet, with backoff until the time is over."""
     address = place.address
     host, port = parse_address(address)
     deadline = Deadline(timedelta(seconds=place.timeout_s))
@@ -105,7 +109,8 @@ def connect(place: Place) -> socket.socket:
                 reason = os.strerror(error.errno).lower() if error.errno else "no answer"
             if deadline.expired():
                 raise PeerLost(
-                    f"no coordinator listened at {address} within {place.timeout_s:g} s: {reason}",
+                    f"no coordinator listened at {address} within {place.timeout_s:g} s: {reason}; "
+                    "is the script running, and is this its address?",
                     peer=address,
                 ) from error
         if reason != before:
@@ -113,7 +118,7 @@ def connect(place: Place) -> socket.socket:
             before = reason
         left_s = deadline.remaining_s()
         pause(pause_s if left_s is None else min(pause_s, left_s))
-        if reason != "no answer":  # which took its time already
+        if reason != "no answer":  # that attempt has lasted `_ATTEMPT_S` already
             pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_OF_CONNECT_S)
 
 
@@ -123,6 +128,7 @@ def reached(place: Place, who: str, tls: Tls | None) -> Control:
     here = str(connection.getsockname()[0])
     below = connection.dup()
     try:
+        # Who waits for hours for a call also waits as long for the handshake before it.
         waits = None if place.call_timeout is None else HANDSHAKE_TIMEOUT_S
         connection, channel = wrapped(tls, connection, True, waits)
     except OSError as error:
@@ -133,7 +139,7 @@ def reached(place: Place, who: str, tls: Tls | None) -> Control:
 
 
 def pause(seconds: float) -> None:
-    """Wait; a signal ends the process meanwhile."""
+    """Sleep for some seconds; a signal may end the process meanwhile."""
     threading.Event().wait(seconds)
 
 
@@ -144,18 +150,19 @@ def be_admitted(
     call_timeout: timedelta | None,
     returns: bool = False,
 ) -> bytes:
-    """Answer the call of a coordinator, and become a member of its group.
-
-    All further records of the connection are signed.
-    """
+    """Answer a coordinator's call, become a member of its group, and return the key of the job."""
     try:
         call = _call_of(control, call_timeout)
+        # Nobody else can read an inherited connection, so the call itself brings the key.
         if control.is_local:
             key = call.get("key")
         else:
             key = None if secret is None else secret.key(call["salt"])
         if key is None:
-            raise TransportError("the coordinator's call has no key")
+            raise TransportError(
+                "this worker has no key: the call over an inherited connection brought none, or "
+                "it was started elsewhere without PIPEDREAM_RT_SECRET"
+            )
         nonce = secrets.token_bytes(NONCE)
         hello = {
             "type": "hello",
@@ -173,7 +180,10 @@ def be_admitted(
         answer = control.receive(Deadline(_ANSWER_TIMEOUT))
         if answer["type"] == "over":
             if not hmac.compare_digest(talk.prove_over(answer["code"]), answer["proof"]):
-                raise TransportError("it says that the job is over, and does not know its secret")
+                raise TransportError(
+                    "it says that the job is over, and does not know the secret that this worker "
+                    "has; is PIPEDREAM_RT_SECRET the same on both sides?"
+                )
             raise JobOver(answer["code"])
         if answer["type"] == "refused":
             reason = printable(answer["reason"])
@@ -183,15 +193,22 @@ def be_admitted(
                     "the coordinator refused this worker, and does not show that it knows the "
                     f"secret that the worker has: {reason}"
                 )
+            # Final only with a proof: else whoever has the port could send a worker away for good.
             kind = NoPlace if answer["passing"] else PipelineError
             raise kind(f"the coordinator refused this worker: {reason}")
         expect(answer, "admitted")
         if not hmac.compare_digest(talk.prove_admission(), answer["proof"]):
-            raise TransportError("it does not know the job's secret, or somebody is in between")
+            raise TransportError(
+                "its proof at the admission is wrong: it does not know the job's secret, or "
+                "somebody is in between"
+            )
     except PeerLost as error:
         raise NoPlace(f"the coordinator ended before it admitted this worker: {error}") from error
     except (TransportError, MessageTimeout) as error:  # somebody else may have the port now
-        raise NoPlace(f"what listens there is no coordinator: {error}") from error
+        raise NoPlace(
+            f"the handshake with {control.peer} failed: {error} (a wrong port, a wrong secret, or "
+            "another service?)"
+        ) from error
     control.secure(talk.session_key(), WORKER_END, COORDINATOR_END)
     return bytes(key)
 
@@ -214,4 +231,7 @@ def _call_of(control: Control, timeout: timedelta | None) -> Record:
 def expect(record: Record, kind: str) -> None:
     """Check the type of a record."""
     if record["type"] != kind:
-        raise TransportError(f"expected {kind!r} from the coordinator, got {record['type']!r}")
+        raise TransportError(
+            f"expected {kind!r} from the coordinator, got {record['type']!r}; is it pipedream-rt "
+            "of the same version?"
+        )

@@ -1,4 +1,4 @@
-"""The clock of a worker against the coordinator's, for traces."""
+"""The offset of a worker's clock from the coordinator's, for traces."""
 
 from __future__ import annotations
 
@@ -12,23 +12,21 @@ from pipedream_rt.errors import MessageTimeout
 from pipedream_rt.observe.clock import Reading, best
 
 _TIMEOUT = timedelta(seconds=5)
-"""For one worker to answer all questions for its clock."""
+"""For one worker to answer all rounds."""
 
 _ROUNDS = 16
-"""Number of questions for a clock, of which the one that is answered soonest counts."""
+"""How often a clock is read; the reading with the shortest round trip counts."""
 
 
 def clock_of(member: Member) -> Reading:
-    """Ask a worker for its clock several times, and keep the answer that came soonest.
-
-    The thread of `Watch` must be running: it reads the answers.
-    """
+    """Read a worker's clock several times, and keep the reading with the shortest round trip."""
     deadline = Deadline(_TIMEOUT)
     readings = []
     for _ in range(_ROUNDS):
         sent = time.monotonic_ns()
         member.control.send({"type": "clock"})
         try:
+            # Put there by the thread of `Watch`, which must be running.
             answered, received = member.clock.get(timeout=deadline.remaining_s())
         except queue.Empty:
             raise MessageTimeout(
@@ -36,7 +34,8 @@ def clock_of(member: Member) -> Reading:
             ) from None
         readings.append(Reading(sent, answered, received))
     found = best(readings)
-    # On one machine the clock is one; containers with a time namespace of their own differ.
+    # Processes of one kernel share the monotonic clock, unless a container has its own time
+    # namespace: then the offset is larger than the error of the reading.
     if member.same_clock and abs(found.offset) <= found.error:
         return Reading(found.answered, found.answered, found.answered)
     return found

@@ -1,11 +1,11 @@
 """The control connection: one socket for each worker, from before the RPC group to after it.
 
 It carries small msgpack records, each behind its length. The connection is also the sign of life:
-however a process dies, the kernel closes its end, and the other side reads the end of file at once.
+however a process dies, the kernel closes its end, and the other side reads end of file at once.
 
-Every record after the answer to the hello is signed with a key that is made of the job's key, of
-the nonces of both sides and, where the connection is encrypted, of the coordinator's certificate
-(see `pipedream_rt.cluster.keys`). So each side knows that the other knows the secret, and nobody in
+Every record after the answer to the hello is signed with a session key, derived from the job's key,
+the nonces of both sides and, where the connection is encrypted, the coordinator's certificate (see
+`pipedream_rt.cluster.keys`). So each side knows that the other knows the secret, and nobody in
 between can insert, repeat or leave out a record. Neither the secret nor the key is sent over a
 network: only a worker that inherits its connection gets the key, with the call.
 
@@ -64,7 +64,7 @@ VERSION = 13
 """Version of this protocol; the two ends must have the same."""
 
 EXIT_FAILED = 1
-"""Exit code of a worker that was refused or could not join: to start it again would not help."""
+"""Exit code of a worker that was refused or could not join: starting it again would not help."""
 
 EXIT_COORDINATOR_LOST = 3
 """Exit code of a worker whose coordinator died or did not come, or whose job goes on with other
@@ -72,38 +72,41 @@ workers: whoever has started it may start it again."""
 
 
 def is_final(code: int) -> bool:
-    """Whether an exit code says that to start the same again would not help, or is not needed.
-
-    0 is the end of the work, 1 an error, 2 a command line that makes no sense. The others are
-    signals, as 143 after a checkpoint at SIGTERM, and 3, a coordinator or workers that are lost.
-    """
+    """Whether an exit code says that starting the same again is not needed, or would not help."""
+    # 0 is the end of the work, 1 an error, 2 a wrong command line. Not final are signals, as 143
+    # after a checkpoint at SIGTERM, and 3, a lost coordinator or lost workers.
     return code < 128 and code != EXIT_COORDINATOR_LOST
 
 
 LIFE_AGAIN = 75
-"""What the life of a worker returns if its job ended before it began: with ``--persist`` the worker
-tries again after a pause, without it the process exits with `EXIT_COORDINATOR_LOST`."""
+"""Result of a worker's life if its job ended before it began: with ``--persist`` the worker tries
+again after a pause, without it the process exits with `EXIT_COORDINATOR_LOST`."""
 
 LIFE_OVER = 76
-"""What the life of a worker returns to the process that has forked it if the script has ended well
-for good: that process exits with 0."""
+"""Result of a worker's life, to the process that forked it, if the script has ended well for good:
+that process exits with 0."""
 
 _LENGTH = struct.Struct("!I")
 _LARGEST = 1 << 20
-"""Bytes that a signed record may have."""
+"""Limit of a signed record, in bytes."""
 
 _LARGEST_OF_A_STRANGER = 1 << 12
-"""Bytes that a record may have which anybody may have sent."""
+"""Limit of an unsigned record, which anybody may have sent, in bytes."""
 
 _MOST_ENDS = 16
-"""Sockets that are taken with one read; the kernel brings those of one record at a time."""
+"""Sockets taken with one read; one `recvmsg` never joins the descriptors of two messages."""
 
 _SEND_TIMEOUT = timedelta(seconds=10)
-"""After which an end that takes nothing counts as gone."""
+"""After which an end that reads nothing counts as gone."""
 
 
 class Control:
-    """One end of a control connection. Sending is safe from any thread, receiving from one."""
+    """One end of a control connection. Sending is safe from any thread, receiving from one.
+
+    Attributes:
+        peer: Name of the other end, for error messages.
+        remote_host: Numeric address of the other end, as this end sees it; empty if nobody asks.
+    """
 
     def __init__(
         self,
@@ -116,7 +119,7 @@ class Control:
     ) -> None:
         self.peer = peer
         self.remote_host = remote_host
-        self._below = below
+        self._below = below  # the TCP socket under an encrypted connection, owned by this object
         if below is not None:
             close_in_forked_children(below)
         self._channel = channel
@@ -127,9 +130,9 @@ class Control:
         self._sending = threading.Lock()
         self._sign_with: tuple[bytes, bytes] | None = None
         self._open_with: tuple[bytes, bytes] | None = None
-        self._sent = self._received = 0
+        self._sent = self._received = 0  # signed records, which each signature covers
         self._largest = _LARGEST_OF_A_STRANGER
-        self._local_host = local_host
+        self._local_host = local_host  # empty for a socket pair
 
     def fileno(self) -> int:
         """Descriptor of the socket, for selectors."""
@@ -137,7 +140,7 @@ class Control:
 
     @property
     def channel(self) -> bytes:
-        """What the two ends have in common, once something has come; empty if not encrypted."""
+        """Hash of the coordinator's certificate, known once data came; empty if not encrypted."""
         return b"" if self._channel is None else self._channel.result(0)
 
     @property
@@ -151,16 +154,14 @@ class Control:
         return self._local_host or "127.0.0.1"
 
     def notice_within(self, seconds: float) -> None:
-        """Have the kernel end the connection where the other machine is out of reach for so long.
-
-        That is noticed when something is sent. A process there that only does nothing, as while it
-        is stopped, is still within reach.
-        """
+        """Have the kernel end the connection if the other machine confirms nothing for so long."""
+        # It counts what was sent and not acknowledged. The kernel of a stopped process still
+        # acknowledges; such a process is noticed by the heartbeat.
         if self._below is not None:
             set_timeout(self._below, seconds)
 
     def secure(self, key: bytes, ours: bytes, theirs: bytes) -> None:
-        """Sign every record from now on, and accept none that is not signed."""
+        """Sign every record from now on, and accept signed ones only."""
         self._sign_with = (key, ours)
         self._open_with = (key, theirs)
         self._largest = _LARGEST
@@ -172,6 +173,7 @@ class Control:
         with self._sending:
             if self._sign_with is not None:
                 key, name = self._sign_with
+                # The number makes a record that is repeated or left out as wrong as a changed one.
                 data = proof(key, name, self._sent.to_bytes(8, "big"), data) + data
                 self._sent += 1
             left = memoryview(_LENGTH.pack(len(data)) + data)
@@ -180,9 +182,9 @@ class Control:
                 try:
                     # Not by the socket's own timeout: another thread may be receiving.
                     if not self._wait(select.POLLOUT, deadline):
-                        raise TimeoutError("it takes nothing")
+                        raise TimeoutError(f"it read nothing for {_SEND_TIMEOUT.seconds} s")
                     left = left[self._socket.sendmsg([left], beside, socket.MSG_DONTWAIT) :]
-                    beside = []
+                    beside = []  # the socket goes with the first part only
                 except BlockingIOError:
                     continue
                 except (OSError, ValueError) as error:
@@ -203,17 +205,14 @@ class Control:
             self._read()
 
     def _wait(self, event: int, deadline: Deadline) -> bool:
-        """Wait until the socket is ready; return False if it is not in time."""
+        """Wait until the socket is ready; return whether it is in time."""
         poll = select.poll()
         poll.register(self._socket, event)
         return bool(poll.poll(deadline.remaining_ms()))
 
     def receive_all(self) -> list[Record]:
-        """Return all whole records that have come, without waiting.
-
-        To be called when a selector finds the connection readable. A selector does not see the
-        buffer of this object, so no whole record stays there.
-        """
+        """Return all whole records that have come, without waiting; at least one read is made."""
+        # No whole record may stay in the buffer: the selector that led here does not see it.
         self._read()
         records = []
         while (record := self._next_buffered()) is not None:
@@ -221,10 +220,7 @@ class Control:
         return records
 
     def poll(self) -> Record | None:
-        """Return the next record if all of it has come, without waiting.
-
-        Records that have come behind it stay in the buffer, for `receive`.
-        """
+        """Return the next record if all of it has come, without waiting; keep later ones."""
         record = self._next_buffered()
         if record is None:
             self._read()
@@ -232,7 +228,8 @@ class Control:
         return record
 
     def _read(self) -> None:
-        """Read what has come into the buffer, but no more than the largest record."""
+        """Read what has come into the buffer."""
+        # No more than the largest record: a stranger must not fill the memory.
         room = min(1 << 16, _LENGTH.size + self._largest - len(self._buffer))
         try:
             if self.is_local:
@@ -256,7 +253,10 @@ class Control:
             return None
         (length,) = _LENGTH.unpack_from(self._buffer)
         if length > self._largest:
-            raise TransportError(f"{self.peer} speaks another protocol")
+            raise TransportError(
+                f"{self.peer} sent a record of {length} bytes, where at most {self._largest} are "
+                "allowed; is it pipedream-rt of the same version?"
+            )
         end = _LENGTH.size + length
         if len(self._buffer) < end:
             return None
@@ -265,41 +265,60 @@ class Control:
         try:
             record = msgpack.unpackb(data)
         except (ValueError, RecursionError, msgpack.UnpackException) as error:
-            raise TransportError(f"{self.peer} speaks another protocol: {error}") from error
+            raise TransportError(
+                f"{self.peer} sent a record that is no msgpack: {error}; is it pipedream-rt of "
+                "the same version?"
+            ) from error
         if not isinstance(record, dict) or not all(isinstance(key, str) for key in record):
-            raise TransportError(f"{self.peer} speaks another protocol")
+            raise TransportError(
+                f"{self.peer} sent a record that is no map of named fields; is it pipedream-rt of "
+                "the same version?"
+            )
         kind = record.get("type")
         if not isinstance(kind, str) or kind not in FIELDS:
             what = printable(repr(kind), 60)
-            raise TransportError(f"{self.peer} speaks another protocol: it sent a record {what}")
+            raise TransportError(
+                f"{self.peer} sent a record of the unknown type {what}; is it pipedream-rt of "
+                "the same version?"
+            )
+        # Unsigned records have no parts, so whoever sends one that has is a stranger.
         if self._open_with is None and any(isinstance(v, dict | list) for v in record.values()):
-            raise TransportError(f"{self.peer} speaks another protocol: a {kind!r} that has parts")
+            raise TransportError(
+                f"{self.peer} sent a {kind!r} with nested values, where records are not signed "
+                "yet; is it pipedream-rt of the same version?"
+            )
         if problem := problem_of(record, FIELDS[kind]):
-            raise TransportError(f"{self.peer} sent a {kind!r} that makes no sense: {problem}")
+            raise TransportError(
+                f"{self.peer} sent a {kind!r} that makes no sense: {problem}; is it pipedream-rt "
+                "of the same version?"
+            )
         return dict(record)
 
     def _checked(self, data: bytes) -> bytes:
-        """Check and remove the signature of a record, where records are signed."""
+        """Check the signature of a record, if records are signed by now, and remove it."""
         if self._open_with is None:
             return data
         key, name = self._open_with
         expected = proof(key, name, self._received.to_bytes(8, "big"), data[DIGEST:])
         if not hmac.compare_digest(expected, data[:DIGEST]):
             raise TransportError(
-                f"{self.peer} does not know the secret of this job; give both sides the same "
-                "PIPEDREAM_RT_SECRET"
+                f"{self.peer} sent record {self._received} with a wrong signature: somebody in "
+                "between has changed, repeated or left out a record"
             )
         self._received += 1
         return data[DIGEST:]
 
     def take_end(self) -> socket.socket:
-        """Return the socket that came with the record that was received last."""
+        """Take the oldest socket that has come with a record and was not taken yet."""
         if not self._ends:
-            raise TransportError(f"{self.peer} sent no socket where one was expected")
+            raise TransportError(
+                f"{self.peer} sent a record whose socket has not come with it; if this process is "
+                "at its limit of open files, raise that (ulimit -n)"
+            )
         return self._ends.popleft()
 
     def has_come(self) -> bool:
-        """Whether anything has come that was not received, or the end of the connection."""
+        """Whether there is anything to receive, if only the end of the connection."""
         return bool(self._buffer) or self._wait(select.POLLIN, Deadline(timedelta(0)))
 
     def close(self) -> None:
@@ -312,5 +331,5 @@ class Control:
 
 
 def _fd_of(end: socket.socket) -> bytes:
-    """Return the descriptor of a socket, as the kernel wants it beside a message."""
+    """Return the descriptor of a socket as the data of SCM_RIGHTS."""
     return struct.pack("@i", end.fileno())

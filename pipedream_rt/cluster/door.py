@@ -1,4 +1,4 @@
-"""The door of a pipeline: workers join there, before a generation begins and while one runs."""
+"""The door of a pipeline: where workers join, before a generation begins and while one runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Gone(NamedTuple):
     """A connection that has ended.
 
     Attributes:
-        member: Whose it was; None if nobody had said hello.
+        member: Whose it was; None if nobody was admitted on it.
     """
 
     control: Control
@@ -36,13 +36,15 @@ class Gone(NamedTuple):
 class Door:
     """Where workers become members of the next generation.
 
-    Every connection is called with a nonce. Whoever answers with a proof that it knows the job's
-    secret, with the right version of the protocol and with a name that is still free becomes a
-    member; whoever answers otherwise is refused with the reason.
+    Every connection is called with a nonce. Whoever answers with a proof of the job's secret, the
+    right versions and a name that is free becomes a member; others are refused with the reason.
 
     Attributes:
-        expected: How many the next generation will have if nobody is lost meanwhile; 0 if that is
-            not known.
+        listener: Where workers that were started elsewhere connect; None if there are none.
+        members: Those that have come for the next generation.
+        refused: By name, why a worker that knows the secret was refused for good.
+        expected: How many members the next generation will have if nobody is lost meanwhile; 0 if
+            that is not known.
     """
 
     def __init__(
@@ -69,9 +71,9 @@ class Door:
         self._open()[1].call_local(control)
 
     def attend(self, seconds: float, most: int, running: Sequence[Member] = ()) -> list[Gone]:
-        """Wait until something comes; take connections, and read what workers say."""
+        """Accept connections and read what workers say, after a wait; return what has ended."""
         gone: list[Gone | None] = []
-        # A signal handler may close the door before, and meanwhile.
+        # A signal handler may close the door before this loop, or while it runs.
         for key, _ in () if self.is_closed else self._open()[0].select(seconds):
             if self.is_closed:
                 break
@@ -86,7 +88,7 @@ class Door:
         return [each for each in gone if each is not None]
 
     def unheard(self) -> list[Control]:
-        """The connections that workers here have inherited, and have said nothing over yet."""
+        """The inherited connections over which no worker has sent a signed record yet."""
         silent = [m.control for m in self.members if m.control.is_local and not m.ready]
         return silent + (self._opened[1].local() if self._opened else [])
 
@@ -102,7 +104,7 @@ class Door:
         self._open()[1].note(logging.WARNING, text, gone.error)
 
     def taken(self) -> list[Member]:
-        """Return the members, who are the caller's from now on; the next ones begin anew."""
+        """Return the members, whom the caller owns from now on, and begin to gather others."""
         if self._opened is not None:
             for member in self.members:
                 self._opened[0].unregister(member.control)
@@ -111,7 +113,7 @@ class Door:
         return members
 
     def rest(self) -> None:
-        """Attend to nobody until `attend` is called again. Idempotent."""
+        """Drop the connections that are no members', and watch none until `attend`. Idempotent."""
         if self._opened is not None:
             selector, callers = self._opened
             self._opened = None
@@ -119,7 +121,7 @@ class Door:
             selector.close()
 
     def close(self) -> None:
-        """Let nobody join any more, and send those away that have come. Idempotent."""
+        """Let nobody join any more, and send away the members that have come. Idempotent."""
         self.is_closed = True
         for member in self.taken():
             try:
@@ -130,7 +132,7 @@ class Door:
         self.rest()
 
     def _open(self) -> tuple[selectors.BaseSelector, Callers]:
-        """Return what watches the connections."""
+        """Return the selector and the callers, made if there are none."""
         if self._opened is None:
             selector = selectors.DefaultSelector()
             self._opened = selector, Callers(self.key, selector, self.tls)
@@ -142,7 +144,7 @@ class Door:
         return self._opened
 
     def _hear(self, control: Control, most: int, running: Sequence[Member]) -> Gone | None:
-        """Read a hello, if all of it has come; make its worker a member, or refuse it."""
+        """Read a hello once all of it has come; admit its worker, or refuse it."""
         selector, callers = self._open()
         try:
             heard = callers.hear(control)
@@ -157,6 +159,7 @@ class Door:
             reason = f"the job has its {most + len(running)} workers"
             refusal = Refusal(reason, passing=True, proven=True)
         if refusal is not None:
+            # Where the job has what it needs, a refused worker is nothing to act upon.
             level = logging.INFO if full or running else logging.WARNING
             callers.refuse(control, talk, hello, refusal, level)
             if refusal.proven and not refusal.passing:
@@ -172,7 +175,7 @@ class Door:
         return None
 
     def _hear_member(self, member: Member) -> Gone | None:
-        """Read whether a member has imported torch; one that is gone makes room for another."""
+        """Read a member's `ready`; one that is gone makes room for another."""
         try:
             records = member.control.receive_all()
         except TransportError as error:

@@ -1,6 +1,6 @@
-"""The names of the environment variables that start a job, and how a secret reaches a process.
+"""The environment variables of a job, and how its secret reaches a process.
 
-Imports no torch: the command line and a worker that waits use this module too.
+Imports no torch: the command line and a waiting worker use this module too.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ LISTEN_FD = "PIPEDREAM_RT_LISTEN_FD"
 """`pipedream-rt run` sets it for the script: descriptor of the socket at which its workers join."""
 
 NPROC = "PIPEDREAM_RT_NPROC"
-"""`pipedream-rt run` sets it for the script: the number of workers that it has started."""
+"""`pipedream-rt run` sets it for the script: number of workers, in a job of nodes that of all."""
 
 NPROC_HERE = "PIPEDREAM_RT_NPROC_HERE"
 """`pipedream-rt run` sets it in a job of several nodes: how many workers the script starts."""
 
 ENGINE = "PIPEDREAM_RT_ENGINE"
-"""`pipedream-rt run` sets it in a job of several nodes: the job in words."""
+"""`pipedream-rt run` sets it in a job of several nodes: the title of the job, for messages."""
 
 TRACE = "PIPEDREAM_RT_TRACE"
 """`pipedream-rt run --trace` sets it: the file that the script's pipeline writes a trace to."""
@@ -39,17 +39,17 @@ RECORD = "PIPEDREAM_RT_RECORD"
 """`pipedream-rt run --record` sets it: the folder in which the script's pipeline is recorded."""
 
 PROFILE = "PIPEDREAM_RT_PROFILE"
-"""`pipedream-rt profile` sets it: the file that the script's pipeline writes a profile to, after
-which the script ends."""
+"""`pipedream-rt profile` sets it: the file that the script's pipeline writes a profile to, before
+the script ends."""
 
 LOG_DIR = "PIPEDREAM_RT_LOG_DIR"
-"""`pipedream-rt run --log-dir` sets it: the folder with a file for what each worker writes."""
+"""`pipedream-rt run --log-dir` sets it: the folder with a file for the output of each worker."""
 
 RESUME = "PIPEDREAM_RT_RESUME"
 """`pipedream-rt run --resume` sets it: the pipeline goes on from the last checkpoint."""
 
 VERIFY = "PIPEDREAM_RT_VERIFY"
-"""How many mini-batches `run --verify` compares with plain PyTorch."""
+"""`pipedream-rt run --verify` sets it: how many mini-batches to compare with plain PyTorch."""
 
 MAX_RESTARTS = "PIPEDREAM_RT_MAX_RESTARTS"
 """`pipedream-rt run --max-restarts` sets it: the number of failures to recover from."""
@@ -58,10 +58,10 @@ SECRET = "PIPEDREAM_RT_SECRET"
 """The user sets it for the script and for the workers that are started elsewhere: their secret."""
 
 SECRET_FILE = "PIPEDREAM_RT_SECRET_FILE"
-"""The user may set it in place of `SECRET`: the file with the secret, as engines hand it out."""
+"""The user may set it in place of `SECRET`: the file with the secret, as engines mount it."""
 
 SECRET_FD = "PIPEDREAM_RT_SECRET_FD"
-"""`pipedream-rt run` sets it for the script: descriptor of a pipe with the secret it has made."""
+"""`pipedream-rt run` sets it for the script: descriptor of a pipe that holds the secret."""
 
 SUPERVISOR_FD = "PIPEDREAM_RT_SUPERVISOR_FD"
 """`pipedream-rt run` sets it for the script: descriptor of the socket over which the script asks
@@ -73,49 +73,49 @@ encrypt what passes between them, ``on`` to encrypt also what stays on one machi
 with the certificate and the key with which to encrypt all of it."""
 
 DEVICE = "PIPEDREAM_RT_DEVICE"
-"""`pipedream-rt worker --device` sets it, or the user: what this worker computes on, whatever the
+"""`pipedream-rt worker --device` or the user sets it: what this worker computes on, whatever the
 script says."""
 
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID")
-"""What tells a process its number among those of its machine: we and torchrun set the first."""
+"""Variables with the number of a process on its machine; we and torchrun set the first."""
 
 RPC = "PIPEDREAM_RT_RPC"
-"""The user sets it for the script: ``off`` to leave torch RPC out, ``on`` to have it even where no
-fence can stand around it."""
+"""The user sets it for the script: ``off`` to leave torch RPC out, ``on`` to use it even where it
+cannot be fenced off."""
 
 _TOKEN = re.compile(r"[0-9A-Za-z+/=_-]{32,}")
-"""A secret of the user's: what programs make that draw random texts, in hexadecimal or base64."""
+"""A secret of the user's: a random text as programs print it, in hexadecimal or base64."""
 
 _FEWEST = 8
-"""Different characters that a secret of the user's must have at least."""
+"""Least number of different characters in a secret of the user's."""
 
 _MAKE_ONE = 'python -c "import secrets; print(secrets.token_hex(32))"'
 
 
 def own_device() -> tuple[str | None, int]:
-    """Return what this process was told of the device that it computes on; see `OwnDevice`."""
+    """Return the device that this process was told to compute on, and its number on the machine."""
     ranks = [os.environ.get(name, "") for name in LOCAL_RANKS]
     number = next((int(rank) for rank in ranks if rank.isdecimal()), 0)
     return os.environ.get(DEVICE) or None, number
 
 
 def private_folder() -> Path:
-    """Return the folder of this user's local sockets, which is made if it is not there."""
+    """Return the folder of this user's local sockets; make it if it is not there."""
     path = Path(tempfile.gettempdir()) / f"pipedream-rt-{os.geteuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
-    check_private(path, path.lstat())
+    check_private(path, path.lstat())  # others may have made it first, in the common /tmp
     return path
 
 
 def check_private(path: Path, about: os.stat_result) -> None:
-    """Refuse a file or a folder that is not this user's alone; to ``lstat`` no link is."""
+    """Refuse a file or folder that is not this user's alone; by ``lstat`` a link never is."""
     if about.st_uid != os.geteuid() or about.st_mode & 0o077:
         named = printable(str(path))
         raise PermissionError(f"{named} belongs to another user, or is open to others")
 
 
 def count_of_environment(name: str, default: int | None = None) -> int:
-    """Return the number in an environment variable."""
+    """Return the count in an environment variable; a missing one needs a default."""
     text = os.environ.get(name, "" if default is None else str(default)).strip()
     if not is_count(text):
         raise ConfigError(f"{name} must be an integer of at least 0, not {text!r}")
@@ -124,7 +124,7 @@ def count_of_environment(name: str, default: int | None = None) -> int:
 
 @contextmanager
 def socket_of_environment(name: str) -> Iterator[socket.socket]:
-    """Yield the socket whose descriptor an environment variable has, until the block ends."""
+    """Yield a duplicate of the socket whose descriptor an environment variable names."""
     fd = count_of_environment(name)
     try:
         kept = _of_run.get(fd) or socket.socket(fileno=fd)
@@ -132,8 +132,8 @@ def socket_of_environment(name: str) -> Iterator[socket.socket]:
     except OSError as error:
         raise ConfigError(_not_of_run(name, fd, error)) from error
     _of_run[fd] = kept
-    # A process that the script forks, as a worker of a data loader, may outlive it for seconds, and
-    # would keep the port of the job from the next life of the script.
+    # A child of the script, as a worker of a data loader, may outlive it for seconds. With the
+    # socket open it would keep the job's port from the next life of the script.
     close_in_forked_children(kept)
     close_in_forked_children(opened)
     with opened:
@@ -141,11 +141,11 @@ def socket_of_environment(name: str) -> Iterator[socket.socket]:
 
 
 _of_run: dict[int, socket.socket] = {}
-"""What `pipedream-rt run` has opened for this process, by descriptor; it stays open."""
+"""Sockets that `pipedream-rt run` has opened for this process, by descriptor; they stay open."""
 
 
 def _not_of_run(name: str, fd: int, error: Exception) -> str:
-    """Say that a descriptor is not what `pipedream-rt run` has set."""
+    """Text of the error about a descriptor that `pipedream-rt run` has not opened."""
     return (
         f"{name} is {fd}, which `pipedream-rt run` has not opened for this process: {error}; it "
         f"sets the variable for the script that it starts, so unset {name} elsewhere"
@@ -153,7 +153,7 @@ def _not_of_run(name: str, fd: int, error: Exception) -> str:
 
 
 def secret_pipe(secret: Secret) -> int:
-    """Put a secret into a pipe that a child process can inherit; reading it empties the pipe."""
+    """Put a secret into a pipe that a child can inherit: it can be read only once."""
     reading, writing = os.pipe()
     with os.fdopen(writing, "wb") as stream:
         stream.write(secret.text.encode("utf-8", "surrogateescape"))
@@ -162,16 +162,14 @@ def secret_pipe(secret: Secret) -> int:
 
 
 _taken: list[str] = []
-"""The secret that was in the environment of this process, once it was read."""
+"""The secret that was in the environment of this process, for its later pipelines."""
 
 
 def read_secret(fd: int | None) -> Secret | None:
-    """Read the secret of the job from a descriptor, or else from the environment.
-
-    It leaves the environment of this process, so that no child inherits it.
-    """
+    """Read the secret of the job from a descriptor, or else from the environment."""
     if fd is not None:
         try:
+            # Closed standard input would be given to the next file that is opened.
             with os.fdopen(fd, "rb", closefd=fd != 0) as stream:
                 text = stream.read().decode("utf-8", "surrogateescape").strip()
         except OSError as error:
@@ -185,10 +183,10 @@ def read_secret(fd: int | None) -> Secret | None:
 
 
 def secret_of_file(place: Path, *, private: bool = False) -> Secret:
-    """Read the secret of the job from a file."""
+    """Read the secret of the job from a file; a private one is this user's alone, and no link."""
     try:
         with open_file(place, follow=not private) as stream:
-            about = os.fstat(stream.fileno())
+            about = os.fstat(stream.fileno())  # of what was opened: the name may change meanwhile
             if private:
                 check_private(place, about)
             text = stream.read(4096).decode("ascii", "replace").strip()
@@ -204,7 +202,7 @@ def secret_of_file(place: Path, *, private: bool = False) -> Secret:
 
 
 def _checked(text: str, *, keeps: bool) -> Secret:
-    """Return a secret that a program has drawn."""
+    """Return a secret that looks random; with ``keeps`` take it out of the environment."""
     if not is_token(text):
         raise ConfigError(
             f"the secret of the job must be a random token of at least 32 characters, found "
@@ -212,12 +210,13 @@ def _checked(text: str, *, keeps: bool) -> Secret:
         )
     if keeps:
         _taken[:] = [text]
+        # No child inherits it then.
         os.environ.pop(SECRET, None)
     return Secret(text)
 
 
 def is_token(text: str) -> bool:
-    """Whether a secret looks like one that a program has drawn, and not a person chosen."""
+    """Whether a secret looks as if a program has drawn it, not as if a person chose it."""
     repeats = any(text[n:] == text[:-n] for n in range(1, len(text) // 2 + 1))
     return bool(_TOKEN.fullmatch(text)) and len(set(text)) >= _FEWEST and not repeats
 
@@ -234,15 +233,13 @@ def rpc_of_environment() -> Wish:
 
 
 def tls_of_environment() -> Tls | None:
-    """Return what encrypts the connections of this process; None if the user wants none encrypted.
-
-    Unless the environment says otherwise, what leaves this machine is encrypted.
-    """
+    """Return what encrypts the connections of this process; None if nothing is to."""
     said = os.environ.get(TLS, "")
     match said.lower():
         case "off":
             return None
         case "" | "on":
+            # By default, what leaves this machine is encrypted.
             return Tls.of_process(always=said != "")
         case _:
             return Tls.of_folder(Path(said))
@@ -260,7 +257,7 @@ def secret_of_environment() -> Secret:
 
 
 SHARED_MEMORY = "PIPEDREAM_RT_SHARED_MEMORY"
-"""``off`` where large values between workers of one machine are to go over sockets."""
+"""The user sets it: ``off`` to send large values between workers of one machine over sockets."""
 
 
 def memory_is_shared() -> bool:

@@ -1,4 +1,4 @@
-"""The end of a job of several nodes: one worker of each is told, and the node ends all of its."""
+"""The end of a job of several nodes: one worker of each is told, and its node ends the others."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ def say_over(
     deadline: Deadline,
     tls: Tls | None = None,
 ) -> int:
-    """Tell the workers that call that the script has ended for good, until each node has heard it.
+    """Tell workers that the script has ended for good, until ``count`` nodes have heard it.
 
-    The name of a worker is that of its node, and a number.
+    Returns how many nodes have.
     """
     told: set[str] = set()
 
     def answer(callers: Callers, control: Control, hello: Record, talk: Talk) -> None:
         refusal = refusal_of(hello, talk, ())
+        # Who has proved the secret hears it even where it could not join.
         if refusal is not None and not refusal.proven:
             callers.refuse(control, talk, hello, refusal, logging.WARNING)
             return
@@ -37,6 +38,7 @@ def say_over(
             control.send({"type": "over", "code": code, "proof": talk.prove_over(code)})
         finally:
             control.close()
+        # The name of a worker is that of its node, and a number.
         told.add(str(hello["name"]).rpartition("-")[0])
 
     try:

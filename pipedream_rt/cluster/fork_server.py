@@ -1,12 +1,11 @@
 """Local worker processes, forked by a process that has imported torch already.
 
-Importing torch costs more than a second of processor time. The fork server does it once, for all
-workers of all pipelines that a process opens, one after another, and for all recoveries; and so it
-does with the installed modules of which the models are made: those of transformers take longer than
-torch. It computes nothing, so that the state of a worker that it forks equals that of a fresh
-process. It starts with the first pipeline, or already when a program's own file imports `Pipeline`,
-and ends with the process that has started it. Workers are its children, so it is the fork server
-that reports how they ended, and that kills those which do not notice the death of that process.
+Importing torch costs more than a second of processor time. The fork server does it once, for the
+workers of all pipelines and recoveries of a process; so it does with the installed modules of the
+models, as those of transformers take longer than torch. It computes nothing, so that a worker that
+it forks has the state of a fresh process. It starts with the first pipeline, or when a program's
+own file imports `Pipeline`, and ends with the process that started it. Workers are its children:
+so it reports how they ended, and kills those that do not notice the death of that process.
 """
 
 from __future__ import annotations
@@ -44,38 +43,36 @@ _ANSWER_TIMEOUT = timedelta(seconds=5)
 """For the server to fork a worker once it has torch, which takes milliseconds."""
 
 _REPORT_TIMEOUT = timedelta(seconds=1)
-"""For the server to report how a worker has ended, which it does at once unless it was stopped."""
+"""For the server to report how a worker ended: at once, unless the server was stopped."""
 
 _EXIT_TIMEOUT = timedelta(seconds=5)
 """For a killed server to be gone."""
 
 LISTENS_WITHIN = timedelta(seconds=5)
-"""For the coordinators of `pipedream-rt run` to listen: their socket does as long as the job lives.
-The time is for strangers who fill the queue before it."""
+"""For workers of `pipedream-rt run` to be accepted: its socket listens as long as the job lives,
+but strangers may fill the accept queue."""
 
 UNKNOWN = 1000
-"""What stands for the exit code of a worker of which no server can tell how it has ended."""
+"""Stands for the exit code of a worker whose server ended before it could report it."""
 
 _LARGEST = 1 << 12
-"""Bytes that a record of the server may have."""
+"""Limit of a record of the server, in bytes."""
 
 _LARGEST_REQUEST = 1 << 16
-"""Bytes that a request may have; a longer one would not fit the buffer of a socket."""
+"""Limit of a request, in bytes: a longer one would not fit the buffer of the socket."""
 
 _READ_AT_IMPORT = ("OMP_", "GOMP_", "KMP_", "MKL_", "DNNL_", "ONEDNN_", "OPENBLAS_", "TORCH",
                    "PYTORCH_", "ATEN_", "PYTHON", "LD_", "MALLOC_", "GLIBC_")  # fmt: skip
-"""How the names of environment variables begin that libraries read when they are loaded."""
+"""Prefixes of environment variables that libraries read when they are loaded."""
 
 _READ_LATER = ("TORCHINDUCTOR_CACHE_DIR",)
-"""Those of them that torch sets itself when its compiler is imported, and reads when it is used."""
+"""Exceptions: torch sets these itself when it imports its compiler, and reads them when used."""
 
 _log = logging.getLogger(__name__)
 
 
 class ForkedWorker:
-    """A worker process; offers the part of `subprocess.Popen` that `Process` names.
-
-    Safe from any thread.
+    """A worker process, as a `Process`. Safe from any thread.
 
     Attributes:
         returncode: Exit code, negative for a signal as in `subprocess.Popen`, `UNKNOWN` if the
@@ -91,7 +88,7 @@ class ForkedWorker:
         self.returncode: int | None = None
 
     def fileno(self) -> int:
-        """Descriptor that a selector finds readable when the process has ended, until `wait`."""
+        """Descriptor that is readable once the process has ended; closed by `wait`."""
         return self._pidfd
 
     def kill(self) -> None:
@@ -99,7 +96,7 @@ class ForkedWorker:
         self.send_signal(signal.SIGKILL)
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to this process, and to no later one that has the same number."""
+        """Send a signal to this process, never to a later one with the same number."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
@@ -126,19 +123,18 @@ class ForkedWorker:
 class ForkServer:
     """Forks workers. Its process starts with the first request, and again if it has died.
 
-    A worker has the environment, the folder and the outputs that this process has when it asks for
-    it. Where something else has changed that a process inherits, such as the cores that it may use,
-    or a variable that libraries read when they are loaded, another server is started.
+    A worker gets the environment, folder and outputs that this process has when it asks. If
+    anything else that is inherited has changed, `prepare` starts another server.
     """
 
     def __init__(self) -> None:
         self._imports: set[str] = set()
-        self._answered = False
+        self._answered = False  # so torch is imported, and answers are quick
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._environment: dict[str, str] = {}
         self._inherited: object = None
-        self._codes: dict[int, int] = {}
+        self._codes: dict[int, int] = {}  # exit codes by process number
         self._lock = threading.Lock()
         self._life = Lifecycle("the fork server")
 
@@ -148,7 +144,7 @@ class ForkServer:
         return None if self._process is None else self._process.pid
 
     def prepare(self, imports: Iterable[str] = ()) -> None:
-        """Start the process before it is needed, so that it imports while the caller goes on."""
+        """Start the process before it is needed, so that it imports in the background."""
         with self._lock:
             if self._connection is not None and self._inherited != _inherited():
                 self._end()
@@ -163,7 +159,7 @@ class ForkServer:
     def fork(
         self, name: str, threads: int, control: socket.socket, number: int = 0
     ) -> ForkedWorker:
-        """Fork a worker."""
+        """Fork a worker that inherits its control connection."""
         wanted = {"name": name, "threads": threads, "number": number}
         return self._fork(wanted, control.fileno())
 
@@ -179,7 +175,7 @@ class ForkServer:
         stays: bool,
         number: int,
     ) -> ForkedWorker:
-        """Fork a worker that joins one coordinator after another at an address."""
+        """Fork a worker that joins one coordinator after another; ``secret`` is a descriptor."""
         join = {
             "address": address,
             "bind": bind,
@@ -190,7 +186,7 @@ class ForkServer:
         return self._fork(wanted, secret)
 
     def _fork(self, wanted: dict[str, Any], fd: int) -> ForkedWorker:
-        """Have a process forked that gets a descriptor."""
+        """Ask the server for a process that gets a descriptor; once more if the server is gone."""
         for last in (False, True):
             with self._lock:
                 try:
@@ -212,7 +208,7 @@ class ForkServer:
         raise AssertionError("the second attempt returns or raises")
 
     def _changes(self) -> dict[str, Any]:
-        """Return what has changed in this process since the server was started."""
+        """Return how this process differs now from when the server was started."""
         now, then = _environment(), self._environment
         return {
             "cwd": _folder(),
@@ -225,6 +221,7 @@ class ForkServer:
         if not self._life.is_open:
             raise PipelineClosed("the fork server was closed")
         self._environment, self._inherited = _environment(), _inherited()
+        # One packet is one record, so no reader waits for the rest of one.
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, contextlib.ExitStack() as undo:
             undo.callback(ours.close)
@@ -239,13 +236,13 @@ class ForkServer:
             undo.pop_all()
         close_in_forked_children(ours)
         self._connection, self._codes, self._answered = ours, {}, False
-        if self._imports:  # of the server before this one
-            with contextlib.suppress(OSError):  # it has ended already, as `fork` will notice
+        if self._imports:  # asked of the server before this one
+            with contextlib.suppress(OSError):  # it has ended already, which `fork` will notice
                 ours.sendall(msgpack.packb({"imports": sorted(self._imports)}))
         return ours
 
     def _answer(self, connection: socket.socket) -> tuple[int, int]:
-        """Wait for number and descriptor of the new worker, noting how others have ended."""
+        """Wait for the pid and pidfd of the new worker; note meanwhile how others ended."""
         deadline = Deadline(_ANSWER_TIMEOUT if self._answered else _START_TIMEOUT)
         while True:
             record, fds = self._receive(connection, deadline)
@@ -257,7 +254,7 @@ class ForkServer:
     def _receive(
         self, connection: socket.socket, deadline: Deadline
     ) -> tuple[dict[str, int], list[int]]:
-        """Receive one record, with the descriptors that came with it."""
+        """Receive one record with its descriptors; note how a worker ended if it says so."""
         poll = select.poll()
         poll.register(connection, select.POLLIN)
         if not poll.poll(1000 * (deadline.remaining_s() or 0.0)):
@@ -279,27 +276,23 @@ class ForkServer:
                     self._receive(parent, deadline)
                 except (OSError, PeerLost):  # it was stopped, or is gone: the next one is better
                     self._end()
-            # The code stays in the dict: several threads may ask.
+            # Several threads may ask, so the code stays in the dict. The dict is the present
+            # server's: there a pid of an earlier server may be another worker's.
             return self._codes.get(pid, UNKNOWN) if self._connection is parent else UNKNOWN
 
     def open_end(self) -> int | None:
-        """Return a descriptor that is readable once the server has ended; the caller closes it.
-
-        None if no server has forked a worker yet.
-        """
+        """Return a pidfd of the server, for the caller to close; None before its first fork."""
         with self._lock:
             if self._process is None or not self._answered or self._process.poll() is not None:
                 return None
             return os.pidfd_open(self._process.pid)
 
     def replace(self) -> None:
-        """Start another server in the place of one that has ended.
-
-        It imports torch while the workers go on, and is ready when one of them has to be replaced.
-        """
+        """Start another server in the place of one that has ended."""
+        # It imports torch while the workers go on, and is ready once one has to be replaced.
         with self._lock:
             ended = self._process is not None and self._process.poll() is not None
-            if ended and self._life.is_open:  # at the end of the script it may go before pipelines
+            if ended and self._life.is_open:  # it is closed at exit, perhaps before pipelines are
                 _log.warning("the process that forks workers is gone; another one is started")
                 self._end()
                 with contextlib.suppress(OSError, PipelineClosed):  # `fork` will say it
@@ -314,7 +307,8 @@ class ForkServer:
     def _end(self) -> None:
         """End the process of the server, if one runs; it ends no workers."""
         if self._process is not None:
-            self._process.kill()  # the end of its connection would tell it that this one is dead
+            # Before its connection is closed, which would tell it that this process is dead.
+            self._process.kill()
             end_processes([self._process], Deadline(_EXIT_TIMEOUT))
             self._process = None
         if self._connection is not None:
@@ -323,7 +317,7 @@ class ForkServer:
 
 
 def _inherited() -> object:
-    """Return what a process inherits, of this one, that a worker cannot be given later."""
+    """Return what the server has inherited, and a worker cannot be given at its fork."""
     limits = [
         resource.getrlimit(number)
         for name, number in sorted(vars(resource).items())
@@ -338,7 +332,7 @@ def _inherited() -> object:
 
 
 def _environment() -> dict[str, str]:
-    """Return what workers are to have of the environment, to which no secret belongs."""
+    """Return the environment for workers, which the secret is no part of."""
     return {name: value for name, value in os.environ.items() if name != SECRET}
 
 
@@ -351,7 +345,7 @@ def _folder() -> str | None:
 
 
 def _outputs() -> list[int]:
-    """Return the descriptors of the standard output and of that for errors, if both are open."""
+    """Return the descriptors of standard output and standard error, if both are open."""
     try:
         return [os.fstat(fd) and fd for fd in (1, 2)]
     except OSError:
@@ -359,11 +353,11 @@ def _outputs() -> list[int]:
 
 
 _of_process: tuple[int, ForkServer] | None = None
-"""The number of this process, and its fork server: a forked child has one of its own."""
+"""Pid and fork server of this process: a forked child starts one of its own."""
 
 
 def fork_server() -> ForkServer:
-    """Return the fork server of this process, which ends with it."""
+    """Return the fork server of this process, made at the first call and closed at exit."""
     global _of_process
     if _of_process is None or _of_process[0] != os.getpid():
         _of_process = os.getpid(), ForkServer()
@@ -372,9 +366,9 @@ def fork_server() -> ForkServer:
 
 
 def start_with_program() -> None:
-    """Start the fork server of this process, so that it imports torch while the program does.
+    """Start the fork server, so that it imports torch while the program does.
 
-    Nothing is started where a launcher starts the workers.
+    It does nothing where a launcher starts the workers.
     """
     launched = (LISTEN_FD, PROFILE, "RANK", "SLURM_PROCID")
     if not any(name in os.environ for name in launched):
@@ -384,11 +378,9 @@ def start_with_program() -> None:
 
 
 def installed_modules(objects: Iterable[object], compiles: bool = False) -> list[str]:
-    """Return the names of the installed modules in which the classes of objects are.
-
-    Modules of the user's own are left out, which may do anything when they are imported; and torch,
-    which is imported in any case, but for its compiler.
-    """
+    """Return the installed modules that define classes of objects, and perhaps torch's compiler."""
+    # The user's own modules are left out, as their import may do anything; and torch, which is
+    # imported in any case, except its compiler.
     roots = tuple({sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib")})
     names = {type(each).__module__ for each in objects}
     files = {name: getattr(sys.modules.get(name), "__file__", None) or "" for name in names}

@@ -1,4 +1,4 @@
-"""The formation of the group of a generation, with the workers that have come."""
+"""Forms the group of a generation out of the workers that have come."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ COORDINATOR_NAME = "coordinator"
 class Formation:
     """Forms the group of a generation: `welcome` first, then `join`.
 
-    Workers that were all started here inherit their links from this process, so that nothing of
-    them listens. Others meet at their doors (see `Meeting`).
+    Where all workers were started here, this process hands out their links and none of them
+    listens. Else they meet at their doors (see `Meeting`). The members are in the order of ranks.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class Formation:
         self._tls = tls
         self._heartbeat = heartbeat
         self._alive = Deadline(heartbeat)
+        # Who has said nothing since its welcome.
         self._silent = {member.name: member for member in members}
         self._members = members
         self._local = local
@@ -98,18 +99,16 @@ class Formation:
         )
 
     def _meeting_host(self) -> str:
-        """Address of this machine that every member reaches: not loopback if one is elsewhere."""
+        """Address of this machine that every member reaches: no loopback if one is elsewhere."""
         hosts = [member.control.local_host for member in self._members]
         return next((h for h in hosts if not is_loopback(h)), hosts[0])
 
     def join(
         self, group: Group, transport: SocketTransport, endpoint: Endpoint | NoEndpoint
     ) -> None:
-        """Join the group, watching the members meanwhile; nothing listens afterwards.
-
-        Meeting the others and joining torch RPC block until all members do the same. They happen in
-        a thread of their own, so that a worker that dies meanwhile ends them.
-        """
+        """Join the group, watching the members meanwhile; nothing listens afterwards."""
+        # Meeting and joining torch RPC block until all members do the same, so they run on another
+        # thread: this one notices a worker that dies meanwhile, and ends them.
         with ExitStack() as stack:
             door, nearby = None, None
             if self._inherits:
@@ -124,7 +123,7 @@ class Formation:
             thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="join"))
 
             def join() -> None:
-                with theirs:  # whose end is what `_exchange` waits for
+                with theirs:  # its close tells `_exchange` that this thread has ended
                     if door is not None:
                         doors = {group.names.index(n): at for n, at in self._doors.result().items()}
                         meeting = Meeting(group, door, doors, self._deadline, self._tls, nearby)
@@ -146,19 +145,19 @@ class Formation:
             except RuntimeError as error:
                 raise TransportError(f"joining the RPC group failed: {error}") from error
         if isinstance(endpoint, Endpoint):
+            # TensorPipe's listener: a stranger's bytes would abort the process.
             transport.tunnel.shut()
             tell(self._members, {"type": "shut"})
 
     def places(self) -> dict[str, str]:
-        """Return, by worker, a text that is the same for those which share memory with each other.
-
-        It is empty for one that does not share memory with all others of its machine.
-        """
+        """Per worker, the id of its host: workers with equal ids share memory."""
         if self._inherits:
             return dict.fromkeys(self._names, "here" if memory_is_shared() else "")
         ranks: dict[str, set[int]] = {}  # of the workers at each place
         for rank, name in enumerate(self._names[1:], 1):
             ranks.setdefault(self._found[name].place, set()).add(rank)
+        # Empty for one that has not met all others of its place at Unix doors, as where it could
+        # not open one: memory is given away over Unix sockets only.
         return {
             self._names[rank]: place if there - {rank} <= self._nearby[self._names[rank]] else ""
             for place, there in ranks.items()
@@ -166,7 +165,7 @@ class Formation:
         }
 
     def _hand_out_links(self, group: Group) -> Connections:
-        """Make a link between every two members, hand the ends out, and return our own."""
+        """Make a link between every two members, hand out the ends, and return our own."""
         mine: Connections = {}
         try:
             for low, high in combinations(range(len(self._names)), 2):
@@ -189,12 +188,12 @@ class Formation:
             self._members[rank - 1].control.send({"type": "link", "rank": other}, end)
 
     def _exchange(self, joining: socket.socket) -> None:
-        """Gather the addresses of all, hand them out, and wait until all have joined."""
+        """Gather the doors of all members, hand them out, and wait until all have joined."""
         with selectors.DefaultSelector() as selector:
             selector.register(joining, selectors.EVENT_READ)
             for member in self._members:
                 selector.register(member.control, selectors.EVENT_READ, member)
-            waiting = 1 + len(self._members)
+            waiting = 1 + len(self._members)  # the coordinator's own thread, and each member
             while waiting:
                 ready = selector.select(_TURN_S)
                 self._notice_silence()
@@ -212,14 +211,14 @@ class Formation:
                 self._hand_out()
 
     def _notice_silence(self) -> None:
-        """Notice a member that says nothing after its welcome, because it was stopped."""
+        """Report a member that has said nothing since its welcome for longer than the heartbeat."""
         if self._alive.expired() and self._silent:
             member = next(iter(self._silent.values()))
             note = " (it has not answered its welcome within the heartbeat)"
             raise member.lost(self._local.ending(member.name), note=note)
 
     def _has_joined(self, member: Member) -> bool:
-        """Read what a member has sent: its address, or its word that it has joined."""
+        """Read where a member's door is, or that it has joined."""
         try:
             records = member.control.receive_all()
         except TransportError as error:  # it is gone, or has sent what no member sends
@@ -227,7 +226,7 @@ class Formation:
         for record in records:
             if record["type"] == "joined":
                 self._nearby[member.name] = set(record["nearby"])
-                return True  # a sign of life may have come behind it
+                return True  # behind it only beats may have come
             if record["type"] != "door":
                 raise WorkerLost(
                     f"worker {member.name!r} could not join: {record.get('text', record['type'])}",
@@ -238,7 +237,7 @@ class Formation:
         return False
 
     def _hand_out(self) -> None:
-        """Hand out where the doors are, once all are known."""
+        """Send all members the doors, once all are known."""
         if not self._inherits and len(self._found) == len(self._names) and not self._doors.done():
             self._refuse_unreachable()
             self._doors.set_result(self._found)

@@ -1,4 +1,4 @@
-"""Stages in this process: what is the same whether they have threads of their own or not."""
+"""Stages in this process: the part of a cluster that does not give them their turns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipedream_rt.transport.base import Lost, Receive, Sender, Transport
 
 
 class _LocalReference:
-    """A reference within the process."""
+    """A `Reference` to a value in this process."""
 
     def __init__(self, value: Any, owner: str) -> None:
         self._value = value
@@ -33,18 +33,17 @@ class _LocalReference:
         return self._value
 
     def owner_name(self) -> str:
-        """Return the name of the worker."""
         return self._owner
 
 
 class ClusterHere:
-    """The part of a `Cluster` that does not depend on how the stages get their turns."""
+    """The part of a `Cluster` that is the same however stages in this process get their turns."""
 
     without_rpc = endpoints = ""
 
     def __init__(self, spec: ClusterSpec, transport: Transport) -> None:
         self._plan = plan = spec.plan
-        self._settings = settings_now()
+        self._settings = settings_now()  # of torch, when the pipeline was opened
         self.transport = transport
         transport.open(COORDINATOR, spec.receive, spec.fail)
         self._hosts = [
@@ -63,7 +62,7 @@ class ClusterHere:
         self.places = ("",) * len(self._hosts)
 
     def may_wait(self) -> None:
-        """See `Cluster.may_wait`; settings of torch and hooks on all modules are the process's."""
+        """Refuse changed settings of torch and global hooks, which would act on stages here too."""
         refuse_other_settings(self._settings)
         refuse_global_hooks()
 
@@ -73,18 +72,18 @@ class ClusterHere:
             self.transport.open(stage, receive, lost)
 
     def name_loss(self, error: PipelineError) -> PipelineError:
-        """See `Cluster.name_loss`; a worker in this process is never lost."""
+        """Return the error as it is: a worker in this process is never lost."""
         return error
 
     def stories(self) -> list[str]:
         return [f"{host.name}: {host.inbox.story()}" for host in self._hosts]
 
     def status(self) -> list[dict[str, Any]]:
-        """See `Cluster.status`; there are no worker processes."""
+        """Empty, as there are no worker processes."""
         return []
 
     def clocks(self) -> list[Reading]:
-        """See `Cluster.clocks`; all workers read the same clock."""
+        """The clock of this process, for all workers."""
         now = time.monotonic_ns()
         return [Reading(now, now, now)] * self._plan.workers
 

@@ -1,4 +1,4 @@
-"""Who has started the workers of a pipeline that are no children of the script, and keeps them."""
+"""Keepers: who starts, and starts again, the workers that are no children of the script."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ByHand:
         self._command = command
 
     def ending(self, name: str) -> str:
-        """See `Keeper.ending`; nobody tells, but what to do is known."""
+        """What the user can do: nobody reports how the worker ended."""
         return (
             "it was started elsewhere: with --persist it comes back by itself as long as its "
             f"process lives, otherwise start it there again with `{self._command}`"
@@ -26,18 +26,18 @@ class ByHand:
         return f"start them with `{self._command}`"
 
     def replace(self, names: Collection[str]) -> None:
-        """See `Keeper.replace`; the user does."""
+        """Nothing: the user replaces workers."""
 
 
 class ByLauncher:
-    """A command that has started the same everywhere, and starts again what ends."""
+    """A launcher, which starts again what ends; ``renew`` has it replace all workers at once."""
 
     def __init__(self, title: str, renew: Callable[[], None] | None = None) -> None:
         self._title = title
         self._renew = renew
 
     def ending(self, name: str) -> str:
-        """See `Keeper.ending`; it does not say."""
+        """Empty: a launcher does not report it to the script."""
         return ""
 
     def missing(self) -> str:

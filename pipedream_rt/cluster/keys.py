@@ -1,7 +1,7 @@
-"""The keys that a job's secret makes, and the proofs that a process knows the secret.
+"""The keys derived from a job's secret, and the proofs that a process knows the secret.
 
-Of the secret the key of the job is made, and neither is sent over a network. Every other key is an
-HMAC-SHA256 with the key of the job over a purpose and the nonces of one connection or of one
+The key of the job is derived from the secret, and neither is sent over a network. Every other key
+is an HMAC-SHA256 with the key of the job over a purpose and the nonces of one connection or
 generation, so one that leaks opens nothing else.
 """
 
@@ -28,14 +28,14 @@ COORDINATOR_END, WORKER_END = b"coordinator", b"worker"
 
 
 class JobKey(NamedTuple):
-    """The key of a job, as its coordinator has made it of the secret."""
+    """The key of a job, and the salt with which it was derived, which the call tells workers."""
 
     key: bytes
     salt: bytes
 
     @staticmethod
     def new() -> JobKey:
-        """Return a key that is made of no secret; workers get it over what they inherit."""
+        """Return a random key of no secret, for workers that get it over inherited connections."""
         return JobKey(secrets.token_bytes(NONCE), bytes(NONCE))
 
 
@@ -51,17 +51,15 @@ class Secret:
         return Secret(secrets.token_hex(NONCE))
 
     def key(self, salt: bytes) -> bytes:
-        """Return the key of the job that a coordinator has made with a salt.
-
-        A token is the key. Of another text it is made at a cost that makes guessing dear: 128 MiB
-        and some 0.4 s for each guess, with a salt that every coordinator draws anew.
-        """
+        """Return the key of the job; a token of 64 hexadecimal digits is the key itself."""
+        # Another text may be guessed: scrypt costs 128 MiB and some 0.4 s for each guess, and the
+        # salt, which each coordinator draws anew, makes guesses for one job useless for another.
         if _TOKEN.fullmatch(self.text):
             return bytes.fromhex(self.text)
         return _slowly(self.text, salt)
 
     def job_key(self) -> JobKey:
-        """Return the key of this process's jobs, with the salt that it has drawn once."""
+        """Return the key of this process's jobs; its salt is drawn once, as scrypt is slow."""
         return JobKey(self.key(_salt()), _salt())
 
 
@@ -84,11 +82,14 @@ def _slowly(text: str, salt: bytes) -> bytes:
 
 
 class Talk(NamedTuple):
-    """What the two ends of a control connection know in common, of which proofs are made.
+    """What both ends of a control connection know, over which proofs are made.
 
     Attributes:
-        channel: The SHA-256 of the certificate with which the coordinator's end encrypts the
-            connection; empty where nothing is encrypted. Somebody in between has another one.
+        key: The key of the job.
+        asked: The nonce of the coordinator's call.
+        answer: The nonce of the worker's hello.
+        channel: SHA-256 of the certificate with which the coordinator's end encrypts; empty where
+            nothing is encrypted. Somebody in between has another one, so his proofs are wrong.
     """
 
     key: bytes
@@ -97,20 +98,20 @@ class Talk(NamedTuple):
     channel: bytes = b""
 
     def prove(self, hello: Mapping[str, Any]) -> bytes:
-        """Return what a worker shows to prove that it knows the secret of the job."""
+        """Return the worker's proof that it knows the job's secret, over its hello."""
         names = ("name", "pid", "host", "boot", "software", "returns", "version")
         return self._proof(b"worker", msgpack.packb([hello.get(name) for name in names]))
 
     def prove_refusal(self, refused: Mapping[str, Any]) -> bytes:
-        """Return what a coordinator shows with a refusal, to a worker that knows the secret."""
+        """Return the coordinator's proof with a refusal of a worker that has proved the secret."""
         return self._proof(b"refused", msgpack.packb([refused[n] for n in ("reason", "passing")]))
 
     def prove_admission(self) -> bytes:
-        """Return what a coordinator shows to a worker that it admits."""
+        """Return the coordinator's proof for a worker that it admits."""
         return self._proof(b"admitted")
 
     def prove_over(self, code: int) -> bytes:
-        """Return what shows a worker that the job is over, and how its script has ended."""
+        """Return the proof that the job is over, with the exit code of its script."""
         return self._proof(b"over", code.to_bytes(1, "big"))
 
     def session_key(self) -> bytes:
@@ -118,7 +119,7 @@ class Talk(NamedTuple):
         return self._proof(b"session")
 
     def _proof(self, what: bytes, *said: bytes) -> bytes:
-        """Return a proof about this connection."""
+        """Return the HMAC of a purpose and a statement on this connection."""
         return proof(self.key, what, self.asked, self.answer, self.channel, *said)
 
 

@@ -1,4 +1,4 @@
-"""Decides where the stages run, from the ``workers`` argument and the environment."""
+"""Decides from the ``workers`` argument and the environment where the stages run."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ _REPLACE_TIMEOUT = timedelta(seconds=30)
 """For `pipedream-rt run` to kill its workers and start others."""
 
 _secret_of_run: Secret | None = None
-"""The secret that `pipedream-rt run` has made; read once, since it comes through a pipe."""
+"""The secret that `pipedream-rt run` has made, kept since a pipe can be read only once."""
 
 
 _ENGINES = {"ray": ("pipedream_rt.cluster.engines.ray", "RayWorkers")}
-"""The engines that have a name, and what makes each; a name is a value of ``workers``."""
+"""By the name that ``workers`` may have: module and class of an engine, imported when asked for."""
 
 
 class Launcher:
@@ -67,10 +67,7 @@ class Launcher:
         self._is_closed = self._has_started = False
 
     def start(self, spec: ClusterSpec) -> Cluster:
-        """Start what hosts the stages of a generation, or await workers.
-
-        Under torchrun it returns on rank 0 alone: the processes of the other ranks become workers.
-        """
+        """Start or await the workers of a generation; under torchrun, returns on rank 0 alone."""
         if self._is_closed:
             raise PipelineClosed("the pipeline was closed")
         spec = replace(spec, recovers=self._has_started)
@@ -92,17 +89,17 @@ class Launcher:
         return start_under_torchrun(spec)
 
     def close(self) -> None:
-        """End what has been started besides workers, and let nobody join any more. Idempotent."""
+        """Stop the engine and close the door; the workers are the cluster's. Idempotent."""
         self._is_closed = True
         self._shut()
 
     def _shut(self) -> None:
-        """Close the door."""
+        """Close the door, and stop the engine."""
         self._door = None
         self._open.close()
 
     def _door_at(self, listener: AbstractContextManager[socket.socket], secret: Secret) -> Door:
-        """Open the door, which stays open from one generation to the next."""
+        """Open the door, which may stay open from one generation to the next."""
         opened = self._open.enter_context(listener)
         close_in_forked_children(opened)  # one that outlives the script would keep the port
         door = self._door = Door(secret.job_key(), opened, tls_of_environment())
@@ -110,7 +107,7 @@ class Launcher:
         return door
 
     def _ask_engine(self, engine: Supervisor, spec: ClusterSpec) -> Cluster:
-        """Have an engine place workers; those that it starts again wait for the next generation."""
+        """Have an engine place workers; those that it starts again join the next generation."""
         door = self._door
         if door is None:
             self._open.callback(engine.stop)
@@ -135,10 +132,7 @@ class Launcher:
                 self._shut()
 
     def _await_workers_of_run(self, spec: ClusterSpec) -> Cluster:
-        """Use the workers that `pipedream-rt run` has started.
-
-        On the first node of several, those of this machine are started here.
-        """
+        """Use the workers of `pipedream-rt run`; on the first of several nodes start its own."""
         plan, available = spec.plan, count_of_environment(NPROC)
         engine = os.environ.get(ENGINE, "")
         spec = replace(spec, crew=spec.crew.within(available))
@@ -160,7 +154,7 @@ class Launcher:
 
 
 def _engine_of(workers: object) -> Supervisor | None:
-    """Return the engine that places the workers; None if the argument means none."""
+    """Return the engine that ``workers`` names or is; None if it is none."""
     if isinstance(workers, str) and workers in _ENGINES:
         module, name = _ENGINES[workers]
         make: Callable[[], Supervisor] = getattr(import_module(module), name)
@@ -169,7 +163,7 @@ def _engine_of(workers: object) -> Supervisor | None:
 
 
 def starts_here(workers: Workers) -> bool:
-    """Whether a `Launcher` will start worker processes on this machine by itself."""
+    """Whether a `Launcher` itself starts all worker processes, on this machine."""
     elsewhere = LISTEN_FD in os.environ or under_torchrun()
     return workers == "local" or (workers is None and not elsewhere)
 
@@ -187,11 +181,11 @@ def workers_of_run(workers: Workers) -> int:
 
 
 _CHOOSING = timedelta(minutes=30)
-"""How long other ranks of torchrun wait for rank 0 to choose; torchrun ends them if it fails."""
+"""How long other ranks wait for rank 0 to choose the plan; torchrun ends them if that fails."""
 
 
 def leave_to_rank_0(workers: Workers, threads: int) -> None:
-    """Go on where the plan is to be chosen; on another rank of torchrun become a worker already."""
+    """Return where the plan is chosen; another rank of torchrun becomes a worker before that."""
     if _are_ranks_here(workers) and is_other_rank():
         become_worker(threads, _CHOOSING)
 
@@ -203,7 +197,7 @@ def _are_ranks_here(workers: Workers) -> bool:
 
 
 def numbers_of_workers(workers: Workers) -> Sequence[int]:
-    """Return how many workers a plan may use, where the plan is still to be chosen."""
+    """Return how many workers a plan that is to be chosen may have; empty if nothing says so."""
     if workers == "serial" or starts_here(workers):
         return range(1, len(os.sched_getaffinity(0)) + 1)
     if workers is None and NPROC in os.environ:

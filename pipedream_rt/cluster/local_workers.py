@@ -12,9 +12,10 @@ from pipedream_rt.cluster.fork_server import UNKNOWN, ForkedWorker, ForkServer
 
 
 class LocalWorkers:
-    """Worker processes that this process has started.
+    """Worker processes that this process has started, and the control connections they inherit.
 
-    Each inherits its end of a socket pair as its control connection.
+    Attributes:
+        controls: The coordinator's ends, by name of the worker.
     """
 
     def __init__(self, threads: int, forks: ForkServer) -> None:
@@ -24,10 +25,7 @@ class LocalWorkers:
         self.controls: dict[str, Control] = {}
 
     def start(self, names: Sequence[str]) -> None:
-        """Start a process for each name.
-
-        After an error ``processes`` has those that were started, so that they can be ended.
-        """
+        """Start a process for each name; after an error, ``processes`` has those that started."""
         for number, name in enumerate(names):
             ours, theirs = socket.socketpair()
             with theirs:
@@ -35,7 +33,7 @@ class LocalWorkers:
                 self.processes[name] = self._forks.fork(name, self._threads, theirs, number)
 
     def open_end_of_forks(self) -> int | None:
-        """See `ForkServer.open_end`; None too if no worker was started here."""
+        """The pidfd of `ForkServer.open_end`; None too if no worker was started here."""
         return self._forks.open_end() if self.processes else None
 
     def replace_forks(self) -> None:
@@ -46,16 +44,12 @@ class LocalWorkers:
         return next((name for name, c in self.controls.items() if c is control), None)
 
     def ending(self, name: str) -> str:
-        """How the process of a worker ended, in words.
-
-        To be asked once the worker's connection is closed or its silence was noticed. Waits for up
-        to one second, because a process closes its connections a moment before it ends.
-        """
+        """How the process of a worker that is lost ended, in words; may block for a second."""
         process = self.processes.get(name)
         if process is None:
             return ""
         try:
-            code = process.wait(timeout=1)
+            code = process.wait(timeout=1)  # its connections close a moment before it ends
         except subprocess.TimeoutExpired:
             return "still running"
         if code == UNKNOWN:

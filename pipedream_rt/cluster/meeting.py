@@ -1,8 +1,8 @@
-"""The meeting: members on several machines connect to each other and prove who they are.
+"""The meeting: the handshake by which members of a group connect to each other.
 
-Each member listens, at its *door*, for those of higher rank, and calls those of lower rank; those
-on its own machine it calls at their Unix doors (`nearby.py`), if they have some. The four words
-that they exchange have fixed lengths, so a stranger's bytes are compared and never parsed::
+Each member listens at its *door* for members of higher rank, and calls those of lower rank, on its
+own machine at their Unix doors (`nearby.py`) if they have some. The four words of the handshake
+have fixed lengths, so a stranger's bytes are compared and never parsed::
 
     caller                                        door
     mark, ranks of both, nonce, proof    ──►
@@ -12,8 +12,8 @@ that they exchange have fixed lengths, so a stranger's bytes are compared and ne
                                          ◄──      proof
 
 Every proof is an HMAC-SHA256 with the key of the group, over the generation, both ranks, the kind
-of the door, the nonces and, but for the first, the certificate with which the door encrypts. So a
-word that is repeated later, or elsewhere, proves nothing, and nobody can be in between.
+of the door, the nonces and, except in the first word, the certificate with which the door encrypts.
+So a word that is repeated later or elsewhere proves nothing, and nobody can be in between.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ _ANSWER = struct.Struct(f"!{_NONCE}s{DIGEST}s")
 _MARK = b"pdrt-lk1"
 
 _PAUSE_S = 0.1
-"""Seconds before a member is called again that could not be reached, or had no time."""
+"""Seconds before a member is called again that was out of reach or dropped the connection."""
 
 _FINAL = (errno.ENETUNREACH, errno.ECONNREFUSED)
-"""Errors after which to call again would not help, as every door listens before it is called."""
+"""Errors after which no other call would help: every door listens before it is called."""
 
 _TURN_S = 0.1
 """Seconds after which the deadline is looked at again, whatever comes."""
@@ -65,7 +65,12 @@ class _Talk:
     """One connection on which words are exchanged.
 
     Attributes:
-        wanted: Bytes of the word that comes next; 0 while the kernel connects.
+        calls: Whether this member is the caller, not the door.
+        rank: Rank of the other member; -1 until it has said a hello.
+        wanted: Length of the next word, in bytes; 0 while the kernel connects.
+        came: What has come of that word.
+        channel: SHA-256 of the door's certificate; empty where nothing is encrypted.
+        nearby: Whether the door is a Unix door.
     """
 
     socket: socket.socket
@@ -80,7 +85,7 @@ class _Talk:
 
 
 class Meeting:
-    """Connects one member of a group to all others."""
+    """Connects one member of a group to all others; owns neither door, which must not block."""
 
     def __init__(
         self,
@@ -102,7 +107,7 @@ class Meeting:
         self._selector = selectors.DefaultSelector()
         self._talks: dict[_Talk, None] = {}  # oldest first
         self._met: Connections = {}
-        self._again: dict[int, float] = {}  # when to call which member again
+        self._again: dict[int, float] = {}  # when to call a member again, by rank (monotonic)
         self._problems: dict[int, str] = {}
         self._most = most_strangers()
 
@@ -142,7 +147,7 @@ class Meeting:
                 self._attend_to(key.data)
 
     def _call(self, rank: int) -> None:
-        """Connect to the door of a member of lower rank; the kernel says later whether it could."""
+        """Begin to connect to the door of a member; the selector tells when it is done."""
         at, nearby = self._addresses[rank], rank not in self._far
         family: int
         address: Any
@@ -155,12 +160,13 @@ class Meeting:
         talk = _Talk(connection, True, rank, secrets.token_bytes(_NONCE), nearby=nearby)
         self._talks[talk] = None
         code = connection.connect_ex(address)
+        # Also if it has failed: `_end` takes it out of the selector.
         self._selector.register(connection, selectors.EVENT_WRITE, talk)
         if code not in (0, errno.EINPROGRESS):
             self._end(talk, os.strerror(code).lower(), final=code in _FINAL)
 
     def _accept(self, door: socket.socket) -> None:
-        """Let somebody in at a door; the oldest has to go if there are too many."""
+        """Accept a connection at a door; drop the oldest if there are too many."""
         connection = accept(door, self._drop_oldest)
         if connection is None:
             return
@@ -176,21 +182,19 @@ class Meeting:
         self._listen_to(talk)
 
     def _prepare(self, talk: _Talk) -> None:
-        """Set a connection up."""
+        """Set the options of a TCP connection."""
         if not talk.nearby:
             prepare(talk.socket)
 
     def _encrypt(self, talk: _Talk) -> None:
-        """Encrypt a connection, where that is wanted, before more is said on it.
-
-        A door does so only for who has said a right hello, which costs it no thread before.
-        """
+        """Encrypt a connection, where that is wanted, before more is said on it."""
+        # Behind the hello only, so that a stranger costs the door no thread.
         if not talk.nearby:
             talk.socket, talk.channel = wrapped(self._tls, talk.socket, talk.calls)
 
     def _drop_oldest(self) -> bool:
-        """Close the oldest connection that was let in; return whether there was one."""
-        # Who has said a right hello is a member, or somebody who repeats one, which is seldom.
+        """Close the oldest accepted connection; return whether there was one."""
+        # First one without a right hello: one with it is a member's, or a hello that is repeated.
         there = [talk for talk in self._talks if not talk.calls]
         oldest = next((talk for talk in there if talk.rank < 0), there[0] if there else None)
         if oldest is not None:
@@ -204,7 +208,7 @@ class Meeting:
         self._selector.register(talk.socket, selectors.EVENT_READ, talk)
 
     def _attend_to(self, talk: _Talk) -> None:
-        """Go on with one connection; an error of it ends that connection only."""
+        """Take the next step on a connection; an error ends this connection only."""
         try:
             if not talk.wanted:
                 self._say_hello(talk)
@@ -229,11 +233,11 @@ class Meeting:
             self._end(talk, text_of(error), final=error.errno in _FINAL)
 
     def _say_hello(self, talk: _Talk) -> None:
-        """Say the first word, once the connection stands."""
+        """Send the first word, once the kernel has connected."""
         code = talk.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
             raise OSError(code, os.strerror(code))
-        self._leave(talk)
+        self._leave(talk)  # `_encrypt` puts another socket in place of the watched one
         self._prepare(talk)
         shown = self._proof(b"hello", talk)
         me = self._group.rank
@@ -248,7 +252,10 @@ class Meeting:
         talk.rank, talk.callers_nonce = caller, nonce
         right = hmac.compare_digest(shown, self._proof(b"hello", talk))
         if not right or mark != _MARK or door != self._group.rank:
-            raise PermissionError("it does not know the key of the group")
+            raise PermissionError(
+                "its hello has another mark, is for another rank, or was made with another key: it "
+                "is no member of this group"
+            )
         self._leave(talk)
         self._encrypt(talk)
         self._listen_to(talk)
@@ -260,21 +267,30 @@ class Meeting:
         """Check the answer of a door, and prove who this member is."""
         talk.doors_nonce, shown = _ANSWER.unpack(word)
         if not hmac.compare_digest(shown, self._proof(b"answer", talk)):
-            raise PermissionError("it does not know the key of the group")
+            raise PermissionError(
+                "the answer of its door is wrong: it does not know the key of the group, or "
+                "somebody is in between"
+            )
         talk.wanted = DIGEST
         talk.socket.sendall(self._proof(b"proof", talk))
 
     def _take_last(self, talk: _Talk, word: bytes) -> None:
-        """Check the last word of a door: only now is it sure that it has not given this talk up."""
+        """Check the door's last word: until then it may have dropped this connection."""
         if not hmac.compare_digest(word, self._proof(b"met", talk)):
-            raise PermissionError("it does not know the key of the group")
+            raise PermissionError(
+                "the last word of its door is wrong: it does not know the key of the group, or "
+                "somebody is in between"
+            )
         self._refuse_met(talk)
         self._has_met(talk)
 
     def _take_proof(self, talk: _Talk, word: bytes) -> None:
         """Check the caller's last word, after which it has been met."""
         if not hmac.compare_digest(word, self._proof(b"proof", talk)):
-            raise PermissionError("it does not know the key of the group")
+            raise PermissionError(
+                "its proof is wrong: it does not know the key of the group, or somebody is in "
+                "between"
+            )
         self._refuse_met(talk)
         talk.socket.sendall(self._proof(b"met", talk))
         self._has_met(talk)
@@ -284,16 +300,18 @@ class Meeting:
         ranks = (self._group.rank, talk.rank)
         caller, door = ranks if talk.calls else ranks[::-1]
         about = struct.pack("!III", self._group.generation & 0xFFFFFFFF, caller, door)
-        # The caller says hello before it knows with whose certificate it is encrypted.
+        # The caller sends its hello before it has seen the certificate.
         channel = b"" if word == b"hello" or talk.channel is None else talk.channel.result(0)
         nonces = (talk.callers_nonce, talk.doors_nonce)
         kind = b"unix" if talk.nearby else b"tcp"
         return proof(self._group.key, b"meeting", kind, word, about, *nonces, channel)
 
     def _refuse_met(self, talk: _Talk) -> None:
-        """Refuse a member that has been met already, or that is not to call."""
+        """Refuse a member that was met already, or that should not have called."""
         if talk.rank in self._met or (talk.calls is not (talk.rank < self._group.rank)):
-            raise PermissionError("that member has come already")
+            raise PermissionError(
+                "that member was met already, or is of the rank that should be called"
+            )
 
     def _has_met(self, talk: _Talk) -> None:
         """Keep a connection whose other end is a member."""
@@ -303,13 +321,13 @@ class Meeting:
         self._met[talk.rank] = Connection(talk.socket, key, talk.nearby)
 
     def _leave(self, talk: _Talk) -> None:
-        """Wait for nothing more on a connection, if anything was waited for."""
+        """Stop watching a connection, if it is watched."""
         if talk in self._talks:
             del self._talks[talk]
             self._selector.unregister(talk.socket)
 
     def _end(self, talk: _Talk, reason: str, *, final: bool = False) -> None:
-        """Close a connection; a member that was called is called again, at its TCP door."""
+        """Close a connection; a member that was called is called again, at its TCP door then."""
         self._leave(talk)
         talk.socket.close()
         if talk.calls and talk.nearby:

@@ -16,11 +16,11 @@ from pipedream_rt.schedules.edges import Address
 from pipedream_rt.transport.rpc.fence import Obstacle
 
 _CRASHES = [f"killed by SIG{name}" for name in ("SEGV", "ABRT", "FPE", "BUS", "ILL")]
-"""How a worker ends by what it computes. SIGKILL and the like come from outside."""
+"""Endings that come from what a worker computes; SIGKILL and the like come from outside."""
 
 
 class Seat(NamedTuple):
-    """A worker of the plan, whose work a worker process does."""
+    """A worker of the plan, by its number there, whose work a worker process does."""
 
     worker: int
     title: str
@@ -28,25 +28,33 @@ class Seat(NamedTuple):
 
     @property
     def hosts(self) -> str:
-        """The stages that the worker hosts, in words."""
+        """The stages of this seat, in words."""
         several = len(self.stages) > 1
         return f"stages {', '.join(map(str, self.stages))}" if several else self.title
 
 
 @dataclass(slots=True)
 class Member:
-    """A worker that has said hello.
+    """A worker process that has said hello.
 
     The thread that gathers the workers fills it in; from then on the thread of `Watch` owns
     ``stopped``, ``heard``, ``doing`` and ``beat``, which other threads only read.
 
     Attributes:
+        name: Unique in the group.
+        same_clock: Whether it runs on the coordinator's kernel.
+        returns: Whether it joins again by itself when a generation ends.
         seats: The workers of the plan whose work it does; empty until all have said hello.
         stage: The first stage that it hosts.
+        ready: Whether it has imported torch.
         processor: Its kind of processor; empty until it is ready.
+        obstacle: What keeps torch RPC from being fenced off there; empty for nothing.
+        stopped: Whether its stages compute no more, or its connection has ended.
         heard: When it last sent anything, in seconds of the monotonic clock.
         doing: Text form of the action that it announced last; empty where a job asks for none.
-        beat: Its last sign of life.
+        beat: Its last heartbeat.
+        story: Its answers to what it waits for.
+        clock: Its clock and when that came, in nanoseconds.
     """
 
     name: str
@@ -77,7 +85,7 @@ class Member:
         return " and ".join(seat.hosts for seat in self.seats) or "no stage yet"
 
     def lost(self, ending: str, problem: PipelineError | None = None, note: str = "") -> WorkerLost:
-        """Make the error that says that the worker is gone, and how."""
+        """Make the error that says that the worker is gone, and how it ended."""
         what = "does not answer" if "still" in ending else "is gone"
         error = WorkerLost(
             f"worker {self.name!r} ({self.hosts}, {self.description}) {what}"

@@ -1,11 +1,10 @@
 """The Unix door of a member, for the members that are on the same machine.
 
-A member listens at its TCP door for all others, and at a Unix socket for those that find it: a link
-over that is cheaper, and memory can be shared beside it. The socket lies in Linux's abstract
-namespace, which is that of the network: containers of one pod find each other there, and two
-network namespaces of one kernel do not. So the *place* of a member is the kernel and the network
-namespace that it runs in. The name of a door is no secret, as the kernel lists it; who calls there
-proves who it is as at a TCP door.
+A member listens at its TCP door for all others, and at a Unix socket for those of its machine: a
+link over that is cheaper, and memory can be shared beside it. The socket has an abstract name, and
+those belong to the network namespace: containers of one pod find each other, two namespaces of one
+kernel do not. So the *place* of a member is its kernel and its network namespace. The name of a
+door is no secret, as the kernel lists it; callers prove who they are as at a TCP door.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _TOKEN = re.compile(r"[0-9a-f]{16}|")
 
 
 def is_token(value: object) -> bool:
-    """Whether a value can be a place, or the name of a Unix door; an empty text can."""
+    """Whether a value can be a place or the name of a Unix door, or is empty for none."""
     return isinstance(value, str) and _TOKEN.fullmatch(value) is not None
 
 
@@ -36,7 +35,9 @@ class UnixDoor(NamedTuple):
     """The Unix door of this member.
 
     Attributes:
-        place: A text that is the same for the members that find this door.
+        listener: Does not block.
+        place: The id of the kernel and network namespace; equal for members that can call here.
+        name: The abstract name, without what all doors have in common.
     """
 
     listener: socket.socket
@@ -48,8 +49,9 @@ class DoorAt(NamedTuple):
     """Where a member listens for the others.
 
     Attributes:
-        place: A text that is the same for the members that find its Unix door; empty if there is
-            none.
+        host: Numeric address of its TCP door.
+        place: Equal for members that can call at its Unix door; empty if there is none.
+        name: The name of its Unix door.
     """
 
     host: str
@@ -59,7 +61,7 @@ class DoorAt(NamedTuple):
 
     @staticmethod
     def of(door: socket.socket, nearby: UnixDoor | None) -> DoorAt:
-        """Return where this member listens."""
+        """Return where the doors of this member are."""
         at = DoorAt(*door.getsockname()[:2])
         return at if nearby is None else at._replace(place=nearby.place, name=nearby.name)
 
@@ -70,7 +72,7 @@ class DoorAt(NamedTuple):
 
     @property
     def unix_address(self) -> str:
-        """The address of its Unix door, which lies in no file system."""
+        """The abstract address of its Unix door, which is no path."""
         return _address_of(self.name)
 
 
@@ -79,7 +81,7 @@ def listening_nearby(tls: Tls | None) -> Iterator[UnixDoor | None]:
     """Listen for members of the same machine until the block ends."""
     nearby = None
     if memory_is_shared() and (tls is None or not tls.always):
-        with suppress(OSError):  # then there is the TCP door alone
+        with suppress(OSError):  # the TCP door serves all then
             nearby = _opened()
     try:
         yield nearby
@@ -89,7 +91,7 @@ def listening_nearby(tls: Tls | None) -> Iterator[UnixDoor | None]:
 
 
 def _opened() -> UnixDoor | None:
-    """Return a door; None where the system does not say which kernel it is."""
+    """Return a Unix door; None where the kernel has no id, so that no place could be compared."""
     network, kernel = os.stat("/proc/self/ns/net"), boot_id()
     if not kernel:
         return None

@@ -34,10 +34,10 @@ _STOP_TIMEOUT = timedelta(seconds=5)
 """For the stages to end the action at hand when told to stop."""
 
 _SENT_TIMEOUT = timedelta(seconds=2)
-"""For the last words to the workers to be sent, where they are encrypted."""
+"""For the last records to the workers to be sent, where they are encrypted."""
 
 _EXIT_TIMEOUT = timedelta(seconds=3)
-"""For the processes to end after that; those that still run then are killed."""
+"""For the processes to end after that, before they are killed."""
 
 
 class ProcessCluster:
@@ -56,7 +56,8 @@ class ProcessCluster:
         obstacles = {COORDINATOR_NAME: fence.obstacle()}
         if fence.decided(wish, obstacles) != "off":
             if spec.recovers and wish == "auto" and is_open():
-                obstacles[COORDINATOR_NAME] = "taken"  # a run must not end for want of references
+                # A run must not end because it would have no references after a recovery.
+                obstacles[COORDINATOR_NAME] = "taken"
             else:
                 refuse_second()
                 make_room_for_agent()
@@ -117,17 +118,16 @@ class ProcessCluster:
             raise
 
     def _peer_lost(self, error: PipelineError) -> None:
-        """Report that a message of the coordinator could not be handed over.
-
-        The thread of the links calls this, which must not wait for a process to end.
-        """
+        """Report that a message of the coordinator could not be handed over."""
+        # The thread of the links is here, which must not wait for a process to end: so the cause
+        # is found by whoever asks for the error.
         if not self._watch.ending:
             self._fail(once(lambda: self.name_loss(error)))
 
     def may_wait(self) -> None: ...
 
     def waiting(self) -> AbstractContextManager[None]:
-        """See `Cluster.waiting`; processes compute whether the coordinator waits or not."""
+        """No context: worker processes compute whether the coordinator waits or not."""
         return nullcontext()
 
     def name_loss(self, error: PipelineError) -> PipelineError:
@@ -146,6 +146,7 @@ class ProcessCluster:
     def newcomers(self) -> int:
         members, door = self._members, self._door
         free = self._crew.most - len(members)
+        # The generation would end for them, and lose members that do not come back.
         if not free or not self._crew.stays_open or not all(m.returns for m in members):
             return 0
         for gone in door.attend(0, free, members):
@@ -172,8 +173,8 @@ class ProcessCluster:
         if not self._life.begin_closing():
             return
         self._watch.ending = True
-        # An ExitStack, so that every step happens also when Ctrl-C interrupts the one before it.
-        # The steps happen in the reverse order of the lines below: read them upwards.
+        # On an ExitStack each step runs even if Ctrl-C interrupts the one before it. The last line
+        # runs first: read upwards.
         with ExitStack() as steps:
             steps.callback(self._life.close)
             steps.callback(self._watch.close)

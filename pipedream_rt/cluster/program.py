@@ -1,7 +1,7 @@
-"""What a program will import that its workers need too, read from its text before it does.
+"""What a program will import that its workers need too, read from its source before it runs.
 
-A module of transformers takes longer to import than torch. The process that forks workers imports
-what the program names while the program does, on another core.
+A module of transformers takes longer to import than torch. So the fork server imports what the
+program names while the program does, on another core.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from importlib import metadata
 from pathlib import Path
 
 _LARGEST = 1 << 20
+"""Limit of the source that is read, in bytes."""
+
 COMPILER = "torch._dynamo"
 """The module of torch's compiler, which takes as long to import as torch."""
 
@@ -24,7 +26,7 @@ _NOT_AT_ONCE = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
 def imports_of(program: str | Path) -> list[str]:
-    """Return what a program imports, when it is run, of installed packages that build on torch."""
+    """Return what a program imports at its start of installed packages that build on torch."""
     with suppress(OSError, ValueError, SyntaxError, RecursionError):
         path = Path(program)
         if path.stat().st_size <= _LARGEST:
@@ -37,7 +39,7 @@ def imports_of(program: str | Path) -> list[str]:
 
 
 def _imported(tree: ast.AST) -> Iterator[str]:
-    """Yield what a program imports by itself, not in functions that it may call."""
+    """Yield what a program imports when it is run, outside of functions and classes."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -48,7 +50,7 @@ def _imported(tree: ast.AST) -> Iterator[str]:
 
 
 def _needs_compiler(node: ast.AST) -> bool:
-    """Whether workers need torch's compiler for this: also where activations are computed again."""
+    """Whether workers need torch's compiler for this; to recompute activations needs it too."""
     match node:
         case ast.keyword(arg="compile" | "recompute", value=given):
             return not isinstance(given, ast.Constant) or bool(given.value)
@@ -58,12 +60,12 @@ def _needs_compiler(node: ast.AST) -> bool:
 
 
 def _root_of(name: str) -> str:
-    """Return the package of a name."""
+    """Return the top-level package of a name."""
     return re.split("[.:]", name)[0]
 
 
 def _builds_on_torch(package: str) -> bool:
-    """Whether an installed package says that it needs torch, or can use it."""
+    """Whether an installed package requires torch, if only for an extra."""
     if package in _OURS:
         return False
     with suppress(metadata.PackageNotFoundError, ValueError):

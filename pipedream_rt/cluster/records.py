@@ -1,7 +1,7 @@
-"""The records of the control connection: which fields each has, and of which type and length.
+"""The records of the control connection: the fields of each, with type and length.
 
-A record is checked as soon as it has come, so that whoever uses a field need not doubt it. Whoever
-sends something else has broken the protocol, and loses the connection.
+A record is checked as soon as it has come, so that no user of a field need check it again. Whoever
+sends anything else has broken the protocol, and loses the connection.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pipedream_rt.schema import (
 from pipedream_rt.transport.rpc.fence import OBSTACLES
 
 Record = dict[str, Any]
-"""What is sent: a dict with the key ``"type"``."""
+"""One message: a dict with the key ``"type"``."""
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
@@ -48,13 +48,13 @@ _LONG = 1 << 20
 _NUMBER = whole(0, 2**31)
 
 FIELDS: dict[str, dict[str, Check]] = {
-    # What anybody may have sent. The fields of a hello depend on its version: see `HELLO`.
+    # Unsigned: anybody may have sent these. The fields of a hello depend on its version: `HELLO`.
     "call": {"nonce": exactly(NONCE), "salt": exactly(NONCE), "key": maybe(exactly(NONCE))},
     "hello": {"version": anything},
     "refused": {"reason": text(4096), "passing": truth, "proof": maybe(exactly(32))},
     "admitted": {"proof": exactly(32)},
     "over": {"code": whole(0, 255), "proof": exactly(32)},
-    # What a member has signed.
+    # Signed by a member.
     "ready": {"processor": line(255), "obstacle": one_of("", *OBSTACLES)},
     "welcome": {
         "nonce": exactly(NONCE),

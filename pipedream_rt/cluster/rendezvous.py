@@ -26,8 +26,8 @@ class Rendezvous:
     """Gathers as many workers as there are to be, over their control connections.
 
     Attributes:
-        members: The workers that have come, once `gather` has ended. Whoever made the rendezvous
-            closes their connections, also after an error.
+        members: The workers that have come, once `gather` has ended, also by an error. Whoever
+            made the rendezvous owns them.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class Rendezvous:
         self._door = door
         self._crew = crew or crew_for(plan.workers, None, timedelta())
         self._heartbeat_s = heartbeat.total_seconds()
-        self._began = self._came = time.monotonic()  # and when the last member has come
+        self._began = self._came = time.monotonic()  # the start, and when the last member came
         self._keeper = keeper
         self.members: list[Member] = []
         self._plan = plan
         self._local = local
 
     def gather(self, deadline: Deadline) -> None:
-        """Gather all members, by the order of their names, until each has imported torch."""
+        """Gather members until each has imported torch; sort them by name, and seat them."""
         door, self._began = self._door, time.monotonic()
         self._came = self._began
         try:
@@ -60,7 +60,7 @@ class Rendezvous:
         finally:
             self.members += door.taken()
             if door.listener is None or not self._crew.stays_open:
-                door.rest()  # nobody comes meanwhile
+                door.rest()  # while the generation runs, nobody may join
         self.members.sort(key=lambda member: natural(member.name))
         plan, crew, count = self._plan, self._crew, len(self.members)
         for member, seats in zip(self.members, crew.seated(plan.workers, count), strict=True):
@@ -75,7 +75,7 @@ class Rendezvous:
         self._tell_of_processors()
 
     def _tell_of_processors(self) -> None:
-        """Log where the workers have several kinds of processor."""
+        """Warn if the workers have several kinds of processor."""
         by_kind: dict[str, list[str]] = {}
         for member in self.members:
             by_kind.setdefault(member.processor, []).append(member.name)
@@ -89,7 +89,7 @@ class Rendezvous:
 
     @property
     def _enough(self) -> bool:
-        """Whether there are to be no more: all have come, or enough, and the others are late."""
+        """Whether no more are waited for: all have come, or enough have and the others are late."""
         crew, count = self._crew, len(self._door.members)
         if count < crew.fewest:
             return False
@@ -98,16 +98,16 @@ class Rendezvous:
 
     @property
     def _complete(self) -> bool:
-        """Whether all members have come and have imported torch, so that forming is quick."""
+        """Whether all members have come and imported torch, so that the group forms quickly."""
         return self._enough and all(member.ready for member in self._door.members)
 
     def _attend(self, deadline: Deadline) -> None:
-        """Wait until something comes, and see to it."""
+        """Attend to the door for one turn, and check the deadlines."""
         door, left, before = self._door, deadline.remaining_s(), len(self._door.members)
         gone = door.attend(_TURN_S if left is None else min(left, _TURN_S), self._crew.most)
         if door.is_closed:
             raise PipelineClosed("the pipeline was closed while it waited for workers")
-        if deadline.expired():  # in every turn, for strangers may keep coming
+        if deadline.expired():  # looked at in every turn, as strangers may keep coming
             raise self._missing(deadline)
         self._notice_silence()
         if len(door.members) > before:
@@ -116,10 +116,8 @@ class Rendezvous:
             self._note_end(each)
 
     def _notice_silence(self) -> None:
-        """Notice a worker that was started here and has not said its first signed word for long.
-
-        It has torch already, so it speaks at once, unless it was stopped.
-        """
+        """Report a worker started here that has sent no signed record within the heartbeat."""
+        # It is forked with torch imported, so it speaks at once, unless it was stopped.
         if time.monotonic() - self._began < self._heartbeat_s:
             return
         if silent := self._door.unheard():
@@ -132,7 +130,7 @@ class Rendezvous:
             )
 
     def _note_end(self, gone: Gone) -> None:
-        """Note that a connection has ended, which only that of a worker elsewhere may do."""
+        """Log the end of a connection from elsewhere; that of a worker started here is an error."""
         name = self._local.name_of(gone.control)
         if name is None:
             self._door.note(gone)
@@ -151,7 +149,7 @@ class Rendezvous:
         needed = self._crew.fewest
         members = self._door.members
         came = {m.name for m in members}
-        if len(came) >= needed:  # then some of them have not become ready
+        if len(came) >= needed:  # some of them are not ready
             came -= {m.name for m in members if not m.ready}
         joined = sorted(came, key=natural)
         expected = {*self._local.controls, *(m.name for m in members)}

@@ -1,9 +1,9 @@
 """Stages in the caller's own thread, one after another: no threads, no processes, the same bits.
 
 Each worker's loop is a generator that yields the message it waits for. Whenever the coordinator
-waits, the workers get turns: one that has its message goes on until it needs one that is not there,
-and then it is another one's turn, until none can go on. So everything that was fed is done as far
-as the order allows, before the coordinator looks for what it waits for.
+waits, the workers get turns: each runs until it needs a message that is not there, until none can
+go on. So all work that was fed is done, as far as the order allows, before the coordinator looks
+for what it waits for.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pipedream_rt.transport.memory import DirectTransport, ShuffledTransport
 
 
 class _Worker:
-    """A worker: its stages, what they do, and the message that they wait for."""
+    """A worker: its stages and their loop; it enters ``ready`` when a message has come for it."""
 
     def __init__(self, host: StageHost, ready: deque[_Worker]) -> None:
         self.host = host
@@ -36,7 +36,7 @@ class _Worker:
         self._ready = ready
 
     def receive(self, message: Message) -> None:
-        """Take a message, with which the worker may be able to go on."""
+        """Take a message, and a turn if the worker was waiting for it."""
         if self.host.inbox.put(message):
             self._want_a_turn()
 
@@ -46,7 +46,7 @@ class _Worker:
         self._want_a_turn()
 
     def _want_a_turn(self) -> None:
-        """Be among those that are ready, once, unless the worker has ended."""
+        """Enter ``ready`` once, unless the worker has ended."""
         if not self._turns.has_ended and self not in self._ready:
             self._ready.append(self)
 
@@ -61,7 +61,7 @@ class _Worker:
 
 
 class SerialCluster(ClusterHere):
-    """Every worker gets turns in the thread that uses the pipeline."""
+    """Every worker gets turns in the caller's thread; in tests a seed shuffles the turns."""
 
     def __init__(self, spec: ClusterSpec, *, shuffle_seed: int | None = None) -> None:
         self._draw = None if shuffle_seed is None else random.Random(shuffle_seed)
@@ -76,18 +76,16 @@ class SerialCluster(ClusterHere):
             self._open(worker.host, worker.receive, worker.lose)
 
     def may_wait(self) -> None:
-        """See `Cluster.may_wait`; a context of the script is around the stages too.
-
-        Autocast could be turned off, but inside a context of the script's own it would keep its
-        copies of weights from one update to the next.
-        """
+        """Refuse what `ClusterHere` does, and contexts of the script, which hold for stages too."""
+        # Autocast cannot just be turned off for stages: inside a context of the script's it would
+        # keep its copies of weights from one update to the next.
         super().may_wait()
         refuse_contexts()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """See `Cluster.waiting`. Before the coordinator waits, workers go on as far as they can."""
-        # Else a signal handler closes the pipeline while a stage computes.
+        """Before the coordinator waits, workers go on as far as they can."""
+        # If they have turns, a signal handler is closing the pipeline while a stage computes.
         if not self._takes_turns:
             self._takes_turns = True
             try:
@@ -102,7 +100,7 @@ class SerialCluster(ClusterHere):
         yield
 
     def _go_on(self) -> bool:
-        """Give a worker its turn, or let a message arrive; return whether there was one."""
+        """Give a worker its turn, or deliver a message; return whether there was any."""
         if self._draw is None or self._shuffled is None:
             if self._ready:
                 self._ready.popleft().take_turn()
@@ -121,7 +119,7 @@ class SerialCluster(ClusterHere):
     def close(self) -> None:
         if not self._life.begin_closing():
             return
-        if not self._takes_turns:
+        if not self._takes_turns:  # a generator that runs cannot be closed
             self._end()
         self._life.close()
 
@@ -129,7 +127,7 @@ class SerialCluster(ClusterHere):
         self.close()
 
     def _end(self) -> None:
-        """End all workers; from `waiting` if `close` was called while one had its turn."""
+        """End all workers; `waiting` calls it if `close` came while one had its turn."""
         for worker in self._workers:
             worker.end()
         self.transport.close()
@@ -137,7 +135,7 @@ class SerialCluster(ClusterHere):
 
 @contextmanager
 def _as_on_a_worker(threads: int) -> Iterator[None]:
-    """Let the body compute as on a worker, which knows nothing of what the script is doing."""
+    """Give the body a worker's modes of autograd, random state and threads, not the script's."""
     before = torch.get_num_threads()
     with torch.inference_mode(False), torch.enable_grad(), kept_generator_state():
         if threads != before:

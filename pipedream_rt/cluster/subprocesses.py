@@ -28,10 +28,7 @@ class Process(Protocol):
 
 
 def end_processes(processes: Iterable[Process], deadline: Deadline) -> None:
-    """Wait for processes to end, and kill those that are late.
-
-    All that still run are also killed when the wait is interrupted, as by Ctrl-C.
-    """
+    """Wait for processes to end, and kill those that are late, also if Ctrl-C ends the wait."""
     processes = list(processes)
     try:
         for process in processes:
@@ -47,34 +44,30 @@ def end_processes(processes: Iterable[Process], deadline: Deadline) -> None:
 
 
 _QUICK_S, _LONGEST_PAUSE_S = 10.0, 30.0
-"""What ends sooner than that is started again after a pause, which grows up to the other number."""
+"""In seconds: what lives for less is started again after a pause, and the longest pause."""
 
 
 class Pauses:
-    """How long to wait before something that has ended is started again.
+    """Backoff before something that has ended is started again.
 
-    At once, unless it ended soon after its start, and more than once: then it waits 1, 3, 7 ...
-    seconds.
+    None, unless it ended soon after its start more than once in a row: then 1, 3, 7 ... seconds.
     """
 
     def __init__(self) -> None:
         self._quick: Counter[str] = Counter()
 
     def after(self, name: str, lived_s: float) -> float:
-        """Return the seconds to wait."""
+        """Return the pause in seconds for what has ended after so many."""
         quick = self._quick[name] = self._quick[name] + 1 if lived_s < _QUICK_S else 0
         return min(2.0 ** max(quick - 1, 0) - 1, _LONGEST_PAUSE_S)
 
 
 def shell_code(code: int) -> int:
-    """Return the exit code of a process as a shell has it: 128 and the signal that ended it."""
+    """Return an exit code as a shell has it: 128 + the signal that ended the process."""
     return 128 - code if code < 0 else code
 
 
 def dies_with_parent(number: int) -> Callable[[], object]:
-    """Return what a child calls before its program starts, as ``preexec_fn`` of `subprocess.Popen`.
-
-    The kernel sends it a signal then when the thread that has started it is gone.
-    """
+    """Return a ``preexec_fn``: the child gets a signal when the thread that started it is gone."""
     prctl = ctypes.CDLL(None).prctl  # looked up here: a forked child had better load nothing
     return lambda: prctl(_SET_DEATH_SIGNAL, number)

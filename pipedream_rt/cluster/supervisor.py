@@ -1,7 +1,7 @@
-"""What `pipedream-rt run` does: it starts workers and a script, and sees both to their end.
+"""What `pipedream-rt run` does: it starts workers and a script, and waits until both have ended.
 
-On one machine that is all of a job. Where an engine has started the same command on several nodes,
-the first runs the script, and all of them run workers; see `pipedream_rt.cluster.engines`.
+On one machine that is the whole job. Where an engine starts the same command on several nodes, the
+first runs the script, and all of them run workers; see `pipedream_rt.cluster.engines`.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ _END_TIMEOUT = timedelta(seconds=5)
 """For killed workers to be gone."""
 
 _FAREWELL_TIMEOUT = timedelta(seconds=15)
-"""For the workers of other nodes to hear that the job is over: those that have lost their group in
-the same moment try again every half second."""
+"""For the workers of other nodes to hear that the job is over: those that lost their group in the
+same moment try again every half second."""
 
 _TURN_S = 1.0
 
 _LAST_TURNS = 2
-"""How often a node looks again at its workers when it is to stop."""
+"""How many turns a node that is to stop still waits for its workers to end by themselves."""
 
 _PORT_TIMEOUT = timedelta(seconds=10)
-"""For what is left of an earlier life of the first node to give its port back: a process that the
-script has started may hold it for a moment longer than the script lives."""
+"""For the port of the first node's earlier life to get free: a process that the script has started
+may hold it for a moment longer than the script lives."""
 
 
 class Workers:
-    """The workers of one node."""
+    """The workers of one node, forked and replaced here."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Workers:
 
     @contextmanager
     def ended(self) -> Iterator[None]:
-        """At the end of the block no worker is left; they have nothing to save."""
+        """Kill all workers at the end of the block: they have nothing to save."""
         try:
             yield
         finally:
@@ -109,7 +109,7 @@ class Workers:
             self._start_one(name)
 
     def serve(self, is_ending: Callable[[], bool]) -> int:
-        """Start all workers, and any that dies once more, until the job is over."""
+        """Start all workers, and again any that dies, until the job is over; return the code."""
         pauses, turns = Pauses(), 0
         due = dict.fromkeys(self._names, time.monotonic())  # when to start those that do not run
         began: dict[str, float] = {}
@@ -121,20 +121,20 @@ class Workers:
                 self._start_one(name)
             for name in self._ended_now(due, min([now + _TURN_S, *due.values()]) - now):
                 code = shell_code(self._children[name].wait())
-                # All workers of a node hear the same: one is enough. One that nobody has called has
-                # waited in vain for all its patience.
+                # All workers of a node hear the same, so one is enough. EXIT_COORDINATOR_LOST means
+                # that nobody has called it within its patience.
                 if is_final(code) or code == EXIT_COORDINATOR_LOST:
                     return code
                 _log.warning("worker %r has ended with %d; it is started again", name, code)
                 now = time.monotonic()
                 due[name] = now + pauses.after(name, now - began[name])
-            # Whoever has just heard that the job is over ends in these turns, and well.
+            # A worker that has just heard that the job is over ends in these turns, with its code.
             turns = turns + 1 if is_ending() else 0
             if turns > _LAST_TURNS:
                 return 128 + signal.SIGTERM
 
     def _ended_now(self, resting: Collection[str], seconds: float) -> list[str]:
-        """Wait until a worker ends, at most for so long; return the names of those that have."""
+        """Wait at most so long for a worker to end; return the names of those that have."""
         with selectors.DefaultSelector() as selector:
             for name in self._names:
                 if name not in resting:
@@ -154,7 +154,7 @@ class Workers:
             os.close(fd)
 
     def _kill(self) -> None:
-        """End all workers."""
+        """Kill all workers, and wait until they are gone."""
         for child in self._children.values():
             child.kill()
         end_processes(self._children.values(), Deadline(_END_TIMEOUT))
@@ -187,11 +187,7 @@ def run_first(
     say: Callable[[str], object],
     patience: timedelta,
 ) -> int:
-    """Run a script on the first node of a job; its pipelines start the workers of this node.
-
-    When the script has ended for good, the workers of all nodes hear it, and their nodes end too.
-    After another end they wait for this node to come again.
-    """
+    """Run a script on the first node of a job; its pipelines start the workers of this node."""
     node, secret = job.node, job.secret(Deadline(patience))
     host = host_to_listen_at(node.host, alone=False)
     with ExitStack() as opened:
@@ -204,6 +200,7 @@ def run_first(
         total = str(node.size * count)
         more = {**settings, NPROC: total, NPROC_HERE: str(count), ENGINE: job.title}
         code = _run_script(command, None, listener, secret, more, say)
+        # After any other end the other nodes wait for this one to come again.
         if is_final(code):
             deadline = Deadline(_FAREWELL_TIMEOUT)
             key, tls = secret.job_key(), tls_of_environment()
@@ -218,11 +215,7 @@ def run_other(
     job: Membership, count: int, threads: int, imports: Sequence[str], patience: timedelta,
     grace: timedelta,
 ) -> int:  # fmt: skip
-    """Run the workers of a node that is not the first, until the job is over.
-
-    SIGTERM does not end them at once: an engine that ends a job sends it to all of its processes,
-    and the script needs its workers for the checkpoint that it makes then.
-    """
+    """Run the workers of a node that is not the first, until the job is over."""
     node, secret = job.node, job.secret(Deadline(patience))
     address = joined(node.host, node.port)
     try:
@@ -233,6 +226,8 @@ def run_other(
     names = [node.name_of_worker(i) for i in range(count)]
     workers = Workers(names, threads, address, secret, imports, bind, patience)
 
+    # SIGTERM does not end them at once: an engine that ends a job sends it to all processes, and
+    # the script needs its workers for the checkpoint that it makes then.
     ending: list[Deadline] = []
     signal.signal(signal.SIGTERM, lambda *_: ending.append(Deadline(grace)))
     with workers.ended():
@@ -242,7 +237,7 @@ def run_other(
 
 
 def _listens(host: str, port: int) -> bool:
-    """Whether the first node is still there."""
+    """Whether the script's node still accepts connections."""
     try:
         socket.create_connection((host, port), timeout=_TURN_S).close()
     except OSError:
@@ -251,7 +246,7 @@ def _listens(host: str, port: int) -> bool:
 
 
 def _interface_in_time(address: str, deadline: Deadline) -> str:
-    """Return the interface towards an address, whose name may come to be known later."""
+    """Return the interface towards an address whose name may not resolve yet."""
     while True:
         try:
             return interface_towards(address)
@@ -269,14 +264,14 @@ def _run_script(
     settings: Mapping[str, str],
     say: Callable[[str], object],
 ) -> int:
-    """Run the user's script to its end, passing SIGTERM on; Ctrl-C reaches it by the terminal."""
+    """Run the user's script to its end, and return its exit code as a shell has it."""
     ours, theirs = socket.socketpair()
     pipe = secret_pipe(secret)
     fds = (listener.fileno(), theirs.fileno(), pipe)
     names = (LISTEN_FD, SUPERVISOR_FD, SECRET_FD)
     environment = {**os.environ, **settings, **dict(zip(names, map(str, fds), strict=True))}
     with ours, theirs:
-        # Without it a script would live on where this process is killed, and be started once more.
+        # Else the script would live on after this process is killed, beside the one started next.
         process = subprocess.Popen(
             command, env=environment, pass_fds=fds,
             preexec_fn=dies_with_parent(signal.SIGKILL),
@@ -284,12 +279,13 @@ def _run_script(
 
         def forward(number: int, frame: FrameType | None) -> None:
             say(f"pipedream-rt: ending on {signal.Signals(number).name}")
+            # In the foreground the terminal has sent Ctrl-C to the script as well.
             if number != signal.SIGINT or not _in_foreground():
                 process.send_signal(number)
 
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, forward)
-        theirs.close()
+        theirs.close()  # else `ours` would not read end of file once the script has closed its end
         try:
             if workers is not None:
                 workers.start()
@@ -308,7 +304,7 @@ def _run_script(
 
 
 def _holds_something(pipe: int) -> bool:
-    """Whether there is something in a pipe that nobody has read."""
+    """Whether a pipe holds something that nobody has read."""
     os.set_blocking(pipe, False)
     try:
         return bool(os.read(pipe, 1))
@@ -319,7 +315,7 @@ def _holds_something(pipe: int) -> bool:
 def _say_of_nothing(
     settings: Mapping[str, str], is_unused: bool, say: Callable[[str], object]
 ) -> None:
-    """Say which of what a script was started with it has made no use of."""
+    """Say which options of the command the script has made no use of."""
     if is_unused:  # the first pipeline that wants the workers reads the secret with which they join
         say(
             f"pipedream-rt run: the script has used none of the {settings[NPROC]} workers: it has "
@@ -333,11 +329,8 @@ def _say_of_nothing(
 def _serve_script(
     process: subprocess.Popen[bytes], requests: socket.socket, workers: Workers
 ) -> None:
-    """Replace the workers whenever the script asks for it, until the script ends.
-
-    The end of the script is read from its process, not from the socket: children of the script may
-    keep the other end of that open.
-    """
+    """Replace the workers whenever the script asks for it, until the script ends."""
+    # Its pidfd tells when it ends, not its socket: children may keep the other end of that open.
     watch = os.pidfd_open(process.pid)
     try:
         with selectors.DefaultSelector() as selector:

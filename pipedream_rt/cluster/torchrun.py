@@ -1,8 +1,7 @@
 """A job under torchrun: rank 0 becomes the coordinator, and every other rank a worker.
 
-Rank 0 tells the others its address through the store that torchrun has set up. On one machine it
-also makes the secret and hands it to them over a local socket; on several machines the user gives
-all of them the same secret.
+Rank 0 tells the others its port through torchrun's store. On one machine it also makes the secret
+and hands it to them over a local socket; on several machines the user gives all the same secret.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from pipedream_rt.errors import ConfigError, RendezvousTimeout
 from pipedream_rt.schema import printable
 
 _SOCKET = "secret-"
-"""How the names of the sockets begin at which rank 0 hands the secret over."""
+"""Prefix of the sockets at which rank 0 hands over the secret."""
 
 _MARK = b"pipedream-rt secret\n"
 
@@ -58,12 +57,8 @@ def under_torchrun() -> bool:
 
 
 def start_under_torchrun(spec: ClusterSpec) -> Cluster:
-    """Make the ranks of torchrun a cluster; returns on rank 0 alone.
-
-    With as many workers as ranks, rank 0 starts a worker process besides. On every other rank this
-    replaces the process by a worker.
-    """
-    # All ranks come, or torchrun ends the job.
+    """Make the ranks of torchrun a cluster; on other ranks than 0 a worker replaces the process."""
+    # All ranks come, or torchrun ends the job: so the group is never elastic.
     crew = spec.crew.within(world_size())
     spec = replace(spec, crew=replace(crew, fewest=crew.most, stays_open=False))
     own = _workers_of_rank_0(spec, world_size())
@@ -101,7 +96,7 @@ def become_worker(threads: int, timeout: timedelta) -> NoReturn:
 
 
 def _store_of_job(timeout: timedelta) -> tuple[dist.Store, str]:
-    """Return torchrun's store, and what names the one pipeline of this job in it."""
+    """Return torchrun's store, and the key of this job's one pipeline in it."""
     _use_ranks_once()
     rank = count_of_environment("RANK")
     count_of_environment("MASTER_PORT")  # torch's own error does not name it
@@ -114,12 +109,13 @@ def _store_of_job(timeout: timedelta) -> tuple[dist.Store, str]:
             missing=world_size() - 1,
         ) from error
     store.set_timeout(timeout)
+    # The store outlives a restart of the ranks, and has the port of the attempt before.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return store, f"pipedream-rt/{attempt}"
 
 
 def _workers_of_rank_0(spec: ClusterSpec, world: int) -> int:
-    """How many workers rank 0 starts besides the other ranks: none or one."""
+    """How many workers rank 0 starts besides the other ranks: one if all ranks are to compute."""
     workers = spec.crew.most
     own = workers - (world - 1)
     if own not in (0, 1):
@@ -131,7 +127,7 @@ def _workers_of_rank_0(spec: ClusterSpec, world: int) -> int:
 
 
 def _use_ranks_once() -> None:
-    """Note that the other ranks become workers."""
+    """Refuse a second pipeline: the other ranks are workers of the first."""
     global _ranks_used
     if _ranks_used:
         raise ConfigError(
@@ -152,11 +148,7 @@ def _agrees_by_itself() -> bool:
 
 
 def _hand_over(store: dist.Store, key: str, others: int, deadline: Deadline) -> Secret:
-    """Make a secret and hand it to the other ranks on this machine.
-
-    It goes over a local socket. The kernel says which user the other end belongs to, and the secret
-    is sent to processes of the same user only.
-    """
+    """Make a secret and hand it to the other ranks on this machine, over a Unix socket."""
     secret = Secret.generated()
     with ExitStack() as stack:
         listener = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -173,26 +165,26 @@ def _hand_over(store: dist.Store, key: str, others: int, deadline: Deadline) -> 
         listener.listen(others)
         store.set(f"{key}/secret", place.name)
         while others:
-            listener.settimeout(deadline.remaining_s() or 1e-3)
+            listener.settimeout(deadline.remaining_s() or 1e-3)  # 0 would not block
             try:
                 connection, _ = listener.accept()
             except TimeoutError:
                 text = f"{others} ranks did not come for the secret in time"
                 raise RendezvousTimeout(text, missing=others) from None
             with connection:
-                if _is_ours(connection):
+                if _is_ours(connection):  # anybody else is let go, and not counted
                     connection.sendall(_MARK + secret.text.encode())
                     others -= 1
     return secret
 
 
 def _be_handed(store: dist.Store, key: str, deadline: Deadline) -> Secret:
-    """Get the secret that rank 0 hands over; see `_hand_over` for the arguments."""
+    """Get the secret that rank 0 hands over."""
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(deadline.remaining_s() or 1e-3)
+        connection.settimeout(deadline.remaining_s() or 1e-3)  # 0 would not block
         try:
-            # Anybody may have written into torchrun's store: the name is that of a socket in a
-            # folder of this user's, where others speak first too, but not with our mark.
+            # Anybody may have written into torchrun's store, so the name must be that of a socket
+            # in this user's private folder. Other sockets there speak first too, hence the mark.
             name = store.get(f"{key}/secret").decode()
             if not (name.startswith(_SOCKET) and "/" not in name and "\0" not in name):
                 raise OSError(f"the store names no socket of rank 0: {printable(name, 60)}")
@@ -206,7 +198,7 @@ def _be_handed(store: dist.Store, key: str, deadline: Deadline) -> Secret:
 
 
 def _is_ours(connection: socket.socket) -> bool:
-    """Whether the other end of a local socket belongs to the user of this process."""
+    """Whether the other end of a Unix socket is of this user, as the kernel says."""
     credentials = connection.getsockopt(
         socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
     )
@@ -214,7 +206,7 @@ def _is_ours(connection: socket.socket) -> bool:
 
 
 def _own_host() -> str:
-    """Address of this machine at which rank 0 listens for the other ranks."""
+    """Address at which rank 0 listens, after a check that its name can be looked up."""
     _host_of_rank_0()
     return host_to_listen_at(os.environ["MASTER_ADDR"], alone=is_one_machine())
 
@@ -234,7 +226,7 @@ def _host_of_rank_0() -> str:
 def _join_rank_0(
     store: dist.Store, key: str, rank: int, threads: int, deadline: Deadline
 ) -> NoReturn:
-    """Learn the secret and the address from rank 0, and become its worker; does not return."""
+    """Get the secret and the port from rank 0, and become its worker."""
     try:
         by_itself = _agrees_by_itself()
         secret = _be_handed(store, key, deadline) if by_itself else secret_of_environment()
@@ -245,8 +237,8 @@ def _join_rank_0(
 
 
 def _run_worker(address: str, rank: int, threads: int, secret: Secret) -> NoReturn:
-    """Replace this rank's process by a worker; only rank 0 runs the rest of the script."""
-    sys.stdout.flush()
+    """Replace this process by a worker; only rank 0 runs the rest of the script."""
+    sys.stdout.flush()  # `execv` drops what is buffered
     sys.stderr.flush()
     command = ["-m", "pipedream_rt.workers", address, "--name", f"rank-{rank}"]
     command += ["--secret-fd", str(secret_pipe(secret))]

@@ -30,8 +30,9 @@ _STORY_TIMEOUT = timedelta(seconds=2)
 class Watch:
     """Reads the control connections on a thread of its own, and reports a worker that is lost.
 
-    The thread is a daemon, though `end` joins it: the interpreter joins all other threads before it
-    runs what closes a pipeline that its user forgot to close.
+    Attributes:
+        silent: Names of the workers that were given up because they did not answer.
+        ending: Whether the workers are to end, so that the loss of one is no failure any more.
     """
 
     def __init__(
@@ -54,7 +55,8 @@ class Watch:
         self.ending = False
 
     def start(self) -> None:
-        """Start the thread."""
+        # A daemon, though `end` joins it: at exit Python joins other threads before it runs what
+        # closes a pipeline that its user forgot to close.
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
         self._thread.start()
 
@@ -70,25 +72,26 @@ class Watch:
                 selector.register(member.control, selectors.EVENT_READ, member)
             beat_s = self._heartbeat_s / 4
             looked = time.monotonic()
+            # The group may have formed for longer than a heartbeat: silence counts from here.
             for member in self._members:
                 member.heard = looked
             while True:
                 for key, _ in selector.select(beat_s):
                     if key.data is None:
                         return
-                    if key.data is forks:  # before a worker needs it
+                    if key.data is forks:  # another one is ready before a worker needs it
                         selector.unregister(key.fileobj)
                         self._local.replace_forks()
                     elif not self._read(key.data):
                         selector.unregister(key.fileobj)
-                # Where this process itself was stopped for a while, silence means nothing.
+                # If this process itself was stopped for a while, silence means nothing.
                 now, before = time.monotonic(), looked
                 looked = now
                 if now - before < 2 * beat_s:
                     self._notice_silence(now)
 
     def _read(self, member: Member) -> bool:
-        """Read the records of a member."""
+        """Read the records of a member; return whether its connection still stands."""
         try:
             records = member.control.receive_all()
         except TransportError:
@@ -128,7 +131,7 @@ class Watch:
     def loss_of(
         self, member: Member, problem: PipelineError | None = None, note: str = ""
     ) -> WorkerLost:
-        """Make the error that says which worker is gone, and how, as far as that is known."""
+        """Make the error that names a lost worker, and says how it ended if that is known."""
         name = member.name
         own = name in self._local.processes
         how = self._local.ending(name) if own else self._keeper.ending(name)
@@ -140,7 +143,7 @@ class Watch:
         return error if member is None else self.loss_of(member, error)
 
     def stories(self) -> list[str]:
-        """See `Cluster.stories`; the text says so of a worker that does not answer within 2 s."""
+        """Ask every worker what it waits for, for 2 s; the text says who does not answer."""
         tell(self._members, {"type": "story"})
         deadline = Deadline(_STORY_TIMEOUT)
         told = []
@@ -170,7 +173,7 @@ class Watch:
         return [clock_of(member) for member in self._members]
 
     def wait_until_stopped(self, timeout: timedelta) -> None:
-        """Wait until no member computes any more, or the time has passed."""
+        """Wait until no member computes any more, at most for the timeout."""
         if self._thread is not None:  # else nobody reads what they answer
             self._all_stopped.wait(timeout.total_seconds())
 
@@ -187,6 +190,6 @@ class Watch:
                 self._thread.join()
 
     def close(self) -> None:
-        """Close the sockets that end the thread, after `end`."""
+        """Close the sockets that wake the thread, after `end`."""
         self._wake.close()
         self._woken.close()

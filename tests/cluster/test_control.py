@@ -63,11 +63,17 @@ def test_the_other_end_is_gone(pair):
 
 
 @pytest.mark.parametrize(
-    "junk", [b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\1\xc1", b"\0\0\0\1\1", b"\0\0\0\1\x80"]
+    ("junk", "words"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", "a record of 1195725856 bytes, where at most 4096"),
+        (b"\0\0\0\1\xc1", "a record that is no msgpack"),
+        (b"\0\0\0\1\1", "a record that is no map of named fields"),
+        (b"\0\0\0\1\x80", "a record of the unknown type None"),
+    ],
 )
-def test_strangers_are_noticed(pair, junk):
+def test_strangers_are_noticed(pair, junk, words):
     pair[0]._socket.sendall(junk)
-    with pytest.raises(TransportError, match="speaks another protocol"):
+    with pytest.raises(TransportError, match=f"left sent {words}.*same version"):
         pair[1].receive(soon())
 
 

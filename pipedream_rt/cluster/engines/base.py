@@ -1,4 +1,4 @@
-"""What an engine is to this package."""
+"""The protocols of engines: what the rest of the package knows of them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from pipedream_rt.deadline import Deadline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What a command line says of the nodes of a job, as torchrun's does.
+    """The options of a command line on the nodes of a job, as torchrun's.
 
     Attributes:
-        nodes: Number of nodes; None if it says nothing.
-        endpoint: ``HOST:PORT`` of the first node; empty if it says nothing.
+        nodes: Number of nodes; None if not given.
+        rank: Number of this node, 0-based; None if not given.
+        endpoint: ``HOST:PORT`` of the first node; empty if not given.
     """
 
     nodes: int | None = None
@@ -29,12 +30,13 @@ class Node:
     """One of the processes that an engine has started for a job.
 
     Attributes:
-        rank: Its number; that of the first, which runs the script, is 0. Where the engine gives no
-            numbers, that of all others is 1.
-        host: Name or numeric address of the machine of the first, as all machines know it.
-        port: Port at which the first listens.
-        name: How the names of its workers begin, its own in the job; ``node-RANK`` if empty. Stages
-            go to workers in the natural order of their names.
+        rank: 0 for the first, which runs the script. Where the engine gives no ranks, 1 for all
+            others.
+        size: Number of nodes.
+        host: Name or numeric address of the first node's machine, as all machines know it.
+        port: Port at which the first node listens.
+        name: Prefix of its workers' names, unique in the job; ``node-RANK`` if empty. Stages go to
+            workers in the natural order of their names.
     """
 
     rank: int
@@ -63,14 +65,14 @@ class Membership(Protocol):
     node: Node
 
     def secret(self, deadline: Deadline) -> Secret:
-        """Return the secret of the job, which all its processes get and nobody else."""
+        """Return the secret of the job, which its processes alone get."""
 
     def finish(self) -> None:
-        """Remove what the job has left; the first process calls it when the job is over."""
+        """Remove what the job has left behind; the first node calls it when the job is over."""
 
 
 class Keeper(Protocol):
-    """Whoever has started workers that are no children of the script, and starts them again."""
+    """Whoever starts the workers that are no children of the script, and starts them again."""
 
     def ending(self, name: str) -> str:
         """Say in words how a worker has ended, or what to do; empty if there is nothing to say."""
@@ -79,7 +81,7 @@ class Keeper(Protocol):
         """Say why workers have not come, and what to do."""
 
     def replace(self, names: Collection[str]) -> None:
-        """Start others in the place of workers, before the next generation."""
+        """Start others in place of these workers, before the next generation."""
 
 
 @runtime_checkable
@@ -90,7 +92,7 @@ class Supervisor(Keeper, Protocol):
         """Return the numeric address of this machine at which its workers reach the script."""
 
     def start(self, count: int, address: str, secret: Secret, deadline: Deadline) -> None:
-        """Place workers and start them; those that are there already are left."""
+        """Place and start workers; leave those that are there already."""
 
     def stop(self) -> None:
         """End all workers. Idempotent."""

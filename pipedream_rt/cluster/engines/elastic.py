@@ -1,7 +1,7 @@
-"""Nodes that are told where they stand as torchrun is: by options, or by ``PET_`` variables.
+"""Nodes that are told their rank as by torchrun: with options, or with ``PET_`` variables.
 
-Kubeflow's Trainer sets these variables, and so do the manifests for JobSet and the units of systemd
-in ``deploy/``. See https://docs.pytorch.org/docs/stable/elastic/run.html.
+Kubeflow's Trainer sets these variables, as do the manifests for JobSet and the units of systemd in
+``deploy/``. See https://docs.pytorch.org/docs/stable/elastic/run.html.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pipedream_rt.errors import ConfigError
 from pipedream_rt.schema import is_count
 
 _PORT = 29500
-"""torchrun's own default."""
+"""The default port of torchrun."""
 
 
 def found(environment: Mapping[str, str], asked: Asked) -> Elastic | None:
-    """Return the job that the options or the ``PET_`` variables describe; None if they do not."""
+    """Return the job that options or ``PET_`` variables describe; None if of no or one node."""
     nodes = _number(environment, "PET_NNODES", asked.nodes)
     if nodes is None or nodes == 1:
         return None
@@ -38,7 +38,7 @@ def found(environment: Mapping[str, str], asked: Asked) -> Elastic | None:
     host, port = parse_address(endpoint if ":" in endpoint else f"{endpoint}:{_PORT}")
     rank, name = _number(environment, "PET_NODE_RANK", asked.rank), ""
     if rank is None:
-        # As torchrun's own rendezvous: whoever has the address is the first.
+        # As in torchrun's own rendezvous, the node that has the address is the first.
         rank = 0 if is_here(host) else 1
         name = "" if rank == 0 else re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:80]
     elif rank >= nodes:
@@ -47,22 +47,22 @@ def found(environment: Mapping[str, str], asked: Asked) -> Elastic | None:
 
 
 class Elastic:
-    """A job whose nodes were told where they stand."""
+    """A job whose nodes were told their ranks, or the address of the first."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
         self.title = f"the job of {node.size} nodes at {joined(node.host, node.port)}"
 
     def secret(self, deadline: Deadline) -> Secret:
-        """See `Membership.secret`; the user gives it to all nodes."""
+        """The secret that the user gives to all nodes."""
         return secret_of_environment()
 
     def finish(self) -> None:
-        """See `Membership.finish`; nothing was left."""
+        """Nothing: the job leaves nothing behind."""
 
 
 def _number(environment: Mapping[str, str], name: str, asked: int | None) -> int | None:
-    """Return a number that an option or a variable gives; None if neither does."""
+    """Return the number of an option, else that of a variable; None if neither is given."""
     text = environment.get(name, "")
     if asked is not None or not text:
         return asked

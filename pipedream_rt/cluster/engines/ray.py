@@ -1,6 +1,6 @@
 """Workers that Ray places and restarts: ``Pipeline(..., workers="ray")``.
 
-A placement group has one bundle for each worker, and an actor in each. torch RPC is global to a
+A placement group has one bundle for each worker, with an actor in it. torch RPC is global to a
 process and a recovery kills processes, so an actor runs its worker in a child process. Ray is the
 supervisor: it restarts an actor whose process or node has died, and calls its one long method
 again. Messages do not pass through Ray.
@@ -33,11 +33,11 @@ _log = logging.getLogger(__name__)
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 _PATIENCE_S = 600.0
-"""Seconds for which a worker waits for the script to open its next group; Ray ends the actors of a
-script that is gone."""
+"""Seconds for which a worker waits for the script's next group. It may be long: Ray itself ends the
+actors of a script that is gone."""
 
 _LOOK = timedelta(seconds=2)
-"""For Ray to say what became of an actor."""
+"""For Ray to report how an actor has ended."""
 
 
 class RayWorkers:
@@ -82,15 +82,23 @@ class RayWorkers:
         self._lives: dict[str, Any] = {}  # what the long method of each will return, by name
 
     def host(self) -> str:
-        """See `Supervisor.host`."""
+        """Return the numeric address of this machine that the nodes of Ray reach."""
         ray = self.connected()
-        if ray.util.client.ray.is_connected():  # this process is in no node of the cluster
+        # A client is on no node of the cluster: what matters is its address towards the head.
+        if ray.util.client.ray.is_connected():
             head = ray.util.client.ray.get_context().client_worker._conn_str
             return address_towards(head.rpartition("/")[2])
         return str(ray.util.get_node_ip_address())
 
     def start(self, count: int, address: str, secret: Secret, deadline: Deadline) -> None:
-        """See `Supervisor.start`."""
+        """Reserve room for the workers once, and start those that do not run.
+
+        Args:
+            count: How many workers there are to be.
+            address: ``HOST:PORT`` at which they join the script.
+            secret: The secret of the job.
+            deadline: When to give up waiting for Ray to reserve it.
+        """
         self.connected()
         if self._group is None:
             self.place(count, deadline)
@@ -103,7 +111,7 @@ class RayWorkers:
             self._lives[name] = self._actors[name].serve.remote(address, name, secret.text)
 
     def ending(self, name: str) -> str:
-        """See `Supervisor.ending`."""
+        """Say in words how the actor of a worker has ended; empty while it has not."""
         if name not in self._lives or not self._has_ended(name):
             return ""
         errors = self._ray.exceptions
@@ -120,23 +128,23 @@ class RayWorkers:
         return f"exit code {code}; `ray logs` has what it said"
 
     def missing(self) -> str:
-        """See `Supervisor.missing`."""
+        """Say which actors have ended, and what Ray has, where workers have not come."""
         ended = {name: self.ending(name) for name in self._lives}
         said = [f"worker {name!r}: {why}" for name, why in ended.items() if why]
         return "; ".join([*said, f"Ray has {self._in_words()}", _ADD])
 
     def replace(self, names: Collection[str]) -> None:
-        """See `Supervisor.replace`; Ray starts an actor that is killed again, and its method."""
+        """Kill the actors of workers; Ray starts each again, with its method."""
         for name in names:
             if name in self._actors:
                 self._ray.kill(self._actors[name], no_restart=False)
 
     def stop(self) -> None:
-        """See `Supervisor.stop`."""
+        """End all actors and give back what was reserved. Idempotent."""
         actors, group = list(self._actors.values()), self._group
         self._actors, self._lives, self._group = {}, {}, None
         if not self._ray.is_initialized():
-            return  # whoever has ended Ray has ended them
+            return  # Ray ends its actors with it
         for actor in actors:
             self._ray.kill(actor)
         if group is not None:
@@ -147,8 +155,11 @@ class RayWorkers:
 
         Args:
             kind: Its class.
-            index: Number of the bundle.
-            name: Name of the actor, for `ending` and `replace`.
+            index: Number of the bundle, 0-based.
+            name: Name of the worker, for `ending` and `replace`.
+
+        Returns:
+            The handle of the actor.
         """
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         made = self._ray.remote(kind).options(
@@ -180,10 +191,14 @@ class RayWorkers:
         return self._ray
 
     def place(self, count: int, deadline: Deadline) -> None:
-        """Reserve what all workers need.
+        """Reserve what all workers need, in a placement group.
+
+        Args:
+            count: How many workers there are to be.
+            deadline: When to give up; an hour if it has none.
 
         Raises:
-            RendezvousTimeout: Ray has it not, or not in time.
+            RendezvousTimeout: Ray does not have it, or not in time.
         """
         bundles = [self._resources] * count
         group = self._ray.util.placement_group(bundles, strategy=self._strategy)
@@ -200,11 +215,11 @@ class RayWorkers:
             )
 
     def _has_ended(self, name: str) -> bool:
-        """Whether the long method of an actor has returned, or has failed for good."""
+        """Whether the long method of an actor has returned or failed for good; never blocks."""
         return bool(self._ray.wait([self._lives[name]], timeout=0)[0])
 
     def _in_words(self) -> str:
-        """Say which nodes there are, and what is free in all of them together."""
+        """Say which nodes Ray has, and what is free in all of them together."""
         alive = [node for node in self._ray.nodes() if node["Alive"]]
         kinds = self._resources
         nodes = ", ".join(
@@ -216,10 +231,11 @@ class RayWorkers:
 
 
 class _Worker:
-    """An actor; see `RayWorkers`."""
+    """The actor of one worker."""
 
     def serve(self, address: str, name: str, secret: str) -> int:
-        """Run a worker in a child process until it ends."""
+        """Run a worker in a child process until it ends; return its exit code."""
+        # The secret goes through standard input: others can read command lines.
         command = [sys.executable, "-m", "pipedream_rt.workers", address, "--name", name]
         command += ["--bind", interface_towards(address), "--persist", "--secret-stdin"]
         command += ["--timeout", str(_PATIENCE_S)]
@@ -237,7 +253,7 @@ _ADD = (
 
 
 def _import_ray() -> _ray:
-    """Import Ray, with the parts that it loads only when asked."""
+    """Import Ray, with the modules that ``import ray`` does not load."""
     try:
         import ray
         import ray.exceptions

@@ -1,8 +1,8 @@
-"""``pipedream-rt run --ray N SCRIPT``: N nodes of a job as actors of Ray, the script's own too.
+"""``pipedream-rt run --ray N SCRIPT``: the N nodes of a job are actors of Ray.
 
-The script runs in the first actor, so Ray starts it again as well when its node has died, perhaps
-on another one. The actors learn where the first is now from a small actor beside the command; each
-runs `pipedream-rt run` as on any node.
+The script runs in the first actor, so Ray starts the script again too when its node has died,
+perhaps on another one. The actors ask a small actor, the board, where the first is now; each runs
+`pipedream-rt run` as on any node.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from pipedream_rt.cluster.subprocesses import Pauses, dies_with_parent, shell_co
 from pipedream_rt.deadline import Deadline
 
 _LOOK_S = 2.0
-"""Seconds after which the command looks again whether the first node has ended."""
+"""Seconds between two looks: at the end of the first node, of a command, and at the board."""
 
 _END_S = 30.0
 """Seconds for the other nodes to end when the script has."""
 
 _PATIENCE_S = 3
-"""Seconds after which an actor asks again where the first node is."""
+"""Seconds for which a node tries one address before its actor asks the board again."""
 
 
 def run_on_ray(
@@ -52,6 +52,7 @@ def run_on_ray(
     try:
         actors = [engine.actor(_Node, rank, f"node-{rank}") for rank in range(nodes)]
         lives = [actor.serve.remote(board, rank, job) for rank, actor in enumerate(actors)]
+        # With a timeout, again and again: a blocking wait segfaults if Ray is torn down.
         while not (ended := ray.wait(lives[:1], timeout=_LOOK_S)[0]):
             pass
         code = int(ray.get(ended[0]))
@@ -72,17 +73,22 @@ class _Board:
         self._address = ""
 
     def put(self, address: str) -> None:
-        """Note the address."""
+        """Note the address of the first node, ``HOST:PORT``."""
         self._address = address
 
     def get(self) -> str:
-        """Return the address; empty if the first node has not come yet."""
+        """Return that address; empty if the first node has not come yet."""
         return self._address
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What every node of a job is told."""
+    """What every node of a job is told.
+
+    Attributes:
+        secret: The secret of the job, as an argument: Ray shows the environment of its actors.
+        folder: The folder of the command; a node runs there if it has one of that name.
+    """
 
     nodes: int
     options: Sequence[str]
@@ -92,10 +98,10 @@ class _Job:
 
 
 class _Node:
-    """An actor that runs one node of a job."""
+    """The actor of one node of a job."""
 
     def serve(self, board: Any, rank: int, job: _Job) -> int:
-        """Run the node until the script has ended for good."""
+        """Run the node until the script has ended for good; return its exit code."""
         import ray
 
         pauses = Pauses()
@@ -113,7 +119,7 @@ class _Node:
             began = time.monotonic()
             command = self._started(address, rank, job)
             while (code := _code_within(command, _LOOK_S)) is None:
-                # Another program may have taken the port of a first node that has moved.
+                # The first node may have moved, and another program may listen at its old port.
                 if rank and ray.get(board.get.remote()) != address:
                     command.kill()
             if is_final(code):
@@ -121,7 +127,7 @@ class _Node:
             threading.Event().wait(pauses.after("", time.monotonic() - began))
 
     def _started(self, address: str, rank: int, job: _Job) -> subprocess.Popen[bytes]:
-        """Start the command of a node, which takes the secret out of its environment."""
+        """Start the command of a node; it removes the secret from its environment."""
         words = [sys.executable, "-c", "from pipedream_rt.cli import main; main()", "run"]
         words += ["--nnodes", str(job.nodes), "--node-rank", str(rank)]
         words += ["--rdzv-endpoint", address, *job.options]

@@ -1,9 +1,9 @@
 """Tasks of a Slurm step: ``srun pipedream-rt run SCRIPT``.
 
-Task 0 runs the script. Where it is, is the first node of the step, unless ``MASTER_ADDR`` says
-something else; its port comes from the number of the job, unless ``MASTER_PORT`` does. The secret
-is a file of the user's alone in a folder that all nodes share; it is never on a command line, and
-Slurm does not see it. See https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES.
+Task 0 runs the script, on the first node of the step unless ``MASTER_ADDR`` names another; its port
+is derived from the numbers of job and step unless ``MASTER_PORT`` gives it. The secret is a file of
+the user's alone in a folder that all nodes share; it is never on a command line, and Slurm does not
+see it. See https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES.
 """
 
 from __future__ import annotations
@@ -25,23 +25,20 @@ from pipedream_rt.errors import ConfigError
 from pipedream_rt.schema import is_count
 
 _FOLDER = "PIPEDREAM_RT_JOB_FOLDER"
-"""The user sets it: a folder that all nodes share, for the folder of the job."""
+"""The user sets it: a folder that all nodes share, in which the folder of the job is made."""
 
 _LOWEST_PORT, _PORTS = 15_000, 15_000
-"""Below the ports that systems choose by themselves (32768 and more)."""
+"""The range of ports, below the ephemeral ones of Linux (32768 and more)."""
 
 _MADE_WITHIN = timedelta(minutes=2)
-"""For task 0 to make the file, which it does first of all, and for NFS to show it."""
+"""For task 0 to make the file, which it does first, and for NFS to show it."""
 
 _LOOK_S = 0.2
-"""Seconds between two looks for the file: a shared file system tells nobody that one was made."""
+"""Seconds between two looks for the file: a shared file system does not notify other nodes."""
 
 
 def found(environment: Mapping[str, str], asked: Asked) -> Slurm | None:
-    """Return the step of which this process is a task; None if it is none.
-
-    A batch script is no task of a step: there `run` starts workers on its own machine.
-    """
+    """Return the step that this process is a task of; None if of none, as a batch script."""
     if asked.nodes is not None or "SLURM_STEP_ID" not in environment:
         return None
     numbers = {}
@@ -58,6 +55,7 @@ def found(environment: Mapping[str, str], asked: Asked) -> Slurm | None:
     )
     if not host:
         raise ConfigError("SLURM_STEP_NODELIST is empty in a task of Slurm")
+    # Times 7, so that the first steps of a job do not share their ports with the next job.
     port = environment.get("MASTER_PORT") or str(_LOWEST_PORT + (job * 7 + step) % _PORTS)
     if not (is_count(port) and 0 < int(port) < 65536):
         raise ConfigError(f"MASTER_PORT must be the number of a port, not {port!r}")
@@ -68,7 +66,7 @@ def found(environment: Mapping[str, str], asked: Asked) -> Slurm | None:
 
 
 class Slurm:
-    """A step of a job of Slurm."""
+    """A step of a Slurm job; its folder is on a file system that all nodes share."""
 
     def __init__(self, name: str, node: Node, folder: Path) -> None:
         self.title = f"Slurm job {name}"
@@ -76,7 +74,7 @@ class Slurm:
         self._folder = folder
 
     def secret(self, deadline: Deadline) -> Secret:
-        """See `Membership.secret`; task 0 makes it, unless the environment has one."""
+        """Return the secret of the environment, or of the file, which task 0 makes."""
         given = read_secret(None)
         if given is not None:
             return given
@@ -93,11 +91,11 @@ class Slurm:
                 )
             pause.wait(_LOOK_S)
             with suppress(OSError):
-                os.listdir(self._folder)  # has NFS look again
+                os.listdir(self._folder)  # makes NFS look again
         return secret_of_file(place, private=True)
 
     def _make(self, place: Path) -> None:
-        """Make the file, unless an earlier life of task 0 has made it."""
+        """Make the file with the secret, unless an earlier life of task 0 has."""
         part = place.with_name(f"secret-{secrets.token_hex(8)}.part")
         try:
             self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -108,7 +106,7 @@ class Slurm:
                 stream.write(Secret.generated().text)
             try:
                 with suppress(FileExistsError):
-                    os.link(part, place)  # whole, or not at all
+                    os.link(part, place)  # atomic: the other tasks see the whole file or none
             finally:
                 part.unlink()
         except OSError as error:
@@ -118,7 +116,7 @@ class Slurm:
             ) from error
 
     def _is_there(self, place: Path) -> bool:
-        """Whether the file is there."""
+        """Whether the file is there, in a folder that is this user's alone."""
         try:
             check_private(self._folder, self._folder.lstat())
             return place.exists()
@@ -139,7 +137,7 @@ class Slurm:
 
 
 def expanded(text: str) -> Iterator[str]:
-    """Yield the hosts of a list as Slurm writes it, as ``n[1-3,07],login``."""
+    """Yield the hosts of a list in Slurm's form, as ``n[1-3,07],login``."""
     parts = re.findall(r"(?:[^,\[\]]|\[[0-9,-]+\])+", text)
     if ",".join(parts) != text:
         raise ConfigError(f"{text!r} is no list of hosts of Slurm")
