@@ -1,6 +1,6 @@
 """Codecs: what crosses the edge between two stages in fewer bytes.
 
-A `GraphCodec` belongs to the model: autograd derives through it. A `ByteCodec` belongs to the way,
+A `GraphCodec` belongs to the model: autograd derives through it. A `ByteCodec` belongs to the edge,
 outside of autograd, and may feed back what it has lost.
 """
 

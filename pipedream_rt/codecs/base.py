@@ -5,11 +5,11 @@
     GraphCodec   encode ──► a tensor ──► decode      autograd derives through both, so that the
                                                      gradient crosses in the coded form too; also
                                                      in evaluation and inference
-    ByteCodec    pack ──► some tensors ──► unpack    autograd sees nothing of it; of values and of
+    ByteCodec    pack ──► some tensors ──► unpack    autograd does not see it; for values and for
                                                      gradients, in training alone
 
-A codec is one object for all edges that it is given to, and keeps nothing: it is pickled for both
-ends of an edge. What feedback keeps of an edge stands with the stage that sends.
+A codec is one object for all of its edges and has no state: each end of an edge has a pickled copy.
+The residue of error feedback is kept by the stage that sends.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Codec:
     """What both kinds have.
 
     Attributes:
-        direction: Which way it is for.
+        direction: What it codes: values (``"forward"``), gradients (``"backward"``) or ``"both"``.
     """
 
     direction: Direction = "both"
@@ -51,9 +51,9 @@ class Codec:
 class GraphCodec(Codec):
     """A codec that autograd derives through.
 
-    It is a part of what the model computes: evaluation and inference have it too. Only
-    tensors that it `takes` are coded. With a direction of one way alone it stays outside of the
-    graph, and the other way crosses as it is: the derivative is that of the identity.
+    It is a part of what the model computes: evaluation and inference have it too. Only tensors that
+    it `takes` are coded. With the direction ``"forward"`` or ``"backward"`` it stays outside of the
+    graph: the other way crosses as it is, and the derivative is that of the identity.
     """
 
     def encode(self, tensor: Tensor) -> Tensor:
@@ -72,13 +72,13 @@ class GraphCodec(Codec):
 
 
 class ByteCodec(Codec):
-    """A codec outside of autograd: the bytes of tensors that ask for a gradient, and of gradients.
+    """A codec outside of autograd, of values that require a gradient and of gradients.
 
     Attributes:
         feedback: Whether what packing has lost is added to the next tensor of the same edge,
             direction and shape, before that is packed (error feedback: Seide et al. 2014,
             https://www.microsoft.com/en-us/research/publication/1-bit-stochastic-gradient-descent-and-application-to-data-parallel-distributed-training-of-speech-dnns/).
-            The sender then unpacks too, and keeps a tensor of that shape.
+            The sender then unpacks too, and keeps the residue, a tensor of that shape.
     """
 
     feedback: bool = False
@@ -99,17 +99,16 @@ class ByteCodec(Codec):
 
 
 class OutsideGraph(ByteCodec):
-    """A codec of the graph that is used one way alone, and so outside of it.
+    """A `GraphCodec` for one direction alone, and so outside of the graph.
 
     Args:
-        codec: The codec.
+        codec: The codec, whose direction is not ``"both"``.
     """
 
     def __init__(self, codec: GraphCodec) -> None:
         self.codec, self.direction = codec, codec.direction
 
     def __repr__(self) -> str:
-        """Return that of the codec."""
         return repr(self.codec)
 
     def takes(self, tensor: Tensor) -> bool:
@@ -126,17 +125,16 @@ class OutsideGraph(ByteCodec):
 
 
 def require_direction(direction: object) -> None:
-    """Refuse what is no direction."""
     if direction not in _DIRECTIONS:
         names = ", ".join(map(repr, _DIRECTIONS))
         raise ConfigError(f"the direction of a codec is one of {names}, not {direction!r}")
 
 
 class Sizes:
-    """What a codec has made of the values, or gradients, of an edge.
+    """What a codec saves on one edge, in one direction.
 
     Attributes:
-        counts: The number of micro-batches, and their bytes before and after.
+        counts: The number of micro-batches, their bytes before coding, and their bytes after.
     """
 
     __slots__ = ("counts",)
@@ -160,7 +158,7 @@ def require_flag(name: str, value: object) -> None:
 def require_same(
     found: object, shape: torch.Size, dtype: torch.dtype, codec: Codec, where: str
 ) -> Tensor:
-    """Return what a codec has made in the place of a tensor."""
+    """Return what a codec has decoded, if it has the shape and dtype of the original."""
     if isinstance(found, Tensor) and found.shape == shape and found.dtype == dtype:
         return found
     was = f"{str(dtype).removeprefix('torch.')} of shape {tuple(shape)}"
@@ -176,7 +174,7 @@ def require_same(
 
 
 def require_parts(found: object, codec: Codec, where: str) -> tuple[Tensor, ...]:
-    """Return what a codec has packed."""
+    """Return what a codec has packed, if it is a tuple of tensors that can be sent."""
     if isinstance(found, tuple) and all(map(_can_cross, found)):
         return found
     kinds = ", ".join(map(_kind_of, found)) if isinstance(found, tuple) else _kind_of(found)
@@ -187,20 +185,20 @@ def require_parts(found: object, codec: Codec, where: str) -> tuple[Tensor, ...]
 
 
 def _can_cross(part: object) -> bool:
-    """Whether a part of what was packed is a tensor that can be sent."""
+    """Whether a part can be sent: it is a dense tensor with values."""
     dense = isinstance(part, Tensor) and part.layout is torch.strided
     return dense and not part.is_quantized and not part.is_meta  # type: ignore[attr-defined]
 
 
 def _kind_of(part: object) -> str:
-    """Return what a part is, for people."""
+    """Describe a part in an error message."""
     if not isinstance(part, Tensor):
         return type(part).__name__
     return f"a tensor of {part.dtype}, {part.layout}, on {part.device}"
 
 
 def require_floating(found: object, codec: Codec, where: str) -> Tensor:
-    """Return what a codec has encoded."""
+    """Return what a codec has encoded, if it is a tensor that can require a gradient."""
     if isinstance(found, Tensor) and found.is_floating_point() and _can_cross(found):
         return found
     raise ConfigError(
@@ -211,9 +209,10 @@ def require_floating(found: object, codec: Codec, where: str) -> Tensor:
 
 @contextmanager
 def naming(codec: Codec, where: str) -> Iterator[None]:
-    """Say of an error of a codec, in the body, which one it was and where."""
+    """Add the codec and the edge to an error that the codec raises in the body."""
     try:
         yield
+    # Recomputation of a checkpoint ends early by raising RecomputationEnds, through the codec too.
     except (PipelineError, RecomputationEnds):
         raise
     except Exception as error:  # a foreign codec may raise anything
@@ -226,7 +225,7 @@ PROBES = ((4, 32), (2, 3, 64))
 
 
 def try_out(codec: Codec, where: str) -> None:
-    """Try a codec on tensors of zeros, so that what cannot work is refused before a run."""
+    """Refuse a codec before a run if it cannot code and decode small tensors of float32."""
     for shape in PROBES:
         probe = torch.linspace(-1, 1, math.prod(shape), device="cpu").reshape(shape)
         try:
@@ -244,7 +243,7 @@ def try_out(codec: Codec, where: str) -> None:
 
 
 def _there_and_back(codec: Codec, probe: Tensor, where: str) -> object:
-    """Return what a codec makes of a tensor."""
+    """Code a tensor and decode it again, as the two ends of an edge do."""
     if isinstance(codec, ByteCodec):
         with torch.no_grad():
             parts = require_parts(codec.pack(probe), codec, where)

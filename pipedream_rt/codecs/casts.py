@@ -13,17 +13,16 @@ from pipedream_rt.codecs.base import Direction, GraphCodec, require_direction
 
 @dataclass(frozen=True)
 class _Cast(GraphCodec):
-    """A cast, and back."""
+    """A cast on the sender, and one back on the receiver."""
 
     direction: Direction = "both"
     to: ClassVar[torch.dtype]
 
     def __post_init__(self) -> None:
-        """Check the direction."""
         require_direction(self.direction)
 
     def takes(self, tensor: Tensor) -> bool:
-        """Take what has a longer dtype."""
+        # A tensor that is already as short would lose range or precision and save no bytes.
         longer = tensor.is_floating_point() and tensor.dtype.itemsize > self.to.itemsize
         return longer and tensor.dim() >= 2
 
@@ -31,13 +30,15 @@ class _Cast(GraphCodec):
         return tensor.to(self.to)
 
     def decode(self, coded: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Cast back."""
         return coded.to(dtype)
 
 
 @dataclass(frozen=True)
 class BFloat16(_Cast):
-    """Values and gradients cross in bfloat16: half of the bytes of float32, with its range."""
+    """Values and gradients cross in bfloat16: half of the bytes of float32, with its range.
+
+    ``direction`` is which way it is for, see `Codec`.
+    """
 
     to = torch.bfloat16
 
@@ -46,8 +47,8 @@ class BFloat16(_Cast):
 class Float16(_Cast):
     """Values and gradients cross in float16: half of the bytes of float32.
 
-    What is above 65,504 becomes infinite, so it goes with scaled losses (`LossScale`) or with
-    gradients of a known size.
+    A number above 65,504 becomes infinite, so use it with a scaled loss (`LossScale`), or where the
+    size of the gradients is known. ``direction`` is which way it is for, see `Codec`.
     """
 
     to = torch.float16

@@ -12,20 +12,20 @@ from pipedream_rt.errors import ConfigError
 
 
 class Projection(GraphCodec):
-    """The last dimension crosses with fewer columns: ``x B`` of them, and ``(x B) Bᵀ`` behind.
+    """The last dimension crosses with fewer columns: ``x B`` is sent, ``(x B) Bᵀ`` arrives.
 
-    The basis B is fixed. It is a part of the model: what leaves the space that B spans is lost, in
-    evaluation too, so the stages learn within that space. For a basis that is learned, see
+    The basis B is fixed and a part of the model: what lies outside of the space that B spans is
+    lost, in evaluation too, so the stages learn within that space. For a basis that is learned, see
     `learned_projection`.
 
     Args:
         columns: The number of columns of the values; tensors with another number cross as they are.
         rank: The number of columns that cross.
-        basis: The basis, (columns, rank), as of a principal component analysis of the values. None
-            for random orthonormal columns.
-        seed: The seed of these.
-        dtype: The dtype in which they cross; None for that of the values.
-        direction: Which way it is for.
+        basis: The basis, of shape (columns, rank), as from a principal component analysis of the
+            values. None for random orthonormal columns.
+        seed: The seed of the random columns.
+        dtype: The dtype in which the columns cross; None for that of the values.
+        direction: Which way it is for, see `Codec`.
 
     Raises:
         ConfigError: A number makes no sense, or the basis has another shape.
@@ -69,22 +69,23 @@ class Projection(GraphCodec):
         return f"Projection({self.columns}, {self.rank}, basis={digest}{dtype}{one_way})"
 
     def takes(self, tensor: Tensor) -> bool:
-        """Take what has so many columns."""
+        """Take tensors whose last dimension has ``columns`` elements."""
         return super().takes(tensor) and tensor.shape[-1] == self.columns
 
     def encode(self, tensor: Tensor) -> Tensor:
-        """Return the columns that cross."""
+        """Return ``x B``."""
         coded: Tensor = tensor @ self.basis.to(tensor.device, tensor.dtype)
         return coded if self.dtype is None else coded.to(self.dtype)
 
     def decode(self, coded: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return all columns."""
+        """Return ``(x B) Bᵀ``."""
         found: Tensor = coded.to(dtype) @ self.basis.to(coded.device, dtype).T
         return found
 
 
 def orthonormal(columns: int, rank: int, seed: int = 0) -> Tensor:
-    """Return random orthonormal columns, (columns, rank), in float32."""
+    """Return a random basis of shape (columns, rank) with orthonormal columns, in float32."""
+    # A generator of its own: the random numbers of the script must not depend on codecs.
     generator = torch.Generator().manual_seed(seed)
     random = torch.randn(columns, rank, dtype=torch.float64, generator=generator, device="cpu")
     basis: Tensor = torch.linalg.qr(random).Q

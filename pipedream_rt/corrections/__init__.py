@@ -1,6 +1,6 @@
 """Corrections for staleness: what a stage may do about gradients that are older than its weights.
 
-They are given to ``Pipeline(corrections=[...])``, and applied in that order.
+They are given to ``Pipeline(corrections=[...])`` and applied in that order.
 """
 
 from pipedream_rt.corrections.base import Correction, Moment

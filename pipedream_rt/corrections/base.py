@@ -9,9 +9,9 @@ changes what it is given in place; a class overrides those that it needs::
     before_step      the options of the optimizer: rates, momentum
     after_step       the weights that the optimizer has made
 
-A hook is told numbers alone (`Moment`), never a clock, so that a run with corrections gives the
-same bits whatever the timing. What a correction remembers, it keeps in ``self.state``: that goes
-into checkpoints, and comes back after the death of a worker.
+A hook gets numbers alone (`Moment`), never a clock, so that a run with corrections gives the same
+bits whatever the timing. A correction keeps what it remembers in ``self.state``, which goes into
+checkpoints and is restored after a worker is lost.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 from pipedream_rt.errors import ConfigError
 
 Named: TypeAlias = dict[str, Tensor]
-"""Tensors of the shapes of parameters, by the names of the parameters in the unsplit model."""
+"""Tensors by the names of parameters in the unsplit model, each of the shape of its parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +39,10 @@ class Moment:
         stage: Index of the stage, 0-based.
         num_stages: The number of stages.
         micro_batches: The number of micro-batches per update, k.
-        update: Number of the update that the gradient is a part of, 0-based. It is applied to
-            version ``update`` of the weights and makes version ``update + 1``.
-        read: The weight version that the gradient is, or will be, computed on. For a step: the mean
-            of those that the micro-batches of the update have read.
+        update: Number of the update that the gradient is a part of, 0-based. The update is applied
+            to version ``update`` of the weights and makes version ``update + 1``.
+        read: The weight version that the gradient is, or will be, computed on. In the hooks of a
+            step: the mean of the versions that the micro-batches of the update have read.
     """
 
     stage: int
@@ -53,18 +53,18 @@ class Moment:
 
     @property
     def staleness(self) -> float:
-        """The number of updates between the version that is read and the one that is stepped on.
+        """The number of updates from the version that is read to the one that is updated.
 
-        For a step that is the mean over the micro-batches of the update: with ``async-1f1b`` and as
-        many micro-batches per update as stages, it is below 1 everywhere.
+        In the hooks of a step it is the mean over the micro-batches of the update: with
+        ``async-1f1b`` and as many micro-batches per update as stages, it is below 1 everywhere.
         """
         return self.update - self.read
 
 
 class Correction:
-    """The base of corrections, of which each stage has an instance of its own.
+    """The base of corrections; each stage has an instance of its own.
 
-    A user may write one, as this, which makes smaller steps where gradients are stale::
+    A user may write one. This one makes smaller steps where gradients are stale::
 
         class Damped(Correction):
             def before_step(self, at, optimizer):
@@ -77,14 +77,13 @@ class Correction:
     Attributes:
         parameters: The parameters of the stage that the corrections are for, by name; set before
             the first hook.
-        copies: The memory that ``state`` takes on a stage, in copies of its weights, once the stage
+        copies: The memory of ``state`` on a stage, in copies of the stage's weights, once the stage
             has made some updates.
-        copies_per_version: The memory that the weights of `before_forward` take, in copies for each
-            version that a stage keeps.
-        passes: The time of the correction in an update, as a number of times that all weights, or
-            as much other memory, are read or written: its time in the simulator
-            (`Costs.corrected`). Those of this package are measured, so that memory that must be
-            newly found counts too.
+        copies_per_version: The memory of the weights of `before_forward`, in copies of the stage's
+            weights for each version that the stage keeps.
+        passes: The time that the correction adds to an update, in passes: one pass reads or writes
+            as many bytes as the stage's weights have. The simulator uses it (`Costs.corrected`).
+            The figures of this package are measured, so they include the allocation of memory.
         state: What the correction remembers, by name of a parameter, then by a name of its own:
             tensors and numbers.
     """
@@ -100,7 +99,7 @@ class Correction:
 
         Args:
             optimizer: The class of the optimizer.
-            group: The options of a parameter group that were given.
+            group: The options of a parameter group, as the user gave them: without defaults.
 
         Raises:
             ConfigError: The correction is not for it.
@@ -109,9 +108,9 @@ class Correction:
     def before_forward(self, at: Moment, weights: Named, optimizer: torch.optim.Optimizer) -> None:
         """Change the weights that micro-batches will read in the place of a version.
 
-        It is called when the step that makes the version is done, once for each staleness above 0
-        with which the version will be read. The backward of such a micro-batch uses the changed
-        weights too, and the optimizer never sees them.
+        It is called after the step that makes the version, once for each staleness above 0 with
+        which the version will be read. The backward of such a micro-batch uses the changed weights
+        too. The optimizer never sees them.
 
         Args:
             at: The moment; ``at.read`` is the version, ``at.update`` the update that the gradient
@@ -119,7 +118,7 @@ class Correction:
             weights: Copies of the weights of the version, to be changed in place.
             optimizer: The optimizer after the step, with the options that the step had. Its
                 parameters have the values of the version. ``optimizer.state[parameter]`` is empty
-                for parameters without a gradient so far.
+                for a parameter that has had no gradient so far.
         """
 
     def after_backward(self, at: Moment, gradients: Named, read: Named, newest: Named) -> None:
@@ -129,14 +128,14 @@ class Correction:
 
         Args:
             at: The moment.
-            gradients: The gradients, to be changed in place; without parameters that have none.
-                They are those of the loss times the micro-batch's share of the mini-batch.
+            gradients: The gradients, to be changed in place, of the loss times the micro-batch's
+                share of the mini-batch. Parameters without a gradient are left out.
             read: The weights on which they were computed.
             newest: The weights to which the update will be applied.
         """
 
     def before_step(self, at: Moment, optimizer: torch.optim.Optimizer) -> None:
-        """Change options in ``optimizer.param_groups`` for one step; after it they are as before.
+        """Change options in ``optimizer.param_groups`` for one step, after which they are restored.
 
         Args:
             at: The moment.
@@ -154,13 +153,12 @@ class Correction:
 
 
 HOOKS = ("before_forward", "after_backward", "before_step", "after_step")
-"""The names of the hooks."""
 
 
 def require_number(name: str, value: object, least: float, below: float = math.inf) -> None:
-    """Refuse an attribute that is no number in a range."""
+    """Refuse an attribute that is not a number from ``least`` to less than ``below``."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not least <= value < below:  # type: ignore[operator]  # NaN is neither
+    if not is_number or not least <= value < below:  # type: ignore[operator]  # NaN fails both
         most = "" if below == math.inf else f", and less than {below:g}"
         raise ConfigError(f"{name} must be a number of at least {least:g}{most}, not {value!r}")
 
@@ -168,6 +166,8 @@ def require_number(name: str, value: object, least: float, below: float = math.i
 def refuse_nonsense(correction: Correction) -> None:
     """Refuse a correction that would do nothing, or whose hooks would not be called."""
     name, known = type(correction).__name__, ", ".join(HOOKS)
+    # Hooks are looked up on the class (`overrides`), so one on the object would never be called;
+    # nor would a misspelt one.
     for found in {*dir(type(correction)), *vars(correction)}:
         on_object = found in HOOKS and found in vars(correction)
         if on_object or (found.startswith(("before_", "after_")) and found not in HOOKS):
@@ -177,6 +177,7 @@ def refuse_nonsense(correction: Correction) -> None:
             )
     if not any(overrides(correction, hook) for hook in HOOKS):
         raise ConfigError(f"{name} corrects nothing: it has none of the hooks {known}")
+    # The stage sets both attributes later, where a frozen dataclass would fail.
     try:
         probe = copy.copy(correction)
         probe.state, probe.parameters = {}, {}
@@ -188,5 +189,5 @@ def refuse_nonsense(correction: Correction) -> None:
 
 
 def overrides(correction: Correction, hook: str) -> bool:
-    """Whether a correction has a hook of its own."""
+    """Whether the class of a correction has its own method for a hook."""
     return getattr(type(correction), hook) is not getattr(Correction, hook)

@@ -13,12 +13,12 @@ from pipedream_rt.errors import ConfigError
 
 @dataclass(eq=False)
 class DelayCompensation(Correction):
-    """A gradient with a guess at how it would have changed with the weights since.
+    """A stale gradient, corrected by an estimate of how it has changed with the weights.
 
-    The gradient g becomes ``g + strength * g * g * (w_now - w_then)``, element by element, with the
-    weights that it will be applied to and those that it was computed on: ``g * g`` stands for the
-    diagonal of the Hessian. With k micro-batches per update, g is a k-th of the gradient of its
-    micro-batch, and the term is multiplied by k.
+    The gradient g becomes ``g + strength * g * g * (w_now - w_then)``, element by element. It was
+    computed on the weights w_then and will be applied to w_now; ``g * g`` stands for the diagonal
+    of the Hessian. With k micro-batches per update, g is a k-th of the gradient of its micro-batch,
+    so the term is multiplied by k.
 
     If it is adaptive, the strength of an element is ``strength / sqrt(s + 1e-7)`` with the moving
     average ``s = decay * s + (1 - decay) * g * g``.
@@ -28,7 +28,7 @@ class DelayCompensation(Correction):
 
     Attributes:
         strength: The factor lambda.
-        adaptive: Whether it adapts (DC-ASGD-a).
+        adaptive: Whether the strength adapts to each element (DC-ASGD-a).
         decay: The decay m of the moving average.
 
     Raises:
@@ -40,7 +40,6 @@ class DelayCompensation(Correction):
     decay: float = 0.95
 
     def __post_init__(self) -> None:
-        """Check the numbers, and say what it takes."""
         require_number("strength", self.strength, 0.0)
         require_number("decay", self.decay, 0.0, below=1.0)
         self.copies = 1.0 if self.adaptive else 0.0
@@ -63,18 +62,19 @@ class DelayCompensation(Correction):
                 else:
                     state["square"] = squared * (1 - self.decay)
                 guess = guess / (state["square"] + 1e-7).sqrt()
+            # g * g is a k²-th of its value for the micro-batch, and g must stay a k-th: so times k.
             gradient.add_(guess, alpha=self.strength * at.micro_batches)
 
 
 @dataclass(eq=False)
 class ErrorFeedback(Correction):
-    """An update that takes back what the stale one before it got wrong.
+    """An update that also takes back the error of the stale update before it.
 
-    With u(t), all that the optimizer adds to the weights in a step, the rate and the decay of
-    weights included, the weights become ``w + u(t) + c (u(t) - u(t-1))``, where
+    u(t) is all that the optimizer adds to the weights in a step, with the learning rate and the
+    weight decay in it. The weights become ``w + u(t) + c (u(t) - u(t-1))``, where
     ``c = min(staleness, limit)``. With a staleness of 1 that is the paper's
-    ``w(t+1) = w(t) + 2 u(g(t-1)) - u(g(t-2))``; with a larger one, a damped form of it. The first
-    update is left as it is.
+    ``w(t+1) = w(t) + 2 u(g(t-1)) - u(g(t-2))``; with a larger one it is a damped form of it. The
+    first update is left as it is.
 
     Source: One-step delay is not a barrier (arXiv 2606.30634, ICML 2026), error feedback.
 
@@ -90,7 +90,6 @@ class ErrorFeedback(Correction):
     passes = 8.0
 
     def __post_init__(self) -> None:
-        """Check the number."""
         if self.limit != math.inf:
             require_number("limit", self.limit, 0.0)
 
@@ -100,6 +99,6 @@ class ErrorFeedback(Correction):
         for name, weight in weights.items():
             state = self.state.setdefault(name, {})
             update, last = weight - before[name], state.get("update")
-            if factor and last is not None:
+            if factor and last is not None:  # out=last, since its old value is not needed again
                 weight.add_(torch.sub(update, last, out=last), alpha=factor)
             state["update"] = update

@@ -1,4 +1,4 @@
-"""Reading weights as they will be when the gradient is applied: weight prediction."""
+"""Weight prediction: forwards read the weights as they will be when the gradient is applied."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from pipedream_rt.errors import ConfigError
 class WeightPrediction(Correction):
     """Forwards that read ``w - strength * tau * lr * d`` in the place of a stale version w.
 
-    tau is the number of updates that will be made before the gradient is applied, and d the step
-    that the optimizer would make if no gradient came, by its own rule:
+    tau is the number of updates that will be made before the gradient is applied. d is the step
+    that the optimizer would make with a gradient of zero, by its own rule:
 
     - `torch.optim.SGD` with momentum: d = v, the momentum buffer;
     - `torch.optim.Adam`: d = m^ / (sqrt(v^) + eps), with the moments corrected for their bias;
     - `torch.optim.AdamW`: the same, plus weight_decay * w;
     - `torch.optim.NAdam`: the same with m^ = m / (1 - mu_1 mu_2 ... mu_t);
-    - an optimizer with a method ``expected_step(parameter, group)``, as those of this project: what
-      it returns, which has the rate in it.
+    - an optimizer with a method ``expected_step(parameter, group)``, as those of this project have:
+      what it returns is ``lr * d``.
 
-    The backward uses the predicted weights too. Predicted weights take the memory of one more copy
-    for each version that micro-batches read or will read.
+    The backward uses the predicted weights too. They take the memory of one more copy for each
+    version that micro-batches read or will read.
 
     Sources: Chen et al., Efficient and Robust Parallel DNN Training through Model Parallelism on
     Multi-GPU Platform (SpecTrain, 2018), equation 3 (momentum); Guan et al., XPipe (2019), equation
@@ -46,7 +46,6 @@ class WeightPrediction(Correction):
     passes = 31.0  # with AdamW
 
     def __post_init__(self) -> None:
-        """Check the number."""
         require_number("strength", self.strength, 0.0)
 
     def require_fit(self, optimizer: type, group: Mapping[str, Any]) -> None:
@@ -72,13 +71,13 @@ class WeightPrediction(Correction):
 class Extrapolation(Correction):
     """Forwards that read ``w + strength * tau * v`` in the place of a stale version w.
 
-    v is the velocity, a moving average of updates: with u, all that a step has added to the
-    weights, ``v = decay * v + (1 - decay) * u``, and v = u after the first step. It stands for each
-    of the tau updates that will be made before the gradient is applied, so this is
-    `WeightPrediction` without a rule for the optimizer.
+    v is the velocity, a moving average of updates: ``v = decay * v + (1 - decay) * u``, where u is
+    all that a step has added to the weights, and v = u after the first step. v stands for each of
+    the tau updates that will be made before the gradient is applied. So this is `WeightPrediction`
+    without a rule for the optimizer.
 
     Source: Yang et al., PipeMare (MLSys 2021), technique T2, section 3.2; here the forward uses the
-    weights too.
+    extrapolated weights too.
 
     Attributes:
         strength: A factor for the distance.
@@ -95,7 +94,6 @@ class Extrapolation(Correction):
     passes = 15.0
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         require_number("strength", self.strength, 0.0)
         require_number("decay", self.decay, 0.0, below=1.0)
 
@@ -118,7 +116,7 @@ class Extrapolation(Correction):
 def expected_step(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor
 ) -> Tensor:
-    """Return what the next step of an optimizer would take off a parameter if no gradient came."""
+    """Return what the next step would subtract from a parameter if its gradient were zero."""
     own: Any = getattr(optimizer, "expected_step", None)
     step: Tensor
     if own is not None:
@@ -132,13 +130,14 @@ def expected_step(
         return step
     if isinstance(optimizer, torch.optim.NAdam):
         decays = group["decoupled_weight_decay"]
+        # The bias of NAdam's first moment is the product of its momenta, not a power of beta1.
         return step_of_moments(group, state, parameter, decays, state["mu_product"])
     decays = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
     return step_of_moments(group, state, parameter, decays)  # AdamW is an Adam too
 
 
 def _require_rule(optimizer: type, group: Mapping[str, Any]) -> None:
-    """Refuse a class of optimizers whose next step cannot be told."""
+    """Refuse a class of optimizers whose next step cannot be predicted."""
     moments = issubclass(optimizer, torch.optim.Adam | torch.optim.NAdam)
     if hasattr(optimizer, "expected_step") or moments:
         return
@@ -157,11 +156,15 @@ def step_of_moments(
     decays: bool,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Return lr * (m^ / (sqrt(v^) + eps)), with the decoupled decay of weights if it decays."""
+    """Return lr * (m^ / (sqrt(v^) + eps)), plus lr * weight_decay * w if weight decay is decoupled.
+
+    ``bias`` is the factor by which the first moment is too small: m^ = m / (1 - bias). None is for
+    beta1 to the number of steps.
+    """
     betas, number = group["betas"], float(state["step"])
     lacks = betas[0] ** number if bias is None else float(bias)
     first, second = state["exp_avg"], state.get("max_exp_avg_sq", state["exp_avg_sq"])
-    if parameter.is_complex():  # whose parts have moments of their own
+    if parameter.is_complex():  # Adam treats real and imaginary parts as separate numbers
         first, second = torch.view_as_real(first), torch.view_as_real(second)
     scale = (second / (1 - betas[1] ** number)).sqrt() + group["eps"]
     direction = first / (1 - lacks) / scale

@@ -1,4 +1,4 @@
-"""Corrections that change options of the optimizer for a step, by its staleness."""
+"""Corrections that change the optimizer's options for one step, by the staleness of the step."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pipedream_rt.corrections.base import Correction, Moment, require_number
 
 @dataclass(eq=False)
 class StalenessRate(Correction):
-    """A learning rate that is divided by the staleness at first, and by nothing in the end.
+    """A learning rate that is divided by the staleness at first; the division fades out.
 
-    With the staleness tau of a step and its number k, the rate is divided by ``tau ** p``, where
-    ``p = 1 - min(k / updates, 1)``. Stages with fresh gradients keep the rate.
+    In step k, with the staleness tau, the rate is divided by ``tau ** p``, where
+    ``p = 1 - min(k / updates, 1)``. A staleness of 1 or less leaves the rate as it is.
 
     Source: Yang et al., PipeMare: Asynchronous Pipeline Parallel DNN Training (MLSys 2021),
     technique T1, section 3.1.
@@ -23,13 +23,12 @@ class StalenessRate(Correction):
         updates: The number of updates over which the division fades out, K.
 
     Raises:
-        ConfigError: It is no positive number.
+        ConfigError: It is less than 1, or no number.
     """
 
     updates: int
 
     def __post_init__(self) -> None:
-        """Check the number."""
         require_number("updates", self.updates, 1)
 
     def before_step(self, at: Moment, optimizer: torch.optim.Optimizer) -> None:
@@ -42,10 +41,10 @@ class StalenessRate(Correction):
 
 @dataclass(eq=False)
 class StalenessDamping(Correction):
-    """A learning rate that is the lower, the staler the gradients of a step are.
+    """A learning rate that falls with the staleness of a step.
 
     With the staleness tau of a step, the rate is divided by ``(1 + tau) ** power``. The last stage,
-    whose gradients are fresh, keeps the rate, so it may be that of synchronous training.
+    whose gradients are fresh, keeps the rate. So the rate may be that of synchronous training.
 
     Source: Zhang et al., Staleness-aware Async-SGD for Distributed Deep Learning (IJCAI 2016),
     which divides by the staleness itself.
@@ -60,7 +59,6 @@ class StalenessDamping(Correction):
     power: float = 0.5
 
     def __post_init__(self) -> None:
-        """Check the number."""
         require_number("power", self.power, 0.0)
 
     def before_step(self, at: Moment, optimizer: torch.optim.Optimizer) -> None:
@@ -72,7 +70,7 @@ class StalenessDamping(Correction):
 
 @dataclass(eq=False)
 class StalenessMomentum(Correction):
-    """A momentum that is the higher, the staler the gradients of a step are.
+    """A momentum that rises with the staleness of a step.
 
     The first of ``betas``, and ``momentum`` unless it is 0, becomes ``b + tau (top - b) / n`` with
     the staleness tau and n stages, and at most ``top``.
@@ -81,7 +79,7 @@ class StalenessMomentum(Correction):
     2025), the option ``adaptive_momentum`` of its code (AsyncPP).
 
     Attributes:
-        top: The momentum of a staleness of n.
+        top: The momentum at a staleness of n or more.
 
     Raises:
         ConfigError: It is no number from 0 to less than 1.
@@ -90,7 +88,6 @@ class StalenessMomentum(Correction):
     top: float = 0.99
 
     def __post_init__(self) -> None:
-        """Check the number."""
         require_number("top", self.top, 0.0, below=1.0)
 
     def before_step(self, at: Moment, optimizer: torch.optim.Optimizer) -> None:
@@ -106,11 +103,12 @@ class StalenessMomentum(Correction):
 
 @dataclass(eq=False)
 class StalenessRefresh(Correction):
-    """Refreshes of `RotatedAdamW` that are the more frequent, the staler a stage is.
+    """Refreshes of `RotatedAdamW` that are more frequent on staler stages.
 
     With the staleness tau of a step and n stages, the option ``refresh`` r becomes
-    ``r (n - 1) / (2 tau)``: on average over the stages of an asynchronous pipe as many refreshes as
-    without the correction. A stage without staleness is left as it is.
+    ``r (n - 1) / (2 tau)``, and at least 1. On average over the stages of an asynchronous pipeline
+    there are as many refreshes as without the correction. A stage without staleness is left as it
+    is.
 
     Source: the budget by stage of the basis-rotation paper (ICML 2026), see `RotatedAdamW`.
     """

@@ -1,4 +1,4 @@
-"""The split of a model into stages, and what of a model cannot be split or shipped."""
+"""The split of a model into stages, and refusals of what cannot be split or shipped to workers."""
 
 from pipedream_rt.models.cut import find_layers, first_layer
 from pipedream_rt.models.layer_spec import LayerSpec

@@ -1,8 +1,8 @@
 """The code of layers, compared between the script and a worker.
 
-A class or a function that can be imported is pickled by its name, so a worker runs its own copy of
-it. That copy is another one where the script has replaced a method (``Layer.forward = faster``), or
-where the worker has read another file of that name. Plain PyTorch would run the script's.
+A class or a function that can be imported is pickled by its name, so a worker runs its own copy.
+The copy differs where the script has replaced a method (``Layer.forward = faster``), or where the
+worker has read another file of that name. Plain PyTorch would run the script's.
 
 So two things are compared: where each method and function was written, and the files of the user's
 own modules, without comments. What a tool or torch wraps around a function does not count.
@@ -29,26 +29,29 @@ from torch import nn
 from pipedream_rt.errors import ConfigError
 
 Code: TypeAlias = dict[str, str]
-"""Where functions were written, by their names, and digests of files, by the names of modules."""
+"""By name of a method or function, where it was written; by "the file of MODULE", a digest."""
 
 _INSTALLED = tuple({sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib", "stdlib")})
 _ALWAYS = ("torch.nn.functional",)
-"""Installed modules in which scripts replace functions."""
+"""Installed modules that are compared too, because scripts replace functions in them."""
 
 _COMPUTE = ("forward", "backward", "step")
-"""The methods of installed classes that count. Scripts replace others, as those that initialise."""
+"""The only methods of installed classes that count: scripts replace others, as initialisers."""
 
 _DO_NOT = ("__init__", "__repr__", "extra_repr", "reset_parameters")
-"""The methods of the user's own classes that do not, unless the worker builds the layers."""
+"""The methods of the user's own classes that do not count, unless the worker builds the layers."""
 
 _WRAPPERS = (FunctionType, type(functools.lru_cache(lambda: None)))
 
 _WRAP = ("torch", "pipedream_rt", "beartype", "jaxtyping", "typeguard", "functools", "contextlib")
-"""Packages that wrap functions of others, some of them anew in each process."""
+"""Packages whose wrappers around functions do not count; some wrap anew in each process."""
 
 
 def code_of(things: Iterable[object], *, built: bool = False) -> Code:
-    """Return the code of things that are pickled."""
+    """Return the code of what is pickled: modules with those inside, functions, classes of objects.
+
+    ``built`` is whether the worker builds the modules, rather than unpickles them.
+    """
     found: Code = {}
     modules = set(_ALWAYS)
     for thing in things:
@@ -61,7 +64,7 @@ def code_of(things: Iterable[object], *, built: bool = False) -> Code:
                 modules |= {each.__module__, *_modules_in(each.__globals__)}
                 continue
             for cls in (each if isinstance(each, type) else type(each)).__mro__:
-                if not is_by_name(cls):  # it travels, and what it reads is found there by name
+                if not is_by_name(cls):  # its code travels, but modules that it reads do not
                     own = (v.__globals__ for v in vars(cls).values() if type(v) is FunctionType)
                     modules.update(*map(_modules_in, own))
                 elif f"{cls.__module__}.{cls.__qualname__}" not in found:
@@ -73,7 +76,8 @@ def code_of(things: Iterable[object], *, built: bool = False) -> Code:
 
 
 def refuse_other_code(here: Code, sent: Code) -> None:
-    """Refuse to compute with other code than the script would."""
+    """Refuse to compute with other code than the script has."""
+    # What only one of them has does not count.
     names = [name for name in sorted(here.keys() & sent.keys()) if here[name] != sent[name]]
     if names:
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
@@ -87,7 +91,7 @@ def refuse_other_code(here: Code, sent: Code) -> None:
 
 
 def _methods(cls: type, built: bool) -> Code:
-    """Return where the methods of a class were written, and that it was looked at."""
+    """Return where the methods of a class were written; an empty entry marks the class as done."""
     name, installed = f"{cls.__module__}.{cls.__qualname__}", is_installed(cls.__module__)
     # torch puts a step into each class of optimizers when one is made, so bases count as well.
     inherited = {key: getattr_static(cls, key, None) for key in _COMPUTE}
@@ -106,13 +110,13 @@ def _functions(module: ModuleType, built: bool) -> Code:
             found |= _methods(value, built)
     path = getattr(module, "__file__", None)
     if path and not is_installed(name):
-        with suppress(OSError):  # a file that cannot be read now tells nothing of its code
+        with suppress(OSError):  # a file that cannot be read now does not count
             found[f"the file of {name}"] = _digest(path)
     return found
 
 
 def _mark(value: Any) -> str:
-    """Return where a function or class was written; empty for what is neither."""
+    """Return where a function or class was written; empty for other values."""
     if type(value) in (staticmethod, classmethod):
         value = value.__func__
     elif type(value) is property:
@@ -125,7 +129,7 @@ def _mark(value: Any) -> str:
         return f"built in: {value.__name__}"
     if type(value) is not FunctionType:
         return ""
-    # A wrapper of the script's has the names of what it wraps, but it was written elsewhere.
+    # A replacement by functools.wraps has the names of what it wraps, but another file.
     file = getattr(sys.modules.get(value.__module__), "__file__", None)
     written = value.__code__.co_filename
     elsewhere = f" in {os.path.basename(written)}" if file and written != file else ""
@@ -133,7 +137,7 @@ def _mark(value: Any) -> str:
 
 
 def _package(value: Any) -> str:
-    """Return the package of the code of a wrapper: a function, or an object of a class."""
+    """Return the package whose code a wrapper is: a function, or an object of a class."""
     is_function = isinstance(value, FunctionType)
     named = value.__globals__["__name__"] if is_function else type(value).__module__
     return str(named).partition(".")[0]
@@ -141,7 +145,7 @@ def _package(value: Any) -> str:
 
 @functools.cache
 def _digest(path: str) -> str:
-    """Return a digest of a file of Python without its comments; empty if it is none."""
+    """Return a digest of a Python file without its comments; empty if it cannot be parsed."""
     try:
         tree = ast.parse(Path(path).read_bytes())
     except (SyntaxError, ValueError):
@@ -150,7 +154,7 @@ def _digest(path: str) -> str:
 
 
 def _with_imported(names: Iterable[str]) -> Iterator[str]:
-    """Yield the names of modules, and of the user's own modules that these have imported from."""
+    """Yield names of modules, and of the user's own modules that these import, at any depth."""
     left, seen = [name for name in names if name in sys.modules], set[str]()
     while left:
         name = left.pop()
@@ -164,10 +168,10 @@ def _with_imported(names: Iterable[str]) -> Iterator[str]:
 
 
 def _modules_in(namespace: Mapping[str, Any]) -> set[str]:
-    """Return the user's own modules among the values of a namespace, or of which these are."""
+    """Return the user's own modules that are in a namespace, or that define a value in it."""
     found = set()
     for value in list(namespace.values()):
-        # By type(), since a foreign object may say of itself what it is not, or raise.
+        # By type() instead of isinstance: a proxy may claim another class, or raise.
         is_code = issubclass(type(value), type) or type(value) is FunctionType
         if is_code or type(value) is ModuleType:
             module = value.__module__ if is_code else value.__name__
@@ -178,14 +182,14 @@ def _modules_in(namespace: Mapping[str, Any]) -> set[str]:
 
 @functools.cache
 def is_installed(module: str) -> bool:
-    """Whether a module is an installed one, or Python's or ours, rather than the user's own."""
+    """Whether a module is installed, Python's or ours, rather than the user's own."""
     if module.partition(".")[0] in ("pipedream_rt", *sys.stdlib_module_names):
         return True
     return str(getattr(sys.modules.get(module), "__file__", "") or "").startswith(_INSTALLED)
 
 
 def is_by_name(thing: Any) -> bool:
-    """Whether a class or function is pickled by its name; else its code travels with it."""
+    """Whether cloudpickle pickles a class or function by name; if not, its code travels."""
     module = thing.__module__
     by_value = cloudpickle.list_registry_pickle_by_value()
     if module in ("__main__", "__mp_main__", "builtins") or any(

@@ -1,8 +1,8 @@
 """How many labels a model's own loss is a mean over, read from its recorded forward.
 
-A model of transformers computes a mean of cross entropies, in which labels of -100 do not count,
-and often leaves the first label of each text out. Its recorded forward says which ones are left: it
-compares with them.
+A model of transformers computes the mean of cross entropies over labels. Labels of -100 do not
+count, and the first label of each text is often dropped. The recorded forward shows which labels
+the cross entropy gets.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ from torch import Tensor
 from pipedream_rt.models.program import Program, Slot, Step, filled, put
 
 CROSS_ENTROPIES = (F.cross_entropy, F.nll_loss)
-"""Losses that are means over labels, of which some may not count."""
+"""Losses that are means over the labels that count."""
 
 IGNORED = -100
-"""The label that does not count, unless another one is named."""
+"""The label that does not count, if ``ignore_index`` is not given."""
 
 
 class Counting(NamedTuple):
     """How to count the labels of a forward.
 
     Attributes:
-        steps: The steps that make the labels that are compared with, in order.
+        steps: The steps that make the labels from the inputs, in order.
+        slot: The slot of the labels.
+        ignored: The label that does not count.
+        mean: The slot of the mean over the others.
     """
 
     steps: tuple[Step, ...]
@@ -36,7 +39,7 @@ class Counting(NamedTuple):
     mean: int
 
     def of(self, inputs: Sequence[Tensor]) -> int:
-        """Return how many labels count in a mini-batch, whose tensors are given in order."""
+        """Return how many labels count, given the tensors of a mini-batch in order."""
         values: dict[int, Any] = dict(enumerate(inputs))
         with torch.no_grad():
             for step in self.steps:
@@ -47,9 +50,10 @@ class Counting(NamedTuple):
 
 
 def counting(program: Program) -> Counting | None:
-    """Return how to count the labels that the loss of a forward is a mean over.
+    """Return how to count the labels of a program's loss.
 
-    None if the forward does not end in one mean of cross entropies over labels that it is given.
+    None if the program has not one unweighted mean of cross entropies, or its labels do not come
+    from the inputs alone.
     """
     means = [step for step in program.steps if step.target in CROSS_ENTROPIES]
     if len(means) != 1:
@@ -68,6 +72,7 @@ def counting(program: Program) -> Counting | None:
         step = made_by.get(waiting.pop())
         if step is None or step in needed:
             continue
+        # Only such steps give the same labels when they are done alone, beside the forward.
         if not (step.free and callable(step.target)) or step.changes or step.after:
             return None
         needed.append(step)
@@ -79,5 +84,6 @@ def counting(program: Program) -> Counting | None:
 
 def is_mean(given: Mapping[str, Any]) -> bool:
     """Whether the arguments of a cross entropy ask for a mean over labels."""
+    # Deprecated names, which override ``reduction``.
     old = any(given.get(name) is not None for name in ("size_average", "reduce"))
     return not old and given.get("reduction", "mean") == "mean"

@@ -1,11 +1,11 @@
-"""Cutting a program into stages: which steps each stage does, and which values pass between them.
+"""Cutting a program into stages: the steps of each stage, and the values that pass between stages.
 
-The steps stay in their order, and a stage does those from its first layer up to the first layer of
-the next stage. A value that stages need goes from the one that makes it to the first one that needs
-it, from there to the next one that does, and so on; its gradient comes back the same way. So the
-gradients of a value that several stages use are summed one after another, from the last use to the
-first, which is the order of the unsplit model, bit for bit. Stages in between, which do not need
-the value, do not see it.
+The steps stay in their order: a stage does those from its first layer up to the first layer of the
+next stage. A value goes from the stage that makes it to the first stage that uses it, from there to
+the next one that does, and so on; its gradient comes back the same way. So the gradients of a value
+that several stages use are summed one after another, from the last use to the first. That is the
+order of the unsplit model, so the sum has the same bits. Stages in between that do not use the
+value do not get it.
 
 What depends on the model's inputs alone, such as an attention mask, is not sent: each stage that
 needs it computes it again from the inputs.
@@ -33,9 +33,10 @@ class StageProgram:
     """What one stage does of a program.
 
     Attributes:
-        takes: The slots that the message of each producer fills, in order.
+        takes: By producer, the slots that its message fills, in order.
+        gives: By consumer, the slots whose values go to it, in order.
         output: The result of the forward, on the stage that has it; None on others.
-        carries: The objects that the stage has for the steps, pickled as they are at first.
+        carries: By name, the stage's objects for the steps, pickled in their first state.
     """
 
     takes: dict[Address, tuple[int, ...]] = field(default_factory=dict)
@@ -56,6 +57,7 @@ class Cut:
 
     Attributes:
         layers: By stage, the names of the layers that it calls, in order.
+        held: By stage, the names of the parameters and buffers that it uses outside of layers.
     """
 
     stages: tuple[StageProgram, ...]
@@ -64,7 +66,7 @@ class Cut:
 
     @property
     def used(self) -> list[set[str]]:
-        """By stage, the names of all that it uses."""
+        """By stage, the names of the layers, parameters and buffers that it uses."""
         return [{*layers, *held} for layers, held in zip(self.layers, self.held, strict=True)]
 
     @property
@@ -79,9 +81,13 @@ class Cut:
 
 
 class Ways(NamedTuple):
-    """The ways on which values can pass, where the stages are there already.
+    """The only edges on which values can pass, once the stages have started.
 
-    A stage sends to the next one in any case, and the first stage takes inputs.
+    Each stage sends to the next one, and the first stage takes inputs, in any case.
+
+    Attributes:
+        links: The pairs of a producer and a consumer, by stage.
+        entries: The stages that take inputs of the model.
     """
 
     links: Set[tuple[int, int]]
@@ -89,7 +95,7 @@ class Ways(NamedTuple):
 
 
 def cut(program: Program, homes: dict[str, int], num_stages: int, ways: Ways | None = None) -> Cut:
-    """Cut a program."""
+    """Cut a program; add the layers that it meets to ``homes``, the stage of each known layer."""
     stage_of, now = [], 0
     for step in program.steps:
         if step.layer is not None:
@@ -99,7 +105,7 @@ def cut(program: Program, homes: dict[str, int], num_stages: int, ways: Ways | N
 
 
 class _Cutter:
-    """Finds out which steps each stage does, and which values pass."""
+    """Finds the steps of each stage, and the values that pass; ``stage_of`` is by step."""
 
     def __init__(
         self, program: Program, stage_of: Sequence[int], num_stages: int, ways: Ways | None
@@ -113,12 +119,11 @@ class _Cutter:
         self._users: dict[int, set[int]] = {}
 
     def cut(self) -> Cut:
-        """Cut the program."""
         steps, last = self._program.steps, len(self._done) - 1
         self._refuse_parted_changes()
         self._refuse_changed_copies()
         for number, step in enumerate(steps):
-            if not step.free:
+            if not step.free:  # a free step is done where its result is needed
                 self._do(number, self._stage_of[number])
         for slot in slots_in(self._program.output):
             self._need(slot, last, self._program.after)
@@ -140,7 +145,7 @@ class _Cutter:
         )
 
     def _do(self, number: int, stage: int) -> None:
-        """Let a stage do a step, and have what the step takes."""
+        """Let a stage do a step and get what the step takes."""
         if number in self._done[stage]:
             return
         self._done[stage].add(number)
@@ -149,15 +154,17 @@ class _Cutter:
             self._need(slot, stage, step.after)
 
     def _need(self, slot: int, stage: int, after: Sequence[int]) -> None:
-        """Let a stage have a value."""
+        """Let a stage get a value, after the steps that change it in place."""
         steps = self._program.steps
         free = [number for number in after if steps[number].free]
         if slot < self._program.inputs:
             self._inputs[stage].add(slot)
+            # Each stage gets the input unchanged, and repeats what was done to it in place.
             for number in free:
                 self._do(number, stage)
             return
         maker = self._maker[slot]
+        # The value is free only if every change of it in place is.
         if steps[maker].free and len(free) == len(after):
             for number in (maker, *after):
                 self._do(number, stage)
@@ -169,17 +176,13 @@ class _Cutter:
             self._users.setdefault(slot, set()).add(stage)
 
     def _passed(self) -> tuple[list[dict[Address, tuple[int, ...]]], ...]:
-        """Return, by stage, the slots taken from each producer, and those given to each consumer.
-
-        Each stage sends to the next one, at least an empty message: so the message from the stage
-        before tells that all stages before have done the micro-batch.
-        """
+        """Return, by stage, the slots taken from each producer and those given to each consumer."""
         count = len(self._done)
         passed: dict[tuple[Address, int], list[int]] = {}
         home = {slot: self._stage_of[self._maker[slot]] for slot in self._users}
         for stage, inputs in enumerate(self._inputs):
             if self._ways is not None and stage not in self._ways.entries:
-                for slot in inputs:  # it comes by the first stage
+                for slot in inputs:  # the first stage takes it and sends it on
                     self._users.setdefault(slot, set()).add(stage)
                     home[slot] = 0
                     self._inputs[0].add(slot)
@@ -187,6 +190,8 @@ class _Cutter:
         for stage, inputs in enumerate(self._inputs):
             if inputs or stage == 0 or (self._ways is not None and stage in self._ways.entries):
                 passed[COORDINATOR, stage] = sorted(inputs)
+        # Each stage sends to the next one, if only an empty message: so the message of the stage
+        # before tells that all stages before have done the micro-batch.
         for hop in pairwise(range(count)):
             passed[hop] = []
         for slot, users in sorted(self._users.items()):
@@ -201,7 +206,7 @@ class _Cutter:
         return takes, gives
 
     def _hops(self, stages: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yield the hops of a value that goes from stage to stage."""
+        """Yield the hops of a value along stages: straight where there is a link, else by each."""
         for here, there in pairwise(stages):
             if self._ways is None or (here, there) in self._ways.links:
                 yield here, there
@@ -209,15 +214,15 @@ class _Cutter:
                 yield from pairwise(range(here, there + 1))
 
     def _refuse_parted_changes(self) -> None:
-        """Refuse a change in place that does not reach everybody who must see it.
+        """Refuse a change in place that does not reach every later step that takes the value.
 
-        A value that has gone to another stage is a copy there. So a change is seen by those that
-        get the value from the stage that has changed it, and by nobody else: not by a stage that
-        gets an input from the coordinator, and not through another view of the same memory.
+        Another stage has a copy of the value. It sees the change only if it gets the value from
+        the stage that has changed it: not where an input comes from the coordinator, nor through
+        another view of the same memory.
         """
         steps, last = self._program.steps, len(self._done) - 1
         stage_of = [*self._stage_of, last]
-        # What the forward returns is taken on the last stage.
+        # The result is like a last step on the last stage.
         end = Step(
             name="the result", target="", args=(self._program.output,), slots=(),
             after=self._program.after, where="its end",
@@ -246,13 +251,10 @@ class _Cutter:
                     )
 
     def _refuse_changed_copies(self) -> None:
-        """Refuse to change a weight or a buffer in place on one stage that another one uses.
-
-        Each has a copy of it, and the change would reach that of one stage alone.
-        """
+        """Refuse to change a weight or a buffer in place where another stage has a copy of it."""
         steps = self._program.steps
         for here, step in zip(self._stage_of, steps, strict=True):
-            if step.layer is not None:  # what a layer does to its own is looked at on its stage
+            if step.layer is not None:  # what a layer changes of its own is checked on its stage
                 continue
             for there, user in zip(self._stage_of, steps, strict=True):
                 whole = [*user.held, *([] if user.layer is None else [user.layer])]
@@ -268,7 +270,7 @@ class _Cutter:
 
 
 def _unique(names: Iterable[str]) -> tuple[str, ...]:
-    """Return names without those that were there before."""
+    """Return each name once, in the order of first occurrence."""
     return tuple(dict.fromkeys(names))
 
 
@@ -282,12 +284,13 @@ def find_layers(
 ) -> dict[str, nn.Module]:
     """Return the modules of a model that stay whole, by name.
 
-    These are the elements of the lists of modules that the model has (``nn.ModuleList``,
-    ``nn.Sequential``, ``nn.ModuleDict``), and the modules beside the lists. What stays whole does
-    not depend on the number of stages, so the random numbers that layers draw do not either. An
-    element that holds most of the model is taken apart where it has lists itself, as a backbone
-    before a head.
+    These are the elements of the lists of modules (``nn.ModuleList``, ``nn.Sequential``,
+    ``nn.ModuleDict``), and the modules beside the lists. If ``opens``, an element that has lists
+    itself and most of the parameters is taken apart too, as a backbone before a head; so is each
+    module that has one of ``points`` inside.
     """
+    # The number of stages plays no part: layers are seeded by name, so their random numbers do not
+    # depend on it either.
     whole = set(getattr(model, "_no_split_modules", None) or ())
     opened = {part for point in points for part in _parents(point)}
     half = sum(p.numel() for p in model.parameters()) / 2
@@ -306,7 +309,7 @@ def find_layers(
         if in_list and not stays:
             may_open = opens and not called_as_whole
             stays = not (may_open and sum(p.numel() for p in module.parameters()) > half)
-        # Of a list of another kind nobody can call the whole, so its hooks are refused.
+        # A ModuleList or ModuleDict cannot be called: `refuse_unfit_modules` refuses its hooks.
         if isinstance(module, nn.Sequential) and called_as_whole:
             pure, stays = False, True
         if name and name not in opened and stays and not pure:
@@ -329,7 +332,7 @@ def _parents(name: str) -> Iterator[str]:
 
 
 def first_layer(name: str, program: Program, modules: Mapping[str, nn.Module]) -> str:
-    """Return the layer at which a stage begins that the user wants to begin at a module."""
+    """Return the first layer of the stage that the user wants to begin at a module."""
     called = program.layers()
     inside = [layer for layer in called if layer == name or layer.startswith(f"{name}.")]
     if inside:

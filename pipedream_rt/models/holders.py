@@ -1,9 +1,9 @@
-"""What code of the user's reads beside its arguments: attributes, closures, globals, containers.
+"""What the user's code reads beside its arguments: attributes, closures, globals, containers.
 
 A stage has copies of all that. So a value that the script changes while it trains must travel, or
-be refused; and an object that several stages have would be another one on each. Both are found by
-going through what is pickled for a stage, from its layers, its loss and its hooks. A *holder* is an
-object that holds values under keys: an object its attributes, a function its globals.
+be refused; and an object that several stages use would be a separate copy on each. Both are found
+by a walk over what is pickled for a stage, from its layers, its loss and its hooks. A *holder* is
+an object that holds values under keys, as an object its attributes, or a function its globals.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from pipedream_rt.models.code import is_by_name, is_installed
 
 Given: TypeAlias = list[Any]
-"""A value that the script has changed: the number of its holder, its key there, it packed."""
+"""A value that the script has changed: the number of its holder, its key there, its packed form."""
 
 PLAIN = (type(None), bool, int, float, str)
 """The values that travel when the script changes them."""
@@ -38,20 +38,21 @@ _WITH_STATE = (
     Tensor, torch.Generator, np.ndarray, np.random.Generator, np.random.RandomState,
     random.Random, itertools.count,
 )  # fmt: skip
-"""Objects that change without an attribute of theirs that one could look at."""
+"""Objects whose changes show in no attribute."""
 
 _OF_MODULES = {*vars(nn.Module())}
-"""What every module holds for torch: its mode, its parts, its hooks."""
+"""The attributes that every module has for torch: its mode, its parts, its hooks."""
 
 _BY_NAME = ("globals", "class", "object")
-"""Of these each process has its own, where they do not travel; what is inside them counts too."""
+"""Kinds of holders of which each process has its own, if they do not travel. The walk goes from
+these into code alone, so what is inside of their values is compared with them."""
 
 LENGTH = "its length"
-"""The key under which a large container has its length."""
+"""The only key of a large container; its value is the length."""
 
 _MOST, _SMALL = 4096, 1 << 20
-"""Entries of a container that are looked at one by one; of a larger one its length counts. Bytes of
-an array that are compared; of a larger one its shape."""
+"""Above so many entries, only the length of a container is compared; above so many bytes, only the
+shape of an array."""
 
 
 @dataclass(eq=False)
@@ -61,8 +62,10 @@ class Holder:
     Attributes:
         kind: How it holds them: as an ``"object"``, a ``"class"``, a ``"dict"``, a ``"list"``, a
             ``"cell"`` of a closure, the ``"globals"`` of a function, or as its own ``"state"``.
+        where: Where it was found, for messages.
         names: The keys that count; None for all.
         travels: Whether a stage has a copy of its own, which alone is changed.
+        loads: For globals of functions, the attributes that these functions name.
     """
 
     value: Any
@@ -75,16 +78,16 @@ class Holder:
     _size: int = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what it held, which a worker sees for itself."""
+        # Without what it held, which a worker sees for itself.
         return {**vars(self), "_seen": {}}
 
     def content(self) -> Mapping[Any, Any]:
-        """Return what it holds now."""
+        """Return the values that it holds now, in a form in which changes inside show."""
         there = self.raw()
         return there if self.travels or self.kind not in _BY_NAME else _inside_of(there)
 
     def raw(self) -> Mapping[Any, Any]:
-        """Return the values that it holds."""
+        """Return the values that it holds now, as they are."""
         value, kind = self.value, self.kind
         if kind == "globals":
             held = value.__globals__ if isinstance(value, FunctionType) else vars(value)
@@ -92,7 +95,7 @@ class Holder:
         if kind == "cell":
             try:
                 return {"": value.cell_contents}
-            except ValueError:  # nothing was put into it so far
+            except ValueError:  # the cell is empty
                 return {}
         if kind == "state":
             return {"": _state_of(value)}
@@ -105,18 +108,18 @@ class Holder:
         return {k: v for k, v in held if k not in skipped and not _is_machinery(k, v)}
 
     def look(self) -> None:
-        """Take what it holds now for what it held before."""
+        """Note what it holds now, for `changes` to compare with."""
         self._seen = dict(self.content())
         self._size = self._length()
 
     def _length(self) -> int:
-        """Return the number of all that it holds, which tells of what is new."""
+        """Return the number of all entries, which shows that one was added."""
         if self.kind == "object":
             return len(attributes_of(self.value))
         return len(self.value) if self.kind in ("dict", "list") else 0
 
     def _is_same(self) -> bool:
-        """Whether it holds the very same objects; this is called for each mini-batch."""
+        """Whether it holds the very same objects as before; quick, for each mini-batch."""
         value, seen, kind = self.value, self._seen, self.kind
         if kind == "object":
             held = attributes_of(value)
@@ -126,7 +129,7 @@ class Holder:
         return False
 
     def changes(self) -> Iterator[tuple[Any, Any, Any]]:
-        """Yield what differs since `look`: a key, what stood there, what does; `GONE` for none."""
+        """Yield (key, value at `look`, value now) of each change; `GONE` where there is none."""
         if self._is_same():
             return
         now, seen = self.content(), self._seen
@@ -136,7 +139,6 @@ class Holder:
                 yield key, one, other
 
     def put(self, key: Any, value: Any) -> None:
-        """Let it hold a value."""
         match self.kind:
             case "cell":
                 self.value.cell_contents = value
@@ -145,11 +147,11 @@ class Holder:
             case "dict" | "list":
                 self.value[key] = value
             case _:
-                # Not by the class of the object, which may forbid it, or do more.
+                # Not by the __setattr__ of its class, which may refuse it, or do more.
                 object.__setattr__(self.value, key, value)
 
     def restore(self, held: Mapping[Any, Any]) -> None:
-        """Let it hold what `raw` had returned."""
+        """Put back what `raw` had returned."""
         now = self.raw()
         for key in [*held, *(key for key in now if key not in held)]:
             before = held.get(key, GONE)
@@ -163,14 +165,14 @@ class Holder:
                 setattr(self.value, key, before)
 
     def called(self, key: Any) -> str:
-        """Return what a value in it is called."""
+        """Return what messages call the value under a key."""
         if self.kind in ("cell", "state"):
             return self.where
         return f"{key!r} of {self.where}"
 
 
 def _state_of(value: Any) -> Any:
-    """Return what differs once such an object was changed."""
+    """Return what differs after an object of `_WITH_STATE` was changed."""
     match value:
         case Tensor():
             return id(value), 0 if value.is_inference() else value._version
@@ -188,7 +190,7 @@ def _state_of(value: Any) -> Any:
 
 
 def attributes_of(value: Any) -> Mapping[str, Any]:
-    """Return the attributes of an object, in its slots too."""
+    """Return the attributes of an object, those in ``__slots__`` too."""
     held: Mapping[str, Any] = getattr(value, "__dict__", {})
     cls: type = type(value)
     if isinstance(value, type) or not (names := _slots_of(cls)):
@@ -198,7 +200,7 @@ def attributes_of(value: Any) -> Mapping[str, Any]:
 
 @functools.cache
 def _slots_of(cls: type) -> tuple[str, ...]:
-    """Return the names of the slots of a class of the user's."""
+    """Return the ``__slots__`` of a class of the user's and of its bases."""
     if is_installed(cls.__module__):
         return ()
     own = (vars(each).get("__slots__", ()) for each in cls.__mro__)
@@ -206,15 +208,15 @@ def _slots_of(cls: type) -> tuple[str, ...]:
 
 
 def _inside_of(there: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return values with what containers and objects have in them, as far as it can be compared.
+    """Return values in a form in which changes inside of containers and objects show.
 
-    Of what is the process's own nothing else is found: no stage is sent a copy.
+    The walk does not go into them where no stage is sent a copy.
     """
     return {key: _shallow(value) for key, value in there.items()}
 
 
 def _shallow(value: Any) -> Any:
-    """Return what differs once a container, or an object of the user's, was changed."""
+    """Return what differs after a container, or an object of the user's, was changed."""
     if isinstance(value, (*PLAIN, bytes, type, FunctionType, ModuleType, nn.Module)):
         return value
     if isinstance(value, _WITH_STATE):
@@ -229,12 +231,12 @@ def _shallow(value: Any) -> Any:
 
 
 def _marked(value: Any) -> Any:
-    """Return a value that can be compared; of another one its place in memory."""
+    """Return a value that can be compared; the ``id`` of any other."""
     return value if _is_plain(value) else id(value)
 
 
 class _Gone:
-    """Stands for nothing where something else stood."""
+    """Stands for a value that is not there."""
 
     def __repr__(self) -> str:
         return "nothing"
@@ -244,7 +246,7 @@ GONE = _Gone()
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether two values are the same, where NaN is the same as NaN."""
+    """Whether two values are plain and equal, where NaN equals NaN."""
     if type(one) is not type(other):
         return False
     if isinstance(one, PLAIN):
@@ -253,14 +255,14 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is one that travels, or a tuple of such."""
+    """Whether a value is plain, bytes, or a tuple of such."""
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
     return isinstance(value, (*PLAIN, bytes))
 
 
 def _is_machinery(key: Any, value: Any) -> bool:
-    """Whether something in an object or a class is none of its values."""
+    """Whether an attribute is a method, a property or a special name, and so no value."""
     return (isinstance(key, str) and key.startswith("__")) or isinstance(
         value, FunctionType | property | staticmethod | classmethod
     )
@@ -278,7 +280,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def globals_read(function: FunctionType) -> set[str]:
-    """Return the globals that a function, or one inside it, reads."""
+    """Return the globals that the code of a function, or of one inside it, reads."""
     return {
         ins.argval
         for code in _codes(function.__code__)
@@ -288,11 +290,14 @@ def globals_read(function: FunctionType) -> set[str]:
 
 
 _ADDING = {"append", "appendleft", "extend", "insert", "add", "update"}
-"""Methods by which a container is added to."""
+"""Methods that add to a container."""
 
 
 def uses(function: FunctionType) -> Iterator[tuple[str, bool]]:
-    """Yield the globals and the variables of a closure that a function names."""
+    """Yield each global or closure variable that a function loads, and whether only to add to it.
+
+    To add is ``seen.append(x)``, ``seen[i] = x`` or ``count += 1``.
+    """
     for code in _codes(function.__code__):
         steps = [ins for ins in dis.get_instructions(code) if ins.opname not in _NOTHING]
         stored = Counter(
@@ -307,12 +312,13 @@ def uses(function: FunctionType) -> Iterator[tuple[str, bool]]:
                 continue
             name, following = ins.argval, steps[i + 1] if i + 1 < len(steps) else ins
             adds = following.opname in ("LOAD_ATTR", "LOAD_METHOD") and following.argval in _ADDING
-            # Of `count += 1` there is one load for each such store.
+            # `count += 1` loads once for each store; any further load reads the value.
             yield name, adds or loaded[name] == stored[name] or _is_stored_into(steps[i:])
 
 
 def _is_in_place(ins: dis.Instruction) -> bool:
     """Whether an instruction is the operator of ``count += 1``."""
+    # INPLACE_ADD and the like until Python 3.10; BINARY_OP since 3.11.
     return ins.opname.startswith("INPLACE_") or (
         ins.opname == "BINARY_OP" and ins.argrepr.endswith("=")
     )
@@ -332,17 +338,14 @@ def _is_stored_into(steps: Sequence[dis.Instruction]) -> bool:
 
 @functools.cache
 def names_used(cls: type, *methods: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the attributes that some methods of a class may read, and those that they set.
-
-    Those that any method on their way names count, of any object.
-    """
+    """Return the attributes, of any object, that methods of a class may read, and may set."""
     names = [_names_in(function) for function in functions_called(cls, *methods)]
     loaded = frozenset(name for of_one, _ in names for name in of_one)
     return loaded, frozenset(name for _, of_one in names for name in of_one)
 
 
 def _names_in(function: FunctionType) -> tuple[set[str], set[str]]:
-    """Return the attributes that a function may read, and those that it sets."""
+    """Return the attributes, of any object, that a function may read, and those that it sets."""
     loaded: set[str] = set()
     stored: set[str] = set()
     for code in _codes(function.__code__):
@@ -351,13 +354,13 @@ def _names_in(function: FunctionType) -> tuple[set[str], set[str]]:
                 loaded.add(ins.argval)
             elif ins.opname == "STORE_ATTR":
                 stored.add(ins.argval)
-        # As in getattr(self, "alpha").
+        # Texts too, for getattr(self, "alpha").
         loaded |= {c for c in code.co_consts if isinstance(c, str) and c.isidentifier()}
     return loaded, stored
 
 
 def functions_called(cls: type, *methods: str) -> list[FunctionType]:
-    """Return the functions of a class on the way of a call, as far as their names tell."""
+    """Return the functions that methods of a class, or a call of it, may reach, judged by names."""
     left, seen, found = list(methods or ("forward", "__call__")), set[str](), []
     while left:
         name = left.pop()
@@ -382,29 +385,31 @@ class Holders:
     """The holders that are found from some roots, each once.
 
     Attributes:
-        uses: How code uses what a name stands for: its value, what it is called, whether it only
-            adds to it, and whether a stage has a copy of its own.
+        found: The holders, by kind and ``id`` of what holds the values.
+        uses: By ``id`` of the globals or the cell, and name: for each use by code the value, what
+            messages call it, whether the code only adds to it, and whether it travels to a stage.
     """
 
     def __init__(self, spared: Iterable[Any] = ()) -> None:
         self.found: dict[tuple[str, int], Holder] = {}
         self.uses: dict[tuple[int, str], list[tuple[Any, str, bool, bool]]] = {}
+        # Left out with all that is in them, as weights, which have versions.
         self._spared = {id(each): each for each in spared}
         self._visited = dict(self._spared)
 
     def walk(self, roots: Iterable[tuple[str, Any]]) -> None:
-        """Go through objects, each with what it is called."""
+        """Go through objects, each with what messages call it."""
         left = deque(roots)
         while left:
             where, value = left.popleft()
             if isinstance(value, (*PLAIN, bytes, torch.dtype, torch.device)):
                 continue
             if id(value) not in self._visited:
-                self._visited[id(value)] = value  # alive, so that no other gets its id
+                self._visited[id(value)] = value  # kept alive, so that no other object gets its id
                 left.extend(self._inside(where, value))
 
     def _add(self, value: Any, kind: str, where: str, **more: Any) -> Holder:
-        """Note a holder."""
+        # The functions of a module share their globals, and so one holder.
         of = value.__globals__ if isinstance(value, FunctionType) else value
         name = kind if more.get("travels", True) else f"fixed {kind}"
         return self.found.setdefault((name, id(of)), Holder(value, kind, where, **more))
@@ -441,11 +446,11 @@ class Holders:
 
     @staticmethod
     def _held(holder: Holder) -> Iterator[tuple[str, Any]]:
-        """Yield what a holder holds."""
+        """Yield what a holder holds, for the walk to go on."""
         if holder.kind in ("dict", "list") and len(holder.value) > _MOST:
             return
         for key, value in holder.content().items():
-            # What is in what the process has by itself was seen with it; but code reads more.
+            # What does not travel is compared with its content: the walk goes on into code alone.
             if holder.travels or isinstance(value, FunctionType | type | functools.partial):
                 yield holder.called(key), value
 
@@ -472,20 +477,20 @@ class Holders:
         if issubclass(cls, torch.optim.Optimizer):
             entries = ("__init__", "step")
         for function in functions_called(cls, *entries):
-            # What those of a class of the script read is in this process the script's own.
+            # In this process, what these functions read is the script's own.
             yield from self._of_function(where, function, travels=False)
 
     def _of_function(
         self, where: str, function: FunctionType, travels: bool | None = None
     ) -> Iterator[tuple[str, Any]]:
-        """Note what a function of the user's holds, and yield it."""
+        """Note the cells, defaults and globals of a function of the user's, and yield them."""
         if is_installed(function.__module__):
             return
         self._visited[id(function)] = function
         travels = not is_by_name(function) if travels is None else travels
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in cells:
-            # Those of a class of the script travel with it.
+            # The cells travel with a function that is not pickled by name.
             what = f"{name!r}, which {_named(function)} of {where} reads"
             yield from self._held(self._add(cell, "cell", what, travels=not is_by_name(function)))
         yield from ((where, each) for each in function.__defaults__ or ())
@@ -518,7 +523,10 @@ class Holders:
 
 
 def collecting(walks: Iterable[Holders], elsewhere: bool) -> str:
-    """Return what code only adds to, as to collect it for the script; empty for nothing."""
+    """Return what code only adds to, which the script would never see; empty for nothing.
+
+    ``walks`` are by stage. ``elsewhere`` is whether stages are in other processes.
+    """
     uses: dict[tuple[int, str], list[tuple[Any, str, bool, bool]]] = {}
     for walk in walks:
         for key, used in walk.uses.items():
@@ -536,5 +544,5 @@ _COLLECTING = (list, dict, set, deque, int, float)
 
 
 def _named(function: FunctionType) -> str:
-    """Return what a function is called."""
+    """Return what messages call a function."""
     return function.__qualname__.replace("<locals>.", "")

@@ -1,4 +1,4 @@
-"""What a layer makes of its input, found out without computing it: on the meta device."""
+"""The shapes of a layer's outputs, found without computing anything: on the meta device."""
 
 from __future__ import annotations
 
@@ -16,16 +16,23 @@ from pipedream_rt.models.settings import autocasts
 
 
 def changes_of(tensor: Tensor) -> int:
-    """Return the number of changes in place of a tensor."""
+    """Return how often a tensor was changed in place; 0 for inference tensors."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 class NotDense(Exception):
-    """A layer has returned a tensor that is not dense; the text says of which kind."""
+    """A layer has returned a tensor that is not dense; the text is "nested" or "sparse"."""
 
 
 class Shaped(NamedTuple):
-    """What a layer has made of tensors without values."""
+    """What a layer has made of tensors without values.
+
+    Attributes:
+        result: What it has returned, with zeros in the place of tensors.
+        changed: The given tensors that it has changed in place.
+        moved: Whether it has changed its buffers.
+        views: Tensors of the result that lie over the memory of a given one, each with that one.
+    """
 
     result: Any
     changed: list[Tensor]
@@ -34,14 +41,14 @@ class Shaped(NamedTuple):
 
 
 def shapes_of(layer: nn.Module, given: Any, carried: Mapping[int, tuple[str, Any]]) -> Shaped:
-    """Run a layer on the meta device.
+    """Run a layer on the meta device; on copies with values if it cannot run there.
 
-    A layer that cannot run there, as it holds tensors in attributes or looks at values, is run on
-    the values that there are.
+    ``carried`` has objects in which the layer may keep something, by ``id``, each with its name.
     """
     kinds = tuple({type(value) for _, value in carried.values()})
 
     def attempt(copy_of: Callable[[Tensor], Tensor]) -> Shaped:
+        # On copies, since an attempt that fails half-way must not have changed the objects.
         copies = {number: copy.deepcopy(value) for number, (_, value) in carried.items()}
         mine = replaced(given, kinds, lambda each: copies.get(id(each), each)) if copies else given
         shaped = _run_on(layer, mine, copy_of)
@@ -50,17 +57,18 @@ def shapes_of(layer: nn.Module, given: Any, carried: Mapping[int, tuple[str, Any
         return shaped
 
     try:
-        if autocasts():  # which knows nothing of the meta device
+        if autocasts():  # it does nothing on the meta device, so dtypes would be others
             return attempt(valued)
         with _without_autocast():
             return attempt(lambda tensor: tensor.detach().to("meta"))
+    # It holds tensors in attributes, reads values, or turns autocast on.
     except (NotImplementedError, RuntimeError, ValueError):
         return attempt(valued)
 
 
 @contextmanager
 def _without_autocast() -> Iterator[None]:
-    """Raise an error where the body turns autocast on, which does nothing on the meta device."""
+    """Raise an error where the body turns autocast on, which has no effect on the meta device."""
     before = torch.autocast.__enter__
 
     def enter(self: Any) -> None:
@@ -106,7 +114,7 @@ def _run_on(layer: nn.Module, given: Any, copy_of: Callable[[Tensor], Tensor]) -
         for source, made in taken:  # a view of what the layer was given
             if made.untyped_storage()._cdata == memory and made.numel():
                 views.append((like, source))
-        # As the result of a layer: it requires a gradient, and is no leaf.
+        # Times 1, so that it is no leaf, as the result of a layer is none.
         learns = wanted and (like.is_floating_point() or like.is_complex())
         return like.zero_().requires_grad_() * 1 if learns and not views else like.zero_()
 
@@ -123,7 +131,7 @@ def _run_on(layer: nn.Module, given: Any, copy_of: Callable[[Tensor], Tensor]) -
 
 
 def valued(tensor: Tensor) -> Tensor:
-    """Return a copy of a weight; zeros if it has no values."""
+    """Return a copy of a tensor; zeros if it has no values."""
     if tensor.is_meta:
         return torch.zeros_like(tensor, device="cpu")
     return tensor.detach().clone()

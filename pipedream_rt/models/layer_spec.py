@@ -1,4 +1,4 @@
-"""Layers that are built where they are needed, so that the whole model is in no process."""
+"""Layers that are built on their workers, so that no process holds the whole model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipedream_rt.models.undisturbed import drawn_outside
 
 
 class LayerSpec:
-    """A layer that the worker which needs it builds.
+    """A layer that is built by the worker that needs it.
 
     Example::
 
@@ -25,16 +25,15 @@ class LayerSpec:
                   LayerSpec(nn.Linear, 1024, 50_000, bias=False, tied={"weight": "0.weight"})]
         with Pipeline(layers, stages=8, ...) as pipe: ...
 
-    Each worker goes through the list in order, builds the layers up to its last one, and keeps its
-    own. So the weights are those that one gets by ``torch.manual_seed(seed)``, with the ``seed`` of
-    the pipeline, and building the list in one process; and no process holds more than its part and
-    one layer.
+    Each worker builds the layers in order, up to its last one, and keeps its own. So the weights
+    are the same as if one process called ``torch.manual_seed(seed)``, with the ``seed`` of the
+    pipeline, and built the whole list. No process holds more than its part and one layer.
 
     Args:
-        factory: A class of modules, or a function that returns one.
+        factory: A class of modules, or a function that returns a module.
         *args: Positional arguments of the factory.
-        tied: Parameters of the layer that are those of an earlier layer: by name in this layer, the
-            name of the other in the model.
+        tied: Parameters that the layer shares with an earlier layer: the name in this layer,
+            mapped to the name of the other in the model.
         **kwargs: Keyword arguments of the factory.
 
     Raises:
@@ -71,7 +70,6 @@ class LayerSpec:
         return layer
 
     def __repr__(self) -> str:
-        """Return the call that makes it."""
         name = getattr(self.factory, "__name__", repr(self.factory))
         given = [*map(repr, self.args), *(f"{k}={v!r}" for k, v in self.kwargs.items())]
         return f"LayerSpec({', '.join([name, *given])})"
@@ -82,17 +80,18 @@ class Blueprint:
     """The list of layers from which every worker builds its own.
 
     Attributes:
-        specs: By name, the layers that are built, in the order of the model.
+        specs: By name in the model, in order: random numbers are drawn in that order.
     """
 
     specs: dict[str, LayerSpec] = field(default_factory=dict)
     seed: int = 0
 
     def on_meta(self) -> dict[str, nn.Module]:
-        """Build all layers on the meta device (shapes, no values), and tie them."""
+        """Build all layers on the meta device, where they have no values, and tie them."""
         layers: dict[str, nn.Module] = {}
         for name, spec in self.specs.items():
             try:
+                # Twice: a factory that counts makes another layer in each call.
                 with torch.device("meta"), _drawing_nothing(name):
                     layers[name], again = spec.build(), spec.build()
                 _refuse_other_attributes(name, layers[name], again)
@@ -110,7 +109,10 @@ class Blueprint:
     def build(
         self, wanted: Sequence[str], dropped: Callable[[], None] = lambda: None
     ) -> dict[str, nn.Module]:
-        """Build some of the layers, with the values that they have if all are built."""
+        """Build some of the layers, with the values that they have if all are built.
+
+        ``dropped`` is called after an unwanted layer was built and freed.
+        """
         torch.manual_seed(self.seed)
         left, built = set(wanted) & self.specs.keys(), {}
         # Tied parameters are kept until the layers that share them are built.
@@ -119,7 +121,7 @@ class Blueprint:
         for name, spec in self.specs.items():
             if not left:
                 break
-            layer = spec.build()
+            layer = spec.build()  # unwanted ones too: they draw random numbers before the others
             for own, other in spec.tied.items():
                 if other in kept:
                     _put_parameter(layer, own, kept[other])
@@ -130,7 +132,7 @@ class Blueprint:
             if name in left:
                 left.remove(name)
                 built[name] = layer
-            del layer  # before the next one is built
+            del layer  # before the next one is built, so that only one is there beside the part
             if name not in built:
                 dropped()
         return built
@@ -138,7 +140,7 @@ class Blueprint:
 
 @contextmanager
 def _drawing_nothing(name: str) -> Iterator[None]:
-    """Refuse that a factory, the body, draws random numbers that no worker would draw."""
+    """Refuse a factory that draws random numbers of Python or NumPy in the body."""
     before = drawn_outside()
     yield
     if before != drawn_outside():
@@ -153,10 +155,11 @@ def _refuse_other_attributes(name: str, one: nn.Module, other: nn.Module) -> Non
     """Refuse a factory that has made two layers with different values."""
     for module, again in zip(one.modules(), other.modules(), strict=False):
         cls: type = type(module)
-        # What is never read may count.
+        # What the forward does not read may differ.
         for key in sorted(vars(module).keys() & names_used(cls)[0]):
             value = vars(module)[key]
             kept = vars(again).get(key)
+            # kept == kept: NaN differs from itself, and is no count.
             if isinstance(value, bool | int | float | str | None) and value != kept == kept:
                 raise ConfigError(
                     f"the factory of layer {name} has given {key!r} the value {value!r}, and "
@@ -167,7 +170,7 @@ def _refuse_other_attributes(name: str, one: nn.Module, other: nn.Module) -> Non
 
 
 def _parameter_of(layer: nn.Module, name: str, full: str) -> nn.Parameter:
-    """Return a parameter of a layer."""
+    """Return a parameter of a layer; ``full`` is its name in the error."""
     try:
         return layer.get_parameter(name)
     except AttributeError:
@@ -175,7 +178,7 @@ def _parameter_of(layer: nn.Module, name: str, full: str) -> nn.Parameter:
 
 
 def _put_parameter(layer: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Put a parameter in the place of one of a layer."""
+    """Replace a parameter of a layer by one of the same shape."""
     own = _parameter_of(layer, name, name)
     if own.shape != parameter.shape:
         raise ConfigError(

@@ -1,9 +1,8 @@
-"""Which modules are in another mode than the rest, where a model sets modes in a way of its own.
+"""Which modules are in another mode than the model, where it overrides ``train`` or ``eval``.
 
-A model that is taken apart into layers is on no stage as a whole, so no stage calls its ``train``
-or ``eval``, which may keep some modules as they are: frozen statistics of BatchNorm in training, or
-dropout that goes on in evaluation. They are called once in the script, and what they do is told to
-the stages.
+These methods may keep BatchNorm in eval mode in training, or dropout on in evaluation. No stage has
+the whole of a model that is taken apart into layers, so no stage can call them. They are called
+once in the script, and the stages are told which modules deviate.
 """
 
 from __future__ import annotations
@@ -20,19 +19,24 @@ _METHODS = ("train", "eval")
 
 
 class Modes(NamedTuple):
-    """The names of modules that do not follow the mode of the model."""
+    """The names of modules that do not follow the mode of the model.
+
+    Attributes:
+        in_training: Those that are in eval mode while the model is in training mode.
+        in_eval: Those that are in training mode while the model is in eval mode.
+    """
 
     in_training: tuple[str, ...] = ()
     in_eval: tuple[str, ...] = ()
 
     def set(self, module: nn.Module, training: bool) -> None:
-        """Set the mode of a module that has some modules of the model, under their names."""
+        """Set the mode of a part of the model, in which modules have the names of the model."""
         module.train(training)
         for name in self.in_training if training else self.in_eval:
             part = module
             for key in name.split(".") if name else ():
                 inner = part._modules.get(key)
-                if inner is None:
+                if inner is None:  # it is on another stage
                     break
                 part = inner
             else:
@@ -40,7 +44,7 @@ class Modes(NamedTuple):
 
 
 def own_methods(module: nn.Module, kind: type[nn.Module], names: Iterable[str]) -> list[str]:
-    """Return those methods of a module that are not those of a class of torch."""
+    """Return the methods that a module, or its class, has in the place of those of ``kind``."""
     return [
         name
         for name in names
@@ -49,7 +53,10 @@ def own_methods(module: nn.Module, kind: type[nn.Module], names: Iterable[str]) 
 
 
 def modes_of(model: nn.Module, layers: Iterable[nn.Module]) -> Modes:
-    """Return which modules of a model do not follow its mode."""
+    """Return which modules of a model do not follow its mode; the model is left as it was.
+
+    Refuse a module that is taken apart and does more when its mode is set: no stage would do it.
+    """
     whole = [each for layer in layers for each in layer.modules()]
     inside = {id(module) for module in whole}
     apart = [(n, m) for n, m in model.named_modules() if id(m) not in inside]
@@ -77,7 +84,7 @@ def modes_of(model: nn.Module, layers: Iterable[nn.Module]) -> Modes:
 
 
 def _state(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Any]:
-    """Return what tells whether modules have changed, but for their modes."""
+    """Return what differs after modules were changed in more than their modes."""
     found: dict[str, Any] = {}
     for name, module in modules:
         for key, value in vars(module).items():
@@ -103,7 +110,7 @@ def _as_they_were(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _setting_flags(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let modules do nothing but note their mode when it is set; adapters would merge weights."""
+    """In the body, let train() of modules set the flag alone; that of adapters merges weights."""
 
     def noting(module: nn.Module) -> Callable[..., nn.Module]:
         def train(mode: bool = True) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Weights from a folder of safetensors, of which each worker reads those of its stages alone."""
+"""Weights from a folder of safetensors; each worker reads only those of its stages."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from pipedream_rt.schema import printable
 _log = logging.getLogger(__name__)
 
 _SINGLE = "model.safetensors"
-"""The name of the file of a folder whose weights are in one."""
+"""The file of a folder whose weights are in one file."""
 
 
 _UNREADABLE = (
     OSError, ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError,
 )  # fmt: skip
-"""Errors of files that make no sense."""
+"""Errors from reading a file with content that is not as expected."""
 
 
 _NAMES = {
@@ -39,14 +39,14 @@ _NAMES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-"""The names that dtypes have in files of safetensors."""
+"""The names of dtypes in files of safetensors."""
 
 _KINDS = ({"F64", "F32", "F16", "BF16"}, {"I64", "I32", "I16", "I8"})
-"""The dtypes whose values may be rounded to one another, or copied."""
+"""Dtypes that may be cast to one another when weights are read."""
 
 
 class _Entry(NamedTuple):
-    """What the list in a file says of a tensor."""
+    """What the header of a file says of a tensor."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -57,7 +57,8 @@ class Pretrained:
     """Where the weights of a model are.
 
     Attributes:
-        headers: By file, a digest of the list of what is in it, and its size in bytes.
+        places: By name in the unsplit model, the file of a weight or buffer, and its key there.
+        headers: By file, a digest of its keys, shapes and dtypes, and its size in bytes.
     """
 
     folder: str
@@ -66,7 +67,7 @@ class Pretrained:
 
     @torch.no_grad()
     def fill(self, part: nn.Module) -> None:
-        """Read the weights and buffers of a part of the model."""
+        """Read the weights and buffers of a part, in which they have their names of the model."""
         by_file: dict[str, dict[str, Tensor]] = {}
         for name, tensor in named_tensors(part):
             if name in self.places:
@@ -82,8 +83,8 @@ class Pretrained:
             try:
                 for name, tensor in named.items():
                     if id(tensor) not in values:
-                        # In the layout of the model. What is open is mapped into memory, so the
-                        # file is opened for each tensor: only one is there twice.
+                        # Copied into the strides of the model. An open file stays mapped into
+                        # memory, so it is opened anew for each tensor: only one is there twice.
                         like = torch.empty_like(tensor, device="cpu")
                         with safe_open(path, framework="pt") as opened:
                             values[id(tensor)] = like.copy_(opened.get_tensor(self.places[name][1]))
@@ -93,9 +94,10 @@ class Pretrained:
 
 
 def find_pretrained(folder: Path, model: nn.Module) -> Pretrained:
-    """Find the weights of a model in a folder, as `transformers` and `Pipeline.save` write them.
+    """Find the weights of a model in a folder that `transformers` or `Pipeline.save` has written.
 
-    Only the lists of what is in the files are read.
+    Only headers are read, and the model's tensors need no values. Refuse a folder that lacks a
+    weight, or has one of another shape or kind of dtype.
     """
     files: dict[str, str] = {}
     entries: dict[str, _Entry] = {}
@@ -109,12 +111,14 @@ def find_pretrained(folder: Path, model: nn.Module) -> Pretrained:
     for name, tensor in named_tensors(model):
         names.setdefault(id(tensor), []).append(name)
         tensors[id(tensor)] = tensor
+    # Buffers that are not persistent.
     hidden = {name for name, _ in named_tensors(model)} - {*model.state_dict()}
     prefix = getattr(model, "base_model_prefix", "")
     places: dict[str, tuple[str, str]] = {}
     missing: list[str] = []
     wrong: list[str] = []
     for each, all_names in names.items():
+        # A tied weight is written under one of its names only.
         there = [k for n in all_names for k in _keys_of(n, prefix) if k in entries]
         if not there:
             may_lack = any(
@@ -122,6 +126,7 @@ def find_pretrained(folder: Path, model: nn.Module) -> Pretrained:
                 for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
                 for name in all_names
             )
+            # It keeps the value that the model has, if it has one.
             if tensors[each].is_meta or not (may_lack or all_names[0] in hidden):
                 missing.append(all_names[0])
             continue
@@ -143,14 +148,11 @@ def find_pretrained(folder: Path, model: nn.Module) -> Pretrained:
 
 
 def _misfit(entry: _Entry, tensor: Tensor) -> str:
-    """Say in what a weight in a file cannot be one of the model; nothing if it can.
-
-    Numbers with a point are rounded to the dtype of the model, but quantized ones, which need a
-    scale, are not numbers of that kind.
-    """
+    """Say how a weight in a file does not fit one of the model; empty if it fits."""
     if entry.shape != tuple(tensor.shape):
         return f"shape {entry.shape}, the model {tuple(tensor.shape)}"
     own = _NAMES.get(tensor.dtype, str(tensor.dtype))
+    # Cast within a kind alone: a quantized weight means nothing without its scale.
     same_kind = any(own in kind and entry.dtype in kind for kind in _KINDS)
     if entry.dtype == own or same_kind:
         return ""
@@ -158,7 +160,7 @@ def _misfit(entry: _Entry, tensor: Tensor) -> str:
 
 
 def _advice(missing: Collection[str], hidden: Collection[str]) -> str:
-    """Return what to do about buffers that have no values and are in no state dict."""
+    """Return what to do about weights or buffers that are missing."""
     if not any(name in hidden for name in missing):
         return (
             ". If transformers has written the folder, it may use other keys in it than the model "
@@ -171,7 +173,7 @@ def _advice(missing: Collection[str], hidden: Collection[str]) -> str:
 
 
 def _keys_of(name: str, prefix: str) -> Iterator[str]:
-    """Yield the keys under which a weight may be: with the prefix of the base model or without."""
+    """Yield the keys that a weight may have: with the prefix of the base model, or without."""
     yield name
     if prefix:
         yield f"{prefix}.{name}"
@@ -180,7 +182,7 @@ def _keys_of(name: str, prefix: str) -> Iterator[str]:
 
 
 def _files_in(folder: Path) -> list[str]:
-    """Return the names of the files with weights in a folder."""
+    """Return the names of the files in a folder that have weights."""
     if (folder / _SINGLE).is_file():
         return [_SINGLE]
     try:
@@ -193,6 +195,7 @@ def _files_in(folder: Path) -> list[str]:
         ) from None
     except _UNREADABLE as error:
         raise ConfigError(f"{folder / INDEX} cannot be used: {printable(repr(error))}") from error
+    # The index is not trusted: a name must not lead out of the folder, nor to another format.
     for file in files:
         if (
             not isinstance(file, str)
@@ -204,7 +207,7 @@ def _files_in(folder: Path) -> list[str]:
 
 
 def _header_of(path: Path) -> tuple[dict[str, _Entry], tuple[bytes, int]]:
-    """Return what is in a file, by key; and what tells the file from another."""
+    """Return what is in a file, by key; and the digest of that and the size in bytes."""
     try:
         with safe_open(path, framework="pt") as file:
             entries = {}
@@ -218,8 +221,8 @@ def _header_of(path: Path) -> tuple[dict[str, _Entry], tuple[bytes, int]]:
 
 
 def give_values(module: nn.Module, value_for: Callable[[Tensor], Tensor | None]) -> None:
-    """Put values into the parameters and buffers of a module; what was one tensor stays one."""
-    made: dict[int, Tensor] = {}
+    """Give parameters and buffers their values; None from ``value_for`` leaves one as it is."""
+    made: dict[int, Tensor] = {}  # by id, so that tied weights stay one tensor
     for owner in module.modules():
         for slots in (owner._parameters, owner._buffers):
             entries: Mapping[str, Tensor | None] = dict(slots)
@@ -237,7 +240,7 @@ def give_values(module: nn.Module, value_for: Callable[[Tensor], Tensor | None])
 
 
 def refuse_no_values(model: nn.Module, spared: Collection[int]) -> None:
-    """Refuse a model with a tensor on the meta device."""
+    """Refuse a tensor on the meta device, but for those that a worker makes, by ``id``."""
     for name, tensor in named_tensors(model):
         if tensor.is_meta and id(tensor) not in spared:
             raise ConfigError(
@@ -248,15 +251,16 @@ def refuse_no_values(model: nn.Module, spared: Collection[int]) -> None:
 
 @contextmanager
 def without_values() -> Iterator[None]:
-    """Build modules whose parameters have shapes and no values, while the body runs.
+    """Build modules without values in the body: parameters are on the meta device.
 
-    They are on the meta device, so a model of any size fits into memory; buffers have their values.
-    `Pipeline` takes such a model with a folder of which each worker reads its part::
+    They have shapes alone, so a model of any size fits into memory. Buffers keep their values.
+    `Pipeline` takes such a model with a folder, of which each worker reads its part::
 
         with pipedream_rt.without_values():
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
         pipe = Pipeline(model, layout=Layout(weights=folder), stages=8, ...)
     """
+    # Not torch.device("meta"): buffers that are in no state dict would lose their values for good.
     before = nn.Module.register_parameter
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:

@@ -1,8 +1,8 @@
 """A forward as a list of steps, which can be cut into stages between any two of them.
 
-A *program* is what one forward of the unsplit model does between its layers, in order: it calls a
-layer, or a function of torch, with values that earlier steps have made. Values stand in numbered
-*slots*; the tensors that the model is given stand in the first ones. The forward ::
+A *program* is what one forward of the unsplit model does between its layers, in order. Each *step*
+calls a layer, or a function of torch, with values that earlier steps have made. Values stand in
+numbered *slots*; the input tensors of the model stand in the first ones. The forward ::
 
     def forward(self, ids, mask):
         x = self.embed(ids)
@@ -18,8 +18,8 @@ becomes, for ids of shape (8, 5)::
     6 = head(5)
     return 6
 
-The layers themselves are called as they are. A program is pure data: it can be compared, pickled
-and shown.
+What is inside of a layer is not recorded. A program is pure data: it can be compared, pickled and
+shown.
 """
 
 from __future__ import annotations
@@ -40,37 +40,37 @@ from pipedream_rt.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Stands for the value of a slot."""
+    """Stands for the value of a slot in arguments and results."""
 
     number: int
 
     def __repr__(self) -> str:
-        """Return the number."""
         return str(self.number)
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Stands for a parameter, buffer or module that a step outside of the layers uses."""
+    """Stands for a parameter, buffer or module, by its name in the unsplit model."""
 
     name: str
 
     def __repr__(self) -> str:
-        """Return the name."""
         return f"<{self.name}>"
 
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """Stands for an object in which layers keep what a later call needs, as a cache of keys.
+    """Stands for an object in which layers keep what a later call needs, such as a KV cache.
 
-    Every stage has one of its own, in which its layers keep what is theirs.
+    Every stage has an object of its own, for its layers.
+
+    Attributes:
+        name: The keyword argument of the model that takes it.
     """
 
     name: str
 
     def __repr__(self) -> str:
-        """Return the name."""
         return f"<{self.name} of this stage>"
 
 
@@ -78,8 +78,8 @@ class Around(NamedTuple):
     """The contexts of torch around a step, where they differ from those around the forward.
 
     Attributes:
-        grad: Whether gradients are recorded; None for as around the forward.
-        autocast: The device type, whether autocast is on, and its dtype; None for as around.
+        grad: Whether gradients are recorded; None for the same as around the forward.
+        autocast: The device type, whether autocast is on, and its dtype; None for the same.
     """
 
     grad: bool | None = None
@@ -87,7 +87,6 @@ class Around(NamedTuple):
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Enter the contexts."""
         grad: Any = nullcontext() if self.grad is None else torch.set_grad_enabled(self.grad)
         cast: Any = nullcontext()
         if self.autocast is not None:
@@ -98,10 +97,10 @@ class Around(NamedTuple):
 
 
 Target: TypeAlias = "str | Callable[..., Any]"
-"""What a step calls: a layer, by its name in the unsplit model, or a function."""
+"""What a step calls: a layer, by its name in the unsplit model; or a function."""
 
 SEQUENCE = Around()
-"""The contexts of a step that is called as the forward itself is."""
+"""The contexts of a step that is called under those of the forward itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,14 +108,21 @@ class Step:
     """One step of a program.
 
     Attributes:
-        name: The name under which the step is seeded: that of the layer, with ``#2`` at its second
-            call, or ``(function)`` with a number.
+        name: The name that seeds the random numbers of the step: that of the layer, with ``#2`` at
+            its second call; or ``(function N)`` with the number N of the step.
+        args: The positional arguments, with `Slot`, `Held` and `Carried` as stand-ins.
         kwargs: The keyword arguments, in the same way.
-        slots: The slot of the result as it is; or the slots of the tensors in the result, in order.
+        slots: The slot of the whole result; or the slots of the tensors in the result, in order.
         made: The result with `Slot` in the place of tensors; None if ``slots`` is one number.
-        kinds: The shape and the dtype of each tensor of a layer's result; empty for a function.
-        free: Whether it computes the same wherever it runs: from the model's inputs alone, without
+        kinds: The shape and the dtype of each tensor of a layer's result; empty for a function, and
+            where a shape depends on values.
+        random: Whether it may draw random numbers; layers always may.
+        free: Whether every stage can compute it alike: from the model's inputs alone, without
             weights, layers that have some, or random numbers.
+        after: The earlier steps, by number, that have changed in place what this one takes.
+        changes: The slots whose values it changes in place.
+        changes_held: The parameters and buffers that it changes in place, by all of their names.
+        where: The line of the user's code that makes the step, for messages.
     """
 
     name: str
@@ -141,17 +147,15 @@ class Step:
 
     @property
     def taken(self) -> list[int]:
-        """The slots that the step takes."""
         return slots_in((self.args, self.kwargs))
 
     @property
     def held(self) -> list[str]:
-        """The names of the parameters and buffers that it takes, beside those of its layer."""
+        """The names of the parameters, buffers and modules among its arguments."""
         return [h.name for h in found((self.args, self.kwargs), Held)]
 
     @property
     def filled(self) -> tuple[int, ...]:
-        """The slots that the step fills."""
         return (self.slots,) if isinstance(self.slots, int) else self.slots
 
     def __str__(self) -> str:
@@ -164,7 +168,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guard:
-    """A value that the forward has read from the model's inputs, on which its way depends."""
+    """A value that the forward has read from its inputs: with another it may do other steps.
+
+    Attributes:
+        steps: The numbers of the steps that compute the arguments of ``read``, in order.
+    """
 
     steps: tuple[int, ...]
     read: Callable[..., Any]
@@ -178,9 +186,10 @@ class Program:
     """One forward of the unsplit model.
 
     Attributes:
-        inputs: The number of inputs, which stand in the first slots.
-        steps: The steps, in order.
-        carries: The objects that stages have for the steps, pickled as they are at first, by name.
+        inputs: The number of input tensors, which stand in the first slots.
+        output: The result, with `Slot` in the place of tensors.
+        after: The steps, by number, that have changed in place what the result holds.
+        carries: By name, the objects that stages have for the steps, pickled in their first state.
     """
 
     inputs: int
@@ -195,10 +204,11 @@ class Program:
         return list(dict.fromkeys(step.layer for step in self.steps if step.layer is not None))
 
     def holds_for(self, inputs: Sequence[Any]) -> bool:
-        """Whether every guard reads the value that it has read before."""
+        """Whether every guard reads the recorded value from these inputs."""
         with torch.no_grad():
             for guard in self.guards:
                 changes = any(self.steps[number].changes for number in guard.steps)
+                # The caller's tensors must stay as they are.
                 values = dict(
                     enumerate(t.clone() for t in inputs) if changes else enumerate(inputs)
                 )
@@ -222,11 +232,10 @@ class Program:
 
 
 def replaced(value: Any, kinds: tuple[type, ...], by: Callable[[Any], Any]) -> Any:
-    """Return a value with every object of some kinds in it replaced.
+    """Return a value with every object of some kinds in it replaced by ``by(object)``, in order.
 
-    It goes through tuples, lists, dicts, slices, dataclasses and mappings that are dataclasses, as
-    the outputs of Hugging Face models are. Containers without such an object are returned as they
-    are.
+    It goes through tuples, lists, dicts, slices, dataclasses and dicts that are dataclasses, such
+    as the outputs of Hugging Face models. A container without such an object is returned itself.
     """
     if isinstance(value, kinds):
         return by(value)
@@ -237,7 +246,7 @@ def replaced(value: Any, kinds: tuple[type, ...], by: Callable[[Any], Any]) -> A
         items = [replaced(item, kinds, by) for item in value]
         if all(new is old for new, old in zip(items, value)) or cls is torch.Size:
             return value
-        if hasattr(cls, "_make"):  # a named tuple, whose own constructor may look at tensors
+        if hasattr(cls, "_make"):  # the own constructor of a named tuple may expect tensors
             return cls._make(items)
         return cls(items)
     if cls is slice:
@@ -251,7 +260,7 @@ def replaced(value: Any, kinds: tuple[type, ...], by: Callable[[Any], Any]) -> A
             return cls(**{name: part for name, part in made.items() if part is not None})
         same: Any = copy.copy(value)
         for name, part in made.items():
-            object.__setattr__(same, name, part)
+            object.__setattr__(same, name, part)  # it may be frozen
         return same
     if isinstance(value, dict):
         entries = {key: replaced(item, kinds, by) for key, item in value.items()}
@@ -266,12 +275,12 @@ def replaced(value: Any, kinds: tuple[type, ...], by: Callable[[Any], Any]) -> A
 
 
 def on_device(value: Any, device: torch.device) -> Any:
-    """Return a value, as a program, whose tensors, devices and contexts are those of a device."""
+    """Move a value, such as a program, to a device: its tensors, device arguments and contexts."""
 
     def meant(each: Tensor | torch.device | Around | str) -> Any:
         if isinstance(each, Tensor):
             return each.to(device)
-        if isinstance(each, str):  # "cuda:1"; "cuda" means the device that is current
+        if isinstance(each, str):  # "cuda:1"; a bare "cuda" means the current device already
             return str(device) if numbered.fullmatch(each) else each
         if isinstance(each, torch.device):
             return each if each.type == "meta" else device
@@ -312,7 +321,7 @@ def filled(
     held: dict[str, Any],
     carried: Mapping[str, Any] = NONE_CARRIED,
 ) -> Any:
-    """Return a value with slots and names replaced by what they stand for."""
+    """Return a value with `Slot`, `Held` and `Carried` replaced by what they stand for."""
 
     def meant(each: Slot | Held | Carried) -> Any:
         if isinstance(each, Slot):
@@ -329,7 +338,7 @@ def held_by(model: nn.Module, name: str) -> Any:
 
 
 def put(step: Step, result: Any, values: dict[int, Any]) -> None:
-    """Put the result of a step into its slots."""
+    """Put the result of a step into its slots; refuse one that is built otherwise than recorded."""
     if isinstance(step.slots, int):
         values[step.slots] = result
         return
@@ -358,7 +367,7 @@ def put(step: Step, result: Any, values: dict[int, Any]) -> None:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether two results are built alike; what cannot be compared is taken for alike."""
+    """Whether two results are equal; what cannot be compared counts as equal."""
     try:
         return bool(one == other)
     except Exception:  # a foreign class may raise anything when compared

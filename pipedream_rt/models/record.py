@@ -7,11 +7,11 @@ The forward of the user's model is called once with example inputs. While it run
 - every layer is only asked for the shapes of its outputs: it runs on the meta device, where nothing
   is computed, and the forward goes on with zeros of these shapes.
 
-Whatever Python does between the layers is done once, now: loops, conditions on shapes and options,
-lists of results. So a program holds for one *signature* of the inputs: their shapes, dtypes, and
-values that are no tensors. What else a forward could depend on is looked for, and refused with the
-line that does it: values of tensors that layers have made, Python's random numbers, attributes that
-the forward changes. Values of the inputs may be read; they become guards.
+What Python does between the layers happens once, now: loops, conditions on shapes and options,
+lists of results. So a program holds for one *signature* of the inputs: their shapes, their dtypes,
+and the values that are not tensors. The recorder looks for what else a forward may depend on, and
+refuses it with its line: values of tensors that layers have made, Python's random numbers,
+attributes that the forward changes. Values of the inputs may be read; they become guards.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ from pipedream_rt.models.undisturbed import (
 from pipedream_rt.torch_private import TorchDispatchMode, set_grad_enabled
 
 _BATCH, _LAYERS, _DRAWN, _SIZED = 1, 2, 4, 8
-"""What a value depends on: the inputs, layers or weights, random numbers; and whether its shape
-depends on values."""
+"""Flags of what a value depends on: the inputs; layers or weights; random numbers. The last says
+that its shape depends on values."""
 
 _OF_SHAPE = {"size", "numel", "nelement", "__len__", "shape", "nbytes", "stride"}
-"""The functions and attributes that tell of the shape of a tensor."""
+"""The functions and attributes that read the shape of a tensor."""
 
 _CHANGING = {"batch_norm", "instance_norm", "__setitem__", "embedding", "embedding_bag"}
-"""Functions that change what they are given and whose names do not say so by a ``_`` at the end."""
+"""Functions that change an argument in place though their names do not end in ``_``."""
 
 _SIZING = {"_pack_padded_sequence"}
-"""Functions whose result has a shape that depends on values, though torch does not tag them so."""
+"""Functions whose result has a shape that depends on values, but which torch does not tag so."""
 
 _FACTS = {
     "size", "dim", "ndimension", "stride", "numel", "nelement", "is_contiguous", "element_size",
@@ -80,14 +80,19 @@ _FACTS = {
     "has_names", "result_type", "can_cast", "is_tensor", "is_storage", "__hash__", "__dir__",
     "__deepcopy__", "_is_view", "is_coalesced", "_is_zerotensor", "__torch_function__",
 }  # fmt: skip
-"""The functions that tell of a tensor what its signature has."""
+"""The functions that read only what the signature of the inputs decides."""
 
 _PLACES = {"data_ptr", "storage", "untyped_storage", "is_set_to"}
-"""The functions that tell where a tensor lies."""
+"""The functions that read where a tensor lies in memory."""
 
 
 class _Tag:
-    """What is known of a tensor that the forward has seen."""
+    """What is known of a tensor that the forward has seen.
+
+    Attributes:
+        depends: Flags, such as `_BATCH`.
+        after: The numbers of the steps that have changed it in place, through any tensor over it.
+    """
 
     __slots__ = ("after", "depends", "slot")
 
@@ -103,20 +108,24 @@ def record(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     *,
-    training: bool | None = None,
+    training: bool | None = None,  # the mode of all modules but `modes`; None for as they are
     grad: bool = True,
     autocast: torch.dtype | None = None,
     carried: Mapping[str, Any] = NONE_CARRIED,
     modes: Modes = Modes(),  # noqa: B008 - a tuple
 ) -> Program:
-    """Record one forward of a model; the model is afterwards as it was."""
-    # Where the model is; of constants in the program only what is on the host travels.
+    """Record one forward of a model; the program's inputs are the tensors of ``(args, kwargs)``.
+
+    The model is afterwards as it was. The objects in ``carried`` are as after this forward, with
+    tensors without values.
+    """
     home = home_of(model)
     inputs: list[Tensor] = []
     by_id: dict[int, Tensor] = {}
 
     def copied(tensor: Tensor) -> Tensor:
         if id(tensor) not in by_id:
+            # The forward may change inputs in place; the caller's must stay.
             by_id[id(tensor)] = tensor.detach().to(home, copy=True)
             inputs.append(by_id[id(tensor)])
         return by_id[id(tensor)]
@@ -138,6 +147,7 @@ def record(
             recorder.begin(watch)
             output = called_with(model, args, {**kwargs, **carried})
         program = recorder.finish(output, at_first)
+    # Constants of the program travel from the host; each worker moves them to its device.
     there: Program = program if home.type == "cpu" else on_device(program, torch.device("cpu"))
     return there
 
@@ -161,7 +171,7 @@ def refuse_changing(one: Program, other: Program) -> None:
 
 
 def _content_of(step: Step | None) -> Any:
-    """Return what two steps have in common that do the same."""
+    """Return a value that is equal for two steps that do the same."""
     if step is None:
         return None
     target = step.target
@@ -179,7 +189,13 @@ def _content_of(step: Step | None) -> Any:
 
 
 class _Recorder(TorchFunctionMode):
-    """The notes of one forward."""
+    """The notes of one forward: steps, guards, and what is known of each tensor.
+
+    Attributes:
+        paused: Above 0 in calls that are not the forward's own, which are not noted.
+        drew: Whether the call that runs has drawn random numbers; `_Watch` sets it.
+        sized: Whether it has made a shape that depends on values; `_Watch` sets it.
+    """
 
     def __init__(
         self,
@@ -203,13 +219,17 @@ class _Recorder(TorchFunctionMode):
         self._calls: dict[str, int] = {}
         self._slots = 0
         self._inputs = inputs
+        # By id, each with a reference to its tensor: an id is used again when a tensor has gone.
         self._tags: dict[int, tuple[ref[Tensor], _Tag]] = {}
         self._made: dict[int, tuple[ref[Tensor], str]] = {}
-        self._inside = ""  # the layer whose shapes are asked for
-        # Attributes of layers, by ``id``, that the forward reads and that calls of layers change.
+        self._inside = ""  # the layer that runs for its shapes
+        # Attributes of layers, by id: those that the forward reads, each with its line, and those
+        # that calls of layers change.
         self._read: dict[tuple[int, str], str] = {}
         self._changed: set[tuple[int, str]] = set()
+        # Objects that layers have returned and that are no tensors, by id, each with its layer.
         self._foreign: dict[int, tuple[str, Any]] = {}
+        # Tensors over each storage: a change in place of one is a change of all of them.
         self._over: dict[int, list[ref[Tensor]]] = {}
         self._held = {
             id(t): name
@@ -229,7 +249,7 @@ class _Recorder(TorchFunctionMode):
     # -- tags -----------------------------------------------------------------------------------
 
     def _tag(self, tensor: Tensor, depends: int) -> int:
-        """Give a tensor the next slot."""
+        """Give a tensor the next slot, also if it had one."""
         tag = _Tag(self._slots, depends)
         self._slots += 1
         self._tags[id(tensor)] = (ref(tensor), tag)
@@ -239,25 +259,25 @@ class _Recorder(TorchFunctionMode):
         return tag.slot
 
     def tag_of(self, tensor: Tensor) -> _Tag | None:
-        """Return what is known of a tensor; None if it was there before the forward."""
+        """Return what is known of a tensor; None if it is neither an input nor made by a step."""
         there = self._tags.get(id(tensor))
         return there[1] if there is not None and there[0]() is tensor else None
 
     def note_made(self, tensor: Tensor) -> None:
-        """Note that a tensor was made during the forward, by whatever means."""
+        """Note that a tensor was made during the forward, by any means."""
         self._made[id(tensor)] = ref(tensor), self._inside
 
     def _is_held(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a weight or a buffer, or lies over one's memory as ``.data`` does."""
+        """Whether a tensor is a weight or a buffer, or shares the memory of one, as ``.data``."""
         return id(tensor) in self._held or tensor.untyped_storage()._cdata in self._names_over
 
     def _maker_of(self, tensor: Tensor) -> str | None:
-        """Return the layer in which a tensor was made, "" for none; None before the forward."""
+        """Return the layer that made a tensor, "" outside of layers; None before the forward."""
         there = self._made.get(id(tensor))
         return there[1] if there is not None and there[0]() is tensor else None
 
     def _seen(self, value: Any) -> tuple[Any, int, set[int]]:
-        """Return a value with slots and names in the place of tensors."""
+        """Return a value with stand-ins, its flags, and the steps that have changed it in place."""
         depends, after = 0, set()
 
         def stand_in(tensor: Any) -> Any:
@@ -300,9 +320,9 @@ class _Recorder(TorchFunctionMode):
         return replaced(value, kinds, stand_in), depends, after
 
     def _module(self, module: nn.Module) -> Any:
-        """Return what stands for a module that is passed to a layer, which stages then share."""
+        """Return the stand-in of a module that is passed on, which stages then share."""
         name = self._all_names.get(id(module))
-        if name is None:  # it was made by the forward, and has nothing of the model
+        if name is None:  # the forward has made it
             return module
         if any(layer == name or name.startswith(f"{layer}.") for layer in self._layers):
             return Held(name)
@@ -316,7 +336,7 @@ class _Recorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Call a function of torch, and note it if the forward called it outside of layers."""
+        """Call a function of torch; note it if the forward has called it, outside of layers."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         if self.paused or func in _CONTEXTS:
@@ -328,7 +348,7 @@ class _Recorder(TorchFunctionMode):
             )
         if name == "__set__":
             raise refusal("the forward sets an attribute of a tensor, such as x.data")
-        if name == "__iter__":
+        if name == "__iter__":  # as one step, whose results are the rows
             return iter(self.__torch_function__(Tensor.unbind, types, args, {}))
         if name in _PLACES and self._seen(args)[1]:
             raise refusal(
@@ -347,7 +367,7 @@ class _Recorder(TorchFunctionMode):
     def _tells_shape(
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], fact: Any
     ) -> None:
-        """Note or refuse that the forward reads a shape that depends on values."""
+        """Note or refuse that the forward reads a shape, if it depends on values."""
         tag = self.tag_of(args[0]) if args and isinstance(args[0], Tensor) else None
         if tag is not None and tag.depends & _SIZED:
             given, depends, after = self._seen((args, kwargs))
@@ -367,7 +387,8 @@ class _Recorder(TorchFunctionMode):
             )
         changing = name.endswith("_") and not name.endswith("__")
         changing = changing or name in _CHANGING or name.startswith("__i") or "out" in kwargs
-        # The weights and buffers of the user's model do not change while it is recorded.
+        # In the place of tensors without values, and of weights and buffers that the function
+        # changes: those of the model must stay.
         copies: dict[int, Tensor] = {}
 
         def own(tensor: Tensor) -> Tensor:
@@ -378,6 +399,7 @@ class _Recorder(TorchFunctionMode):
 
         tensors = list({id(t): t for t in _tensors_in((args, kwargs))}.values())
         called_with = replaced((args, kwargs), (Tensor,), own)
+        # The version counter shows which tensors the function changes, whatever its name says.
         versions = [changes_of(copies.get(id(t), t)) for t in tensors]
         self.drew = self.sized = False
         self.paused += 1
@@ -404,7 +426,7 @@ class _Recorder(TorchFunctionMode):
     def _reads(
         self, func: Any, name: str, given: Any, depends: int, after: set[int], value: Any
     ) -> None:
-        """Note or refuse what the forward reads from tensors, on which its way may depend."""
+        """Note or refuse that the forward reads values of tensors, on which its way may depend."""
         if not depends:
             return
         if "nested_tensor" in name:
@@ -456,7 +478,7 @@ class _Recorder(TorchFunctionMode):
         """Add a step, and give its results their slots."""
         self._refuse_foreign(given)
         if not isinstance(target, str):
-            self._objects_in(given)
+            self._objects_in(given)  # refuses what cannot be pickled; of layers that was done
         number = len(self.steps)
         changes = []
         for tensor in changed:
@@ -481,6 +503,7 @@ class _Recorder(TorchFunctionMode):
         same = {id(t) for t in changed}
 
         def slot_of(tensor: Tensor) -> Slot:
+            # A tensor that was changed in place keeps its shape.
             mask = ~_SIZED if id(tensor) in same else ~0
             return Slot(self._result(tensor, depends & mask, slots))
 
@@ -511,17 +534,16 @@ class _Recorder(TorchFunctionMode):
         )
 
     def _result(self, tensor: Tensor, depends: int, slots: list[int]) -> int:
-        """Give a result its slot."""
         slots.append(self._tag(tensor, depends))
         return slots[-1]
 
     def _around(self) -> Around:
-        """Return the contexts of torch that the forward has entered by itself."""
+        """Return the contexts that the forward has entered itself."""
         grad, cast = torch.is_grad_enabled(), _autocast(self._kind)
         return Around(None if grad == self._grad else grad, None if cast == self._cast else cast)
 
     def _refuse_foreign(self, given: Any) -> None:
-        """Refuse to hand an object on that a layer has made and that is no tensor."""
+        """Refuse to pass on an object that a layer has made and that is no tensor."""
         for value in _leaves_of(given):
             maker, there = self._foreign.get(id(value), ("", None))
             if there is value and there is not None:
@@ -534,7 +556,7 @@ class _Recorder(TorchFunctionMode):
 
     @contextmanager
     def called(self) -> Iterator[None]:
-        """Let the layers call `layer` while the body runs, and autograd functions `_function`."""
+        """In the body, record calls of layers by `_layer`, of autograd functions by `_function`."""
         classes: dict[type, type] = {}
         before = torch.autograd.Function.__dict__["apply"]
         recorder = self
@@ -543,14 +565,17 @@ class _Recorder(TorchFunctionMode):
             original = before.__get__(None, cls)
             if recorder.paused:
                 return original(*args, **kwargs)
-            if cls.__name__ == "CheckpointFunction":  # it computes what its first argument does
+            # Reentrant checkpointing: the function that is checkpointed comes first.
+            if cls.__name__ == "CheckpointFunction":
                 return args[0](*args[2:])
-            recorder.paused += 1  # no mode is left for the recorder's own calls, as otherwise
+            # Within __torch_function__ torch takes the mode off; here the recorder is still on.
+            recorder.paused += 1
             try:
                 return recorder._function(_Applied(cls), cls.__name__, args, kwargs)
             finally:
                 recorder.paused -= 1
 
+        # By subclasses, since Python looks up __call__ on the class, not on the object.
         for layer in self._layers.values():
             cls = type(layer)
             if cls not in classes:
@@ -577,7 +602,7 @@ class _Recorder(TorchFunctionMode):
                 layer.__class__ = type(layer).__mro__[1]
 
     def _noting(self, cls: type[nn.Module]) -> Callable[..., Any]:
-        """Return what reads an attribute of a layer of a class, and notes that the forward does."""
+        """Return a ``__getattribute__`` that notes the attributes of a layer that are read."""
         recorder = self
 
         def read(layer: Any, name: str) -> Any:
@@ -589,12 +614,12 @@ class _Recorder(TorchFunctionMode):
         return read
 
     def _stand_in(self, cls: type[nn.Module]) -> Callable[..., Any]:
-        """Return what is called in the place of a layer of a class."""
+        """Return a ``__call__`` for layers of a class that records the call."""
         recorder = self
 
         def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
             stand_in = type(layer)
-            layer.__class__ = cls
+            layer.__class__ = cls  # or the call of the layer below would come here again
             try:
                 if recorder.paused:
                     return layer(*args, **kwargs)
@@ -632,8 +657,9 @@ class _Recorder(TorchFunctionMode):
             ) from error
         finally:
             self._inside = ""
+        # `finish` refuses a forward that reads what a layer changes: a program would read it once.
         for key, kept in vars(layer).items():
-            was = before_it.get(key, self)
+            was = before_it.get(key, self)  # self stands for no attribute
             if type(kept) in _PLAIN_LEAVES and (type(was) is not type(kept) or was != kept):
                 self._changed.add((id(layer), key))
         for value, before in objects:
@@ -645,7 +671,7 @@ class _Recorder(TorchFunctionMode):
                 )
         for value in _leaves_of(result):
             if type(value) not in _PLAIN_LEAVES and not isinstance(value, Tensor):
-                self._foreign[id(value)] = (name, value)
+                self._foreign[id(value)] = (name, value)  # alive, so that no other gets its id
         calls = self._calls[name] = self._calls.get(name, 0) + 1
         depends |= _LAYERS if has_weights or moved else 0
         self._add(
@@ -660,6 +686,7 @@ class _Recorder(TorchFunctionMode):
             random=self.drew,
             where=where,
         )
+        # The zeros have memory of their own, so tell that they stand for views of the arguments.
         for view, source in views:
             for one, other in ((view, source), (source, view)):
                 memory = one.untyped_storage()._cdata
@@ -677,7 +704,7 @@ class _Recorder(TorchFunctionMode):
                 )
 
     def _objects_in(self, given: Any) -> list[tuple[Any, bytes]]:
-        """Return the objects among arguments that are neither tensors nor plain, pickled."""
+        """Return each argument that is neither tensor nor plain, and its pickle, to see changes."""
         return [
             (value, self._pickled(value))
             for value in _leaves_of(given)
@@ -686,7 +713,7 @@ class _Recorder(TorchFunctionMode):
         ]
 
     def _pickled(self, value: Any) -> bytes:
-        """Pickle an object that a step takes, as for a worker."""
+        """Pickle an object that a step takes; refuse one that no worker could be sent."""
         try:
             data, tensors = dumps(value)
         except Exception as error:  # a foreign class may raise anything when pickled
@@ -713,7 +740,7 @@ class _Recorder(TorchFunctionMode):
 
     def _surroundings(self) -> Surroundings:
         """Return what is on around the function or layer that is called now."""
-        self.paused += 1  # to read some of it calls functions of torch
+        self.paused += 1  # some readers call functions of torch
         try:
             return surroundings_now(self._ours)
         finally:
@@ -738,7 +765,7 @@ class _Recorder(TorchFunctionMode):
                 f"recorded. Let the layer return it, or use it itself. {MANUAL}"
             )
         made, _, after = self._seen(output)
-        # Each stage keeps its own, so none of them is a result.
+        # Each stage has its own carried object, so the result has none.
         made = replaced(made, (Carried,), lambda _: None)
         self._refuse_foreign(made)
         return Program(
@@ -752,39 +779,35 @@ class _Recorder(TorchFunctionMode):
 
 
 class _Applied:
-    """Calls an autograd function; it can be pickled."""
+    """A target of steps that applies an autograd function; it can be pickled."""
 
     def __init__(self, cls: Any) -> None:
         self._cls = cls
         self.__name__ = cls.__name__
 
     def __call__(self, *args: Any) -> Any:
-        """Apply the function."""
         return self._cls.apply(*args)
 
     def __eq__(self, other: object) -> bool:
-        """Whether both apply the same function."""
         return isinstance(other, _Applied) and other._cls is self._cls
 
     def __hash__(self) -> int:
-        """Return the hash of the class."""
         return hash(self._cls)
 
 
 class _Silent:
-    """Calls a function for its effect, as to hook a tensor; it can be pickled."""
+    """A target of steps that drops its result, as the handle of a hook; it can be pickled."""
 
     def __init__(self, function: Any) -> None:
         self._function = function
         self.__name__ = function.__name__
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Call the function."""
         self._function(*args, **kwargs)
 
 
 class _Watch(TorchDispatchMode):
-    """Notes every tensor that is made, and whether random numbers are drawn."""
+    """Tells the recorder of every new tensor, of drawn random numbers and of shapes from values."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -808,7 +831,7 @@ _SHAPED_BY_VALUES = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_ou
 
 
 def _is_index_of_integers(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an operator takes elements by numbers: the shape of numbers says how many."""
+    """Whether an operator is an index without masks, whose result has a shape that is known."""
     if func.overloadpacket is not torch.ops.aten.index:
         return False
     masks = (torch.bool, torch.uint8)
@@ -816,8 +839,8 @@ def _is_index_of_integers(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 _PICKLED_AS: dict[Any, Any] = {torch.ops.aten.lift_fresh.default: torch.clone}
-"""Operators of torch that calls of a forward come down to, and functions that do the same. What
-torch makes of an array of NumPy is lifted."""
+"""Operators that a forward comes down to, and the functions that stand for them in a program. torch
+calls lift_fresh on what it makes of an array of NumPy."""
 
 _CONTEXTS = {set_grad_enabled}
 _EFFECTS = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
@@ -828,7 +851,7 @@ _PLAIN_LEAVES = {
 
 
 def _is_view_getter(func: Any) -> bool:
-    """Whether the getter of an attribute of tensors returns a tensor, as that of ``T`` does."""
+    """Whether the getter of a tensor's attribute returns a tensor, as that of ``T`` does."""
     owner = getattr(func, "__self__", None)
     return getattr(owner, "__name__", "") in ("T", "H", "mT", "mH", "real", "imag", "data")
 
@@ -839,7 +862,7 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 
 def _leaves_of(value: Any) -> list[Any]:
-    """Return everything in a value that is no container."""
+    """Return everything in a value that is not a container."""
     there: list[Any] = []
 
     def note(each: Any) -> None:
@@ -858,7 +881,7 @@ def _leaves_of(value: Any) -> list[Any]:
 
 
 def _without_foreign(made: Any) -> Any:
-    """Return the shape of a result in which objects that cannot be compared are their classes."""
+    """Return a result with classes in the place of objects that may not compare as equal."""
 
     def plain(each: Any) -> Any:
         return type(each)
@@ -868,5 +891,5 @@ def _without_foreign(made: Any) -> Any:
 
 
 def _autocast(kind: str) -> tuple[str, bool, torch.dtype]:
-    """Return whether autocast is on for a kind of device, and its dtype."""
+    """Return the kind of device, whether autocast is on for it, and its dtype."""
     return kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)

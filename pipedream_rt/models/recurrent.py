@@ -1,8 +1,8 @@
-"""Recurrent layers do not move their weights while another says where these are.
+"""Keeping recurrent layers from moving their weights while weight versions are kept.
 
-On CUDA a recurrent layer moves weights that its forward has not seen before into one piece of
-memory, by assigning their ``.data``; scripts ask for it too, by `flatten_parameters`. Weights of
-which several versions are kept would then be in two places.
+On CUDA the forward of a recurrent layer moves weights that it has not seen before into one piece of
+memory, by assigning their ``.data``; scripts ask for it too, by `flatten_parameters`. The leaves of
+a weight version are such weights, and must stay over the memory of their version.
 """
 
 from __future__ import annotations
@@ -15,32 +15,29 @@ from torch import nn
 
 
 def recurrent_layers(module: nn.Module) -> list[nn.RNNBase]:
-    """Return the recurrent layers in a module, which are about to be left apart.
-
-    Those with a `flatten_parameters` of the user's own are left to it.
-    """
+    """Return the recurrent layers in a module, but for those whose `flatten_parameters` is set."""
     found = [each for each in module.modules() if isinstance(each, nn.RNNBase)]
     if any(weight.is_cuda for each in found for weight in each.parameters()):
-        # It asks for what must not be done, and the copies that it speaks of are cheap.
+        # The warning asks for flatten_parameters, which must not be; the copies are cheap.
         warnings.filterwarnings("ignore", message="RNN module weights are not part of single")
     return [each for each in found if "flatten_parameters" not in each.__dict__]
 
 
 def leave_apart(layers: Iterable[nn.RNNBase]) -> None:
-    """Let layers leave their weights where they are, until `join_again`."""
+    """Keep layers from moving their weights, until `join_again`."""
     for layer in layers:
         layer.__dict__["flatten_parameters"] = _nothing
 
 
 def join_again(layers: Iterable[nn.RNNBase]) -> None:
-    """Let layers move their weights as they do by themselves."""
+    """Undo `leave_apart`."""
     for layer in layers:
         layer.__dict__.pop("flatten_parameters", None)
 
 
 @contextmanager
 def left_apart(module: nn.Module) -> Iterator[None]:
-    """Let the recurrent layers in a module leave their weights where they are in the body."""
+    """Keep the recurrent layers in a module from moving their weights in the body."""
     layers = recurrent_layers(module)
     leave_apart(layers)
     try:
@@ -50,4 +47,4 @@ def left_apart(module: nn.Module) -> Iterator[None]:
 
 
 def _nothing() -> None:
-    """Stand for `flatten_parameters`."""
+    """Do nothing, in the place of `flatten_parameters`."""

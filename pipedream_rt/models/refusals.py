@@ -1,4 +1,4 @@
-"""What of a model would be something else on stages than in plain PyTorch, and is refused."""
+"""Refusals of models that would behave differently on stages than in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipedream_rt.models.split import Layers
 
 
 def refuse_unfit_layers(layers: Layers) -> None:
-    """Refuse layers that cannot be trained on stages, whatever the split."""
+    """Refuse layers, or a loss among them, that cannot be trained on stages, whatever the split."""
     for name, layer in layers.items():
         for module in layer.modules():
             if isinstance(module, nn.parallel.DistributedDataParallel):
@@ -72,9 +72,10 @@ def _refuse_overlaps(layers: Layers) -> None:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two dense tensors have an element in common, whose addresses are in one range."""
+    """Whether two dense tensors whose ranges of addresses overlap have an element in common."""
     if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
         return True
+    # Two columns of one matrix overlap in range and share nothing: mark the elements.
     count = one.untyped_storage().nbytes() // one.element_size()
     taken = torch.zeros(count, dtype=torch.bool, device="cpu")
     for each in (one, other):
@@ -86,7 +87,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def refuse_loss(loss_fn: Any) -> None:
-    """Refuse a loss that cannot be called as one."""
+    """Refuse a loss that is not callable, or is a class of modules."""
     if loss_fn is None:
         return
     if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
@@ -98,7 +99,7 @@ def refuse_loss(loss_fn: Any) -> None:
 
 
 def shared_buffers(parts: Sequence[nn.Module]) -> list[tuple[str, ...]]:
-    """Return, by stage, the names of the buffers that another stage has too."""
+    """Return, by stage, the names of the buffers that another stage has too; ``parts`` by stage."""
     places: dict[int, list[tuple[int, str]]] = {}
     for stage, part in enumerate(parts):
         for key, buffer in part.named_buffers():

@@ -1,8 +1,8 @@
 """The settings of torch that hold for a process or a thread and change what layers compute.
 
-The user's process reads them once, when the pipeline starts, and every worker applies them. They
-cannot change while the pipeline is open: micro-batches are in flight all the time, and it would
-depend on timing which of them a new setting meets.
+The script reads them once, when the pipeline starts, and every worker applies them. They cannot
+change while the pipeline is open: micro-batches are in flight all the time, so timing would decide
+which of them get a new setting.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch.backends import opt_einsum  # older versions import it with their compiler alone
+from torch.backends import opt_einsum  # older torch imports it only with its compiler
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.models.tensors import accelerator_here
@@ -32,18 +32,14 @@ Settings: TypeAlias = dict[str, Any]
 
 
 class _Setting(NamedTuple):
-    """How a setting is read and set."""
-
     read: Callable[[], Any]
     set: Callable[[Any], object]
 
 
 def _flushes_denormals() -> bool:
-    """Whether this thread takes denormal numbers for zero; torch has no function that tells.
-
-    It is a matter of the processor, and so the same for the numbers of Python, which take a
-    hundredth of the time of a tensor.
-    """
+    """Whether this thread flushes denormal numbers to zero."""
+    # torch has no function that tells. The flag is the processor's, so Python's floats show it too,
+    # in a hundredth of the time of a tensor.
     return _DENORMAL * _ONE == 0.0
 
 
@@ -51,24 +47,23 @@ _DENORMAL, _ONE = 1e-310, 1.0
 
 
 def _default_device() -> str:
-    """The default device of this thread."""
-    # The device is a mode for functions: without any there is none, which is quicker to ask for.
+    """Return the default device of this thread."""
+    # A default device is a function mode. To count the modes is quicker than to ask for it.
     return str(torch.get_default_device()) if count_function_modes() else "cpu"
 
 
 def _set_deterministic(mode: list[bool]) -> None:
-    """Set whether algorithms are deterministic, and whether torch only warns of others."""
+    """Set whether algorithms must be deterministic, and whether torch only warns of others."""
     torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
 
 
 def _set_mkldnn(value: list[Any]) -> None:
-    """Set the flags of oneDNN."""
     enabled, deterministic = value
     torch.backends.mkldnn.set_flags(enabled, deterministic)
 
 
 def _matmul_precision() -> str | None:
-    """Precision of products of float32; None where the script has set parts of it by new names."""
+    """Return the precision of float32 products; None where the new names have set parts of it."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -76,14 +71,13 @@ def _matmul_precision() -> str | None:
 
 
 def _set_matmul_precision(value: str | None) -> None:
-    """Set the precision, unless its parts are set by new names."""
     if value is not None:
         torch.set_float32_matmul_precision(value)
 
 
 def _attribute(owner: Any, name: str) -> _Setting:
-    """Return a setting that is an attribute of a module of torch."""
-    # Not a function of ours, since all settings are read for every mini-batch.
+    """Make a setting of an attribute of a module of torch."""
+    # Not by a Python function, which is slower: all settings are read for every mini-batch.
     return _Setting(
         functools.partial(getattr, owner, name), functools.partial(setattr, owner, name)
     )
@@ -135,11 +129,11 @@ _SETTINGS: dict[str, _Setting] = {
 }
 
 _OF_DEVICES: dict[str, _Setting] = {}
-"""The settings that kernels of CUDA go by. A job on CPUs alone does not carry them."""
+"""The settings of CUDA kernels, which a job on CPUs alone does not carry."""
 
 
 def _owner_of(place: str) -> Any:
-    """Return a module of `torch.backends`."""
+    """Return a module of `torch.backends` by its dotted name."""
     found: Any = torch.backends
     for part in place.split("."):
         found = getattr(found, part)
@@ -147,10 +141,8 @@ def _owner_of(place: str) -> Any:
 
 
 def _if_told(read: Callable[[], Any]) -> Any:
-    """Return what a setting is; None where torch refuses to tell by this name.
-
-    To read by the old name what was set by a new one is an error, and the other way round.
-    """
+    """Read a setting; None where torch refuses to tell by this name."""
+    # torch raises where the old name is read after the new one was set, and the other way round.
     try:
         return read()
     except RuntimeError:
@@ -158,20 +150,19 @@ def _if_told(read: Callable[[], Any]) -> Any:
 
 
 def _set_unless_none(change: Callable[[Any], object], value: Any) -> None:
-    """Set a setting to a value, unless it has gone by another name."""
     if value is not None:
         change(value)
 
 
 def _by_old_name(old: _Setting) -> _Setting:
-    """Return a setting as it was, where its old name can be used."""
+    """Make a setting that is None where torch refuses its old name."""
     return _Setting(
         functools.partial(_if_told, old.read), functools.partial(_set_unless_none, old.set)
     )
 
 
 def _by_new_name(old: _Setting, new: _Setting) -> _Setting:
-    """Return a setting by its new name, which tells only where the old one cannot."""
+    """Make a setting that is read by its new name only where torch refuses the old one."""
 
     def read() -> Any:
         return None if _if_told(old.read) is not None else _if_told(new.read)
@@ -180,7 +171,7 @@ def _by_new_name(old: _Setting, new: _Setting) -> _Setting:
 
 
 def _reduction(name: str, read: Callable[[], Any]) -> _Setting:
-    """Return the setting of reductions in half precision, with what it says of split-K."""
+    """Make the setting of reductions in half precision, with its flag of split-K if it has one."""
 
     def plain() -> Any:
         found = read()
@@ -224,28 +215,26 @@ def autocasts() -> bool:
 
 
 def settings_now(of_devices: bool = False) -> Settings:
-    """Return the settings of this process and thread."""
+    """Read the settings of this process and thread; those of CUDA kernels too ``of_devices``."""
     return {name: s.read() for name, s in (_ALL if of_devices else _SETTINGS).items()}
 
 
 def settings_in_forward() -> Settings:
-    """Return the settings that can be read while a forward is recorded: they compute nothing."""
+    """Read the settings that can be read without computing, as while a forward is recorded."""
     return {name: s.read() for name, s in _ALL.items() if s.read is not _flushes_denormals}
 
 
 def apply_settings(settings: Settings) -> None:
-    """Apply settings to this process and thread, but only those that differ.
-
-    To set some of them again would cost time: torch imports its compiler for one.
-    """
+    """Apply settings to this process and thread."""
+    # Only those that differ: to set one of them again makes torch import its compiler.
     for name, setting in _ALL.items():
-        # Read one after another, since an old name and a new one may mean the same setting.
+        # Read each just before: an old name and a new one may mean the same setting.
         if name in settings and settings[name] != setting.read():
             setting.set(settings[name])
 
 
 def refuse_other_settings(settings: Settings) -> None:
-    """Refuse to go on where the script has changed a setting since the pipeline started."""
+    """Refuse settings that the script has changed since the pipeline started."""
     now = settings_now(len(settings) > len(_SETTINGS))
     if now == settings:
         return
@@ -258,7 +247,7 @@ def refuse_other_settings(settings: Settings) -> None:
 
 
 def refuse_contexts() -> None:
-    """Refuse contexts around the loop that would not reach the workers."""
+    """Refuse contexts around the training loop, which would not reach the workers."""
     where = "; it acts on this thread alone, and the layers compute on workers: "
     if autocasts():
         raise ConfigError(
@@ -277,9 +266,9 @@ def refuse_contexts() -> None:
     modes: list[Any] = dispatch_modes()
     if count_function_modes():
         functions = function_modes()
-        # The default device is such a mode, and carried.
+        # The default device is such a mode too, but workers get it as a setting.
         modes = [*modes, *(m for m in functions if not isinstance(m, DeviceContext))]
-    # It only looks on, at what is computed in this thread.
+    # This one only watches what this thread computes.
     modes = [mode for mode in modes if type(mode).__name__ != "CUDASanitizerDispatchMode"]
     if modes:
         name = type(modes[-1]).__name__
@@ -300,7 +289,7 @@ def refuse_global_hooks() -> None:
 
 
 def refuse_no_grad() -> None:
-    """Refuse to train where plain PyTorch could not."""
+    """Refuse to train where gradients are off, as plain PyTorch could not."""
     if not torch.is_grad_enabled():
         raise ConfigError(
             "training inside torch.no_grad() or inference_mode(): leave that block, or use evaluate"

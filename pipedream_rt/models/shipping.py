@@ -1,8 +1,8 @@
 """Pickling what goes to a worker: its layers, the loss, hooks, the optimizer.
 
-cloudpickle does the work. The pickler here also notes which of the model's tensors come along. A
-copy of a weight that belongs to another stage would never be trained, without a word: such copies
-come by a module in a tuple or in a closure, or by a hook that looks at another layer.
+cloudpickle does the work. The pickler here also notes which of the model's tensors come along,
+because a copy of a weight of another stage would silently never be trained. Such a copy comes by a
+module in a tuple or in a closure, or by a hook that refers to another layer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,11 @@ from pipedream_rt.torch_private import (
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
-    """A pickler that notes tensors, and can pickle modules with parametrizations."""
+    """A pickler that notes tensors, and can pickle modules with parametrizations.
+
+    Attributes:
+        tensors: Where each tensor that came along lies in memory, by ``id``.
+    """
 
     def __init__(self, file: io.BytesIO, take: Take | None = None) -> None:
         super().__init__(file, buffer_callback=take)
@@ -45,46 +49,46 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
         self._data_to_come: set[Range] = set()
 
     def persistent_id(self, value: object) -> None:
-        """Note a tensor; nothing gets a persistent id."""
+        """Note a tensor; return None for all, so that nothing gets a persistent id."""
         if not isinstance(value, Tensor) or id(value) in self.tensors:
             return
         where = range_of(value)
         if isinstance(value, nn.Parameter):
-            self._data_to_come.add(where)  # which is pickled next, as a tensor of its own
+            # Its .data is pickled next, as a tensor of its own, which must not be noted.
+            self._data_to_come.add(where)
         elif where in self._data_to_come:
             self._data_to_come.remove(where)
             return
         self.tensors[id(value)] = where
 
     def reducer_override(self, value: Any) -> Any:
-        """Take a module with parametrizations apart, whose class is made at run time.
-
-        And write tensors as their memory: torch's own way copies it five times.
-        """
+        """Pickle in another way what cloudpickle or torch cannot, or does slowly."""
         if type(value) is Tensor and is_away(value):
-            # Its worker puts it where it computes.
+            # The worker moves it to the device on which it computes.
             value = _on_host(value)
         if type(value) is Tensor and _is_plain(value):
+            # As its memory: torch's own way copies it five times.
             memory = pickle.PickleBuffer(bytes_of(value))
             return _tensor_over, (memory, value.dtype, tuple(value.shape), value.stride())
         if isinstance(value, nn.Parameter) and type(value) is not nn.Parameter:
-            # torch would make a plain Parameter of it, and an optimizer may go by the class.
+            # torch would make it a plain Parameter, but an optimizer may go by the class.
             return _parameter, (type(value), value.data, value.requires_grad, vars(value))
         cls: type = type(value)
         if name := _global_of(cls).get(id(value)):
-            # As what a hook of transformers looks at, which holds a ContextVar.
+            # By name, as it may hold what cannot be pickled: one of transformers has a ContextVar.
             return _attribute_of, (cls.__module__, name)
         if isinstance(value, CustomOpDef):
             return _own_operator, parts_of_operator(value)
         if isinstance(value, _OPERATORS):
             return _operator, (str(value),)
         if isinstance(value, ModuleType) and type(value) is not ModuleType:
-            # As torch.ops and its namespaces, which are modules of classes of their own.
+            # torch.ops and its namespaces are modules of classes of their own.
             return _module_named, (value.__name__,)
         if isinstance(value, tuple) and hasattr(type(value), "_make"):
-            # A named tuple, whose own constructor may look at tensors, where a program has numbers.
+            # A program has slots in place of tensors, which the own constructor may not bear.
             return _named_tuple, (type(value), tuple(value))
         if isinstance(value, nn.Module) and parametrize.is_parametrized(value):
+            # Its class is made at run time, so no worker can import it.
             cls = parametrize.type_before_parametrizations(value)
             return (
                 _parametrized,
@@ -98,7 +102,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
 
 
 def _parameter(cls: Any, data: Tensor, requires_grad: bool, state: dict[str, Any]) -> Tensor:
-    """Return a parameter of a class of the user's."""
+    """Make a parameter of a subclass."""
     made: Tensor = make_subclass(cls, data, requires_grad)
     vars(made).update(state)
     return made
@@ -106,7 +110,7 @@ def _parameter(cls: Any, data: Tensor, requires_grad: bool, state: dict[str, Any
 
 @functools.lru_cache(maxsize=4096)
 def _global_of(cls: Any) -> dict[int, str]:
-    """Return the globals of the installed module of a class that are objects of it, by ``id``."""
+    """Return the names of a class's objects in its installed module, by ``id``."""
     module = cls.__module__
     if module == "builtins" or not is_installed(module):
         return {}
@@ -115,7 +119,6 @@ def _global_of(cls: Any) -> dict[int, str]:
 
 
 def _attribute_of(module: str, name: str) -> Any:
-    """Return a global of a module."""
     return getattr(import_module(module), name)
 
 
@@ -128,7 +131,7 @@ def _operator(name: str) -> Any:
 
 
 def _module_named(name: str) -> Any:
-    """Return a module that can be imported, or what is reached as an attribute of one."""
+    """Return a module by name; if it is not imported as one, as an attribute of its parent."""
     if name in sys.modules:
         return sys.modules[name]
     parent, _, last = name.rpartition(".")
@@ -138,10 +141,10 @@ def _module_named(name: str) -> Any:
 def _own_operator(
     name: str, schema: str, fake: Any, backward: Any, function: Any, setup: Any
 ) -> Any:
-    """Return the operator of a name; define it if this process has none."""
+    """Return a custom operator; define it if this process does not have it."""
     if name in OPERATORS:
         return OPERATORS[name]
-    # What it changes in place stands in its schema: "(Tensor(a0!) x, Tensor y) -> Tensor".
+    # The schema marks what it changes in place by "!": "(Tensor(a0!) x, Tensor y) -> Tensor".
     changed = re.findall(r"!\)\S* (\w+)", schema)
     made = torch.library.custom_op(name, function, mutates_args=changed, schema=schema)
     if fake is not None:
@@ -152,7 +155,7 @@ def _own_operator(
 
 
 Take: TypeAlias = Callable[[pickle.PickleBuffer], None]
-"""Takes the memory of a tensor, which `pickle` then does not write."""
+"""Takes the memory of a tensor, which is then left out of the pickle."""
 
 
 def _named_tuple(cls: Any, items: tuple[Any, ...]) -> Any:
@@ -160,13 +163,13 @@ def _named_tuple(cls: Any, items: tuple[Any, ...]) -> Any:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor on an accelerator; itself if it is more than values in memory."""
+    """Return a tensor of an accelerator on the host; itself if it is more than plain values."""
     more = tensor.layout is not torch.strided or tensor.requires_grad or vars(tensor)
     return tensor if more else tensor.cpu()
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is nothing but values in memory."""
+    """Whether a tensor is nothing but values in host memory."""
     return (
         tensor.layout is torch.strided
         and tensor.device.type == "cpu"
@@ -179,7 +182,7 @@ def _is_plain(tensor: Tensor) -> bool:
 def _tensor_over(
     memory: Any, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
 ) -> Tensor:
-    """Return a tensor over memory, or over a copy of it where it cannot be changed."""
+    """Return a tensor over memory; over a copy if the memory is read-only or misaligned."""
     view = memoryview(memory)
     if not view.nbytes:
         return torch.empty(0, dtype=dtype, device="cpu").as_strided(tuple(shape), tuple(stride))
@@ -190,13 +193,13 @@ def _tensor_over(
 
 
 def _state_of(cls: Any, module: nn.Module) -> dict[str, Any]:
-    """Return what a module holds, as its class before parametrization would have it pickled."""
+    """Return the state of a module, as its class before parametrization would pickle it."""
     own = getattr(cls, "__getstate__", None)  # every class has one since Python 3.11
     return dict(module.__dict__ if own is None else own(module))
 
 
 def _parametrized(cls: type[nn.Module], names: list[str]) -> nn.Module:
-    """Return a module of a class whose tensors of these names are computed by parametrizations."""
+    """Make a module, without its state, whose named tensors are computed by parametrizations."""
     module = cls.__new__(cls)
     make_parametrized_class(module)
     for name in names:
@@ -205,16 +208,15 @@ def _parametrized(cls: type[nn.Module], names: list[str]) -> nn.Module:
 
 
 def _set_state(module: nn.Module, state: dict[str, Any]) -> None:
-    """Give a module what it holds."""
     module.__dict__.update(state)
 
 
 Range: TypeAlias = tuple[int, int]
-"""The addresses from the first byte of a tensor to one past the last; (0, 0) if it has none."""
+"""The address of the first byte of a tensor, and that after the last; (0, 0) if it has none."""
 
 
 def range_of(tensor: Tensor) -> Range:
-    """Return where a dense tensor lies in memory."""
+    """Return where a dense tensor with values lies in memory."""
     dense = tensor.layout is torch.strided and tensor.device.type != "meta"
     if not dense or not tensor.numel():
         return (0, 0)
@@ -229,7 +231,11 @@ def range_of(tensor: Tensor) -> Range:
 def dumps(
     value: object, take: Take | None = None, along: set[int] | None = None
 ) -> tuple[bytes, dict[int, Range]]:
-    """Pickle a value for a worker."""
+    """Pickle a value for a worker; return the bytes, and where each tensor in it lies, by ``id``.
+
+    ``take`` gets the memory of each tensor, in the order in which `loads` needs it as ``buffers``;
+    with None it is among the bytes. ``along`` gets the ``id`` of each object that was pickled.
+    """
     _have_the_script_travel()
     with io.BytesIO() as file:
         pickler = _Pickler(file, take)
@@ -242,11 +248,9 @@ def dumps(
 
 
 def loads(data: Any, buffers: Iterable[Any] | None = None) -> Any:
-    """Return what `dumps` has pickled.
-
-    The classes of this process stay as they are: cloudpickle knows them again where it reads its
-    own bytes, and would give them the methods and attributes that were pickled, all of them copies.
-    """
+    """Return what `dumps` has pickled; the classes of this process stay as they are."""
+    # cloudpickle recognises a class that this process has pickled itself. It would give that class
+    # the methods and attributes of the pickle, which are copies with other globals.
     before = [(cls, dict(vars(cls))) for cls in list(_GIVEN_AWAY)]
     try:
         return cloudpickle.loads(data, buffers=buffers)
@@ -261,22 +265,20 @@ def loads(data: Any, buffers: Iterable[Any] | None = None) -> Any:
 
 
 _GIVEN_AWAY: WeakSet[type] = WeakSet()
-"""The classes of the script that were pickled with their code."""
+"""The classes that this process has pickled with their code."""
 
 
 def _have_the_script_travel() -> None:
-    """Have classes of the script pickled with their code where multiprocessing has spawned it.
-
-    The script is called ``__mp_main__`` there, which no worker can import; cloudpickle knows only
-    ``__main__``.
-    """
+    """Have classes of the script pickled with their code in a process of multiprocessing too."""
+    # A spawned process calls the script __mp_main__, which no worker can import. cloudpickle
+    # pickles only __main__ with its code by itself.
     script = sys.modules.get("__mp_main__")
     if script is not None:
         cloudpickle.register_pickle_by_value(script)
 
 
 def why_unpicklable(value: object, error: Exception) -> str:
-    """Why a value cannot be pickled, and what to do."""
+    """Say why a value cannot be pickled, and what to do."""
     if isinstance(value, torch.jit.ScriptModule):
         return (
             "torch.jit.script keeps its weights where versions of them cannot be put; give the "
@@ -286,7 +288,7 @@ def why_unpicklable(value: object, error: Exception) -> str:
 
 
 def alias(tensors: Mapping[int, Range], weights: Mapping[int, tuple[Range, str]]) -> str:
-    """Return a weight or buffer that shares memory with another tensor; empty if none does."""
+    """Return the name of a weight or buffer that shares memory with another tensor; "" if none."""
     others = [where for each, where in tensors.items() if each not in weights and where[1]]
     for (start, end), name in weights.values():
         if any(first < end and start < last for first, last in others):
@@ -297,7 +299,10 @@ def alias(tensors: Mapping[int, Range], weights: Mapping[int, tuple[Range, str]]
 def foreign(
     tensors: Collection[int], owners: Mapping[int, tuple[Collection[int], str]], stage: int
 ) -> str:
-    """Return the name of a weight of another stage among tensors; empty if there is none."""
+    """Return the weight among tensors, by ``id``, that ``stage`` does not have; "" if none.
+
+    ``owners`` has, for each weight and buffer by ``id``, the stages that have it, and its name.
+    """
     for each in tensors:
         stages, name = owners.get(each, ((stage,), ""))
         if stage not in stages:

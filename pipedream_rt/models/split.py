@@ -1,7 +1,7 @@
 """The split of a sequence of layers into stages of consecutive layers.
 
-A sequence may stand in a sequence, as a backbone does before a head. Its layers are layers of the
-model too, under the names that they have in it, such as ``"0.3"``.
+A sequence may be an element of a sequence, as a backbone before a head. Its layers are layers of
+the model too, under their names in the model, such as ``"0.3"``.
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ Layers: TypeAlias = dict[str, nn.Module]
 
 
 _CALLING = ("__call__", "_call_impl", "_wrapped_call_impl", "forward", "__iter__")
-"""The methods by which a sequence calls its layers one after another."""
+"""The methods that define how a sequence calls its layers."""
 
 
 def is_sequence(model: object) -> bool:
-    """Whether a model is a sequence of layers, each of which takes what the one before returns.
-
-    One that is called in a way of its own is none: its class has another ``forward`` or
-    ``__call__``, or one was put on the model itself, as by ``model.forward = wrapper``.
-    """
+    """Whether a model is a sequence of layers, each of which takes what the one before returns."""
+    # Not one that calls its layers in its own way: by a class with another forward or __call__, or
+    # by one on the object, as after model.forward = wrapper.
     for kind in (nn.Sequential, nn.ModuleList):
         if isinstance(model, kind):
             return not own_methods(model, kind, _CALLING)
@@ -44,7 +42,7 @@ def elements_of(model: nn.Module | Iterable[nn.Module]) -> Layers:
         )
     if isinstance(model, nn.Module):
         _refuse_more_than_a_sequence(model)
-        # named_children would leave out a layer that stands in the sequence a second time.
+        # named_children would leave out a layer's second place in the sequence.
         layers = {name: layer for name, layer in model._modules.items() if layer is not None}
     else:
         try:
@@ -63,7 +61,7 @@ def elements_of(model: nn.Module | Iterable[nn.Module]) -> Layers:
 
 
 def layers_of(elements: Layers, whole: Set[str] = frozenset()) -> Layers:
-    """Return the layers of a model: its elements, and the layers of those that are sequences."""
+    """Return the elements of a model; sequences not in ``whole`` are replaced by their layers."""
     return {
         name: layer
         for key, element in elements.items()
@@ -72,7 +70,7 @@ def layers_of(elements: Layers, whole: Set[str] = frozenset()) -> Layers:
 
 
 def _opened(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers of a sequence of which nobody notices that it is not called as a whole."""
+    """Yield the layers of a sequence; a module itself if it must be called as a whole."""
     inner = [(key, child) for key, child in module._modules.items() if child is not None]
     kept = module._parameters or module._buffers or _any_hooks(module)
     if not inner or kept or not isinstance(module, nn.Sequential) or _differs(module):
@@ -83,18 +81,18 @@ def _opened(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _any_hooks(module: nn.Module) -> bool:
-    """Whether somebody has hooks on a module: on its calls, or on its state dict."""
+    """Whether a module has hooks of any kind: on its calls, its backward, or its state dict."""
     return any(held for key, held in vars(module).items() if key.endswith("_hooks"))
 
 
 def _differs(module: nn.Sequential) -> bool:
-    """Whether a sequence has a method of its own, beside the one that makes it."""
+    """Whether a sequence overrides a method of `nn.Sequential`; ``__init__`` does not count."""
     named = [n for n in dir(nn.Sequential) if not n.startswith("__")]
     return bool(own_methods(module, nn.Sequential, [*named, *_CALLING]))
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody has hooks on the calls of a module, or on its backward."""
+    """Whether a module has hooks on its calls or its backward."""
     kinds = ("forward", "forward_pre", "backward", "backward_pre")
     return any(getattr(module, f"_{kind}_hooks") for kind in kinds)
 
@@ -116,7 +114,12 @@ def _refuse_more_than_a_sequence(model: nn.Module) -> None:
 def split_points(
     layers: Layers, stages: int | Sequence[int | str], elements: Sequence[str] | None = None
 ) -> list[int]:
-    """Return the index of the first layer of every stage."""
+    """Return the index of the first layer of every stage, rising from 0.
+
+    ``stages`` is their number, to balance parameters; or the first layer of every stage but the
+    first, by name, or by the index or name of an element. ``elements`` is None if they are the
+    layers.
+    """
     if not isinstance(stages, int):
         return _explicit(list(layers), stages, list(elements or layers))
     if isinstance(stages, bool) or not 1 <= stages <= len(layers):
@@ -128,7 +131,7 @@ def split_points(
 
 
 def listed_points(stages: object) -> list[int | str]:
-    """Return the split points that the user gave, each an index or a name."""
+    """Check the list of split points that the user gave, each an index or a name."""
     if isinstance(stages, str) or not isinstance(stages, Sequence):
         raise ConfigError(
             "stages must be a number or a list, which has the first layer of every stage but the "
@@ -141,7 +144,7 @@ def listed_points(stages: object) -> list[int | str]:
 
 
 def _explicit(names: list[str], stages: Sequence[int | str], elements: Sequence[str]) -> list[int]:
-    """Return the indices of the split points that the user gave."""
+    """Return the indices of the layers at the split points; an index counts elements."""
     points = [0]
     for point in listed_points(stages):
         name = point
@@ -161,11 +164,11 @@ def _explicit(names: list[str], stages: Sequence[int | str], elements: Sequence[
 
 
 def balanced(sizes: Sequence[int], stages: int) -> list[int]:
-    """Return the cut of a sequence of layers whose largest part is as small as it can be.
+    """Return the index of the first layer of each part, so that the largest part is smallest.
 
     Among such cuts it takes one whose longest part has the fewest layers, which spreads layers
-    without parameters. It is found by dynamic programming over (parts, layers), in
-    O(stages x spare^2), where spare is the number of layers beyond one for each part.
+    without parameters. Dynamic programming over (parts, layers) takes O(stages x spare^2), where
+    spare is the number of layers beyond one for each part.
     """
     count = len(sizes)
     prefix = [0]
@@ -198,7 +201,7 @@ def balanced(sizes: Sequence[int], stages: int) -> list[int]:
 
 
 def ties_of(parts: Sequence[nn.Module], names: Mapping[int, str]) -> tuple[Tie, ...]:
-    """Return the trainable weights that several stages have."""
+    """Return the trainable weights that several stages have; ``names`` is by ``id``."""
     users: dict[int, list[int]] = {}
     for stage, part in enumerate(parts):
         for parameter in part.parameters():

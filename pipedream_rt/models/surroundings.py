@@ -1,8 +1,8 @@
-"""What is on around an operator of torch that changes what it does, and that a program cannot keep.
+"""The contexts that are on around an operator of torch and that a program cannot carry.
 
-A forward may enter contexts: ``no_grad`` and autocast are kept beside the steps under them. All
-others act on the thread that enters them, and a stage would compute without them. They are known by
-what they change, whichever way they are entered.
+A program carries ``no_grad`` and autocast beside the steps under them. All other contexts act on
+the thread that enters them, and a stage would compute without them. They are found by the state
+that they change, so it does not matter how they are entered.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pipedream_rt.torch_private import (
 )
 
 Surroundings: TypeAlias = dict[str, Any]
-"""What is on, by what a user would call it."""
+"""The state of each context, by the name that a user knows."""
 
 
 _READERS: dict[str, Callable[[], Any]] = {
@@ -51,12 +51,12 @@ _READERS: dict[str, Callable[[], Any]] = {
 
 
 def surroundings_now(but: Collection[object]) -> Surroundings:
-    """Return what is on in this thread."""
+    """Return what is on in this thread, but for the modes in ``but``."""
     modes = [
         *function_modes(),
         *dispatch_modes(),
     ]
-    # The default device is a mode, and a setting.
+    # The default device is a mode too, but settings_in_forward has it already.
     counted = [
         m for m in modes if not isinstance(m, DeviceContext) and all(m is not b for b in but)
     ]
@@ -65,5 +65,5 @@ def surroundings_now(but: Collection[object]) -> Surroundings:
 
 
 def difference(now: Surroundings, before: Surroundings) -> str:
-    """Return the name of something that is on now and was not before; empty if nothing is."""
+    """Return the name of a context that is in another state than before; empty if none is."""
     return next((name for name, value in now.items() if before.get(name) != value), "")

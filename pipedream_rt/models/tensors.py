@@ -1,4 +1,4 @@
-"""Parameters and buffers by name, and tensors that take the place of others."""
+"""Parameters and buffers by name, and tensors that stand in for others."""
 
 from __future__ import annotations
 
@@ -18,46 +18,41 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def own_buffers(module: nn.Module) -> None:
-    """Give buffers that came over other memory storage of their own, which layers may resize."""
+    """Copy buffers that lie over received memory into storage of their own."""
     for buffer in module.buffers():
+        # A layer may resize its buffers, as quantization per channel does.
         if buffer.layout is torch.strided and not buffer.untyped_storage().resizable():
             same = buffer.clone()
-            if same.stride() == buffer.stride():
+            if same.stride() == buffer.stride():  # a clone of an expanded buffer is laid out anew
                 buffer.data = same
 
 
 def is_away(tensor: Tensor) -> bool:
-    """Whether a tensor has values in another memory than that of the host."""
+    """Whether a tensor has values, and they are not in the memory of the host."""
     return not (tensor.is_cpu or tensor.is_meta)
 
 
 def accelerator_here() -> torch.device | None:
-    """Return the kind of accelerator that torch is built for; None for none. It begins none."""
+    """Return the accelerator that torch is built for, without starting it; None for none."""
     found: torch.device | None = torch.accelerator.current_accelerator()
     return found
 
 
 def home_of(module: nn.Module) -> torch.device:
-    """Return the device that a module is on: that of its first tensor with values."""
+    """Return the device of a module's first tensor with values; the CPU if it has none."""
     tensors = (tensor for _, tensor in named_tensors(module) if not tensor.is_meta)
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
 def in_place_of(tensor: Tensor, value: Tensor, requires_grad: bool) -> Tensor:
-    """Return a tensor over a value, of the class of another one and with its attributes.
-
-    A layer may go by these.
-    """
+    """Return a leaf over the memory of ``value``, with the class and attributes of ``tensor``."""
     made: Tensor = make_subclass(type(tensor), value.detach(), requires_grad)
-    vars(made).update(vars(tensor))
+    vars(made).update(vars(tensor))  # a layer may go by them, as by the class
     return made
 
 
 def gradient_hooks(parameter: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return the hooks on a parameter's gradient, and those on its accumulated gradient.
-
-    Pickle leaves both out.
-    """
+    """Return the hooks on a parameter's gradient, and on its accumulated one; pickle drops both."""
     before: Any = getattr(parameter, "_backward_hooks", None) or {}
     after: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     return tuple(before.values()), tuple(after.values())

@@ -1,4 +1,4 @@
-"""Calling a user's model to look at it, so that it and its surroundings stay as they were."""
+"""Calling a user's model to look at it, and leaving it and its surroundings as they were."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ OURS = (
     str(Path(__file__).resolve().parent.parent),
     str(Path(torch.__file__).resolve().parent),
 )
-"""The folders of this library and of torch, whose lines are not the user's."""
+"""The folders of this library and of torch: messages name lines outside of them."""
 
 
 def line_now() -> str:
-    """Return the line of the user's code, or of a library that is not torch, that runs now."""
+    """Return the innermost line that runs now and is neither of torch nor of this library."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -45,12 +45,12 @@ MANUAL = (
 
 
 def refusal(what: str) -> ConfigError:
-    """Make the error about something that the forward does, with its line."""
+    """Return the error about something that the forward does, with its line."""
     return ConfigError(f"the model cannot be cut into stages: at {line_now()} {what}. {MANUAL}")
 
 
 def called_with(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call the model."""
+    """Call the model; name the user's line if it fails."""
     try:
         return model(*args, **kwargs)
     except ConfigError:
@@ -72,7 +72,7 @@ def modules_inside(layers: Mapping[str, nn.Module]) -> set[int]:
 
 
 def refuse_unfit_modules(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-    """Refuse modules of torch.jit; and compiled modules and hooks where it is taken apart."""
+    """Refuse modules of torch.jit; outside of layers, compiled modules and hooks too."""
     inside = modules_inside(layers)
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -95,19 +95,20 @@ def refuse_unfit_modules(model: nn.Module, layers: Mapping[str, nn.Module]) -> N
 
 
 def refill(container: Any, content: Any) -> None:
-    """Let a list, a deque, a set or a dict hold what it held."""
-    container.clear()
+    """Replace the content of a list, a deque, a set or a dict."""
+    container.clear()  # in place, since others may hold the container
     (container.update if hasattr(container, "update") else container.extend)(content)
 
 
 def drawn_outside() -> tuple[Any, ...]:
-    """Return what differs once Python or NumPy has drawn random numbers, which nobody seeds."""
+    """Return what differs after Python or NumPy has drawn random numbers."""
+    # As text: the state of NumPy has an array in it, which == would compare by element.
     return random.getstate(), str(np.random.get_state())
 
 
 @contextmanager
 def kept_outside() -> Iterator[None]:
-    """Give the random numbers of Python and NumPy their states back."""
+    """Restore the random generators of Python and NumPy after the body."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         yield
@@ -118,11 +119,15 @@ def kept_outside() -> Iterator[None]:
 
 @contextmanager
 def mode_set(model: nn.Module, training: bool | None, modes: Modes) -> Iterator[None]:
-    """Set the mode of every module while the body runs, but of those that do not follow it."""
+    """Set the mode of every module in the body, but the opposite where `Modes` says so.
+
+    ``training`` is None to leave every module in its mode.
+    """
     before = [(module, module.training) for module in model.modules()]
     others = modes.in_training if training else modes.in_eval
     try:
         if training is not None:
+            # Not by train(), which a module may override to merge weights or keep its mode.
             for module, _ in before:
                 module.training = training
             for name in others:
@@ -135,7 +140,11 @@ def mode_set(model: nn.Module, training: bool | None, modes: Modes) -> Iterator[
 
 @contextmanager
 def as_it_was(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Restore the model and the random generators after the body; refuse what it keeps."""
+    """Restore the model and the random generators after the body.
+
+    Refuse a body that has changed modules outside of the layers, has seeded torch, or has drawn
+    random numbers of Python or NumPy.
+    """
     inside = modules_inside(layers)
     before = [
         (name, module, dict(vars(module)), {k: dict(vars(module)[k]) for k in _DICTS})
@@ -160,6 +169,7 @@ def as_it_was(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[Non
         yield
         finished = True
     finally:
+        # Through vars(), since setattr of a module registers tensors, or refuses them.
         for name, module, attributes, dicts in before:
             now = vars(module)
             for key, entries in dicts.items():
@@ -182,6 +192,7 @@ def as_it_was(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[Non
         torch.set_rng_state(drawn[0])
         random.setstate(drawn[1])
         np.random.set_state(drawn[2])
+    # Only if the body has not failed: its own error says more.
     if finished and changed:
         raise ConfigError(
             f"the model cannot be cut into stages: its forward changes the attribute {changed[0]}, "
@@ -203,7 +214,7 @@ def as_it_was(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[Non
 
 
 def _same_content(one: Any, other: Any) -> bool:
-    """Whether two lists, dicts or sets have the same objects in them."""
+    """Whether two lists, dicts or sets hold the same objects; dicts in the same order."""
     if isinstance(one, set):
         return bool(one == other)
     if isinstance(one, dict):
