@@ -16,11 +16,11 @@ A run's folder holds a folder for each checkpoint::
         shard-00002-of-00004.safetensors        as optimizer: the part that this replica steps
         manifest.msgpack                        everything else, and a checksum of each file
 
-Each worker writes the files of its stages; of the replicas of a stage, replica 0 does, and each
-other one writes its buffers alone, and its part of a divided optimizer. The numbers count stages,
-those of replicas all replicas. The coordinator writes index and manifest last. All of them write
-into a folder with another name, which one rename gives its own name when everything is on the disk.
-So a folder of that name is always a whole checkpoint. Nothing in it is pickled.
+Each worker writes the files of its stages. Of the replicas of a stage, replica 0 writes them; the
+others write only their buffers, and their part of a divided optimizer. The numbers in names count
+stages, or addresses in the files of those others. The coordinator writes index and manifest last.
+All write into a folder of another name, which gets its own by one rename when everything is on the
+disk. So a folder of that name is always a whole checkpoint. Nothing in it is pickled.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ EXTRA, EXTRA_OF_REPLICA = "extra", "extra-of-replica"
 of a stage, by its number, or of a replica, by its name."""
 
 BEING_REPLACED = ".old.part"
-"""How the hidden name ends that a checkpoint has while another takes its place."""
+"""The end of the hidden name that a checkpoint has while another one takes its place."""
 
 _TENSORS = re.compile(
     r"(model|loss|optimizer|versions|buffers|replica|shard)-\d{5,}-of-\d{5,}\.safetensors"
@@ -57,7 +57,7 @@ _CHECKPOINT = re.compile(r"step-\d{8,}")
 
 
 def name_of(step: int) -> str:
-    """Name of the folder of a checkpoint."""
+    """Name of the folder of a checkpoint, by the number of updates done."""
     return f"step-{step:08d}"
 
 
@@ -67,17 +67,18 @@ def is_name(name: str) -> bool:
 
 
 def file_name(kind: str, stage: int, num_stages: int) -> str:
-    """Name of the file with one kind of tensors of a stage."""
+    """Name of the file with one kind of tensors of a stage, or, by address, of a replica."""
     return f"{kind}-{stage + 1:05d}-of-{num_stages:05d}.safetensors"
 
 
 def replica_name(replica: int, count: int) -> str:
-    """Name of a replica of a stage, which is of use with as many replicas alone: ``1 of 2``."""
+    """Name of a replica of a stage, ``1 of 2``: its state is of use only with as many replicas."""
     return f"{replica} of {count}"
 
 
 def files_of(folder: Path, files: Iterable[str], kind: str) -> list[Path]:
-    """Files with one kind of tensors of all stages of a checkpoint, in their order."""
+    """Files with one kind of tensors, in the order of stages."""
+    # Only of those that the manifest lists: a file that was put beside them is never read.
     return [folder / name for name in sorted(files) if name.startswith(f"{kind}-")]
 
 
@@ -87,12 +88,10 @@ def is_file_name(name: Any) -> bool:
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """List the checkpoints of a run, newest first; they are not verified.
-
-    A folder with another name, as the user's copy ``step-00000200-best``, is none.
-    """
+    """List the checkpoints of a run, newest first; they are not verified."""
     if not root.is_dir():
         return []
+    # A folder with another name, as the user's copy step-00000200-best, is none.
     return sorted((f for f in root.iterdir() if is_name(f.name)), key=step_of, reverse=True)
 
 
@@ -102,7 +101,7 @@ def step_of(folder: Path) -> int:
 
 
 def give_back(root: Path) -> None:
-    """Give a checkpoint its name again that was being replaced when its run died."""
+    """Rename back what was being replaced when its run died. Only under the lock."""
     for left in root.glob(f".step-*{BEING_REPLACED}"):
         whole = root / left.name.removeprefix(".").removesuffix(BEING_REPLACED)
         if not whole.exists():
@@ -111,13 +110,14 @@ def give_back(root: Path) -> None:
 
 
 def remove_parts(root: Path) -> None:
-    """Remove what a run left that died while it wrote, or removed an old checkpoint."""
+    """Remove what a run left that died while it wrote or pruned. Only under the lock."""
+    # After `give_back`: a whole checkpoint that was being replaced has such a name too.
     for left in root.glob(".step-*.part"):
         remove(left)
 
 
 def remove(path: Path) -> None:
-    """Remove a folder, or what stands in its place; what cannot be removed stays."""
+    """Remove a folder, or a file or link in its place; what cannot be removed stays."""
     if path.is_symlink() or not path.is_dir():
         with suppress(OSError):
             path.unlink()
@@ -131,7 +131,7 @@ def size_and_digest(path: Path) -> list[int | bytes]:
 
 
 def digest_of(path: Path) -> bytes:
-    """Checksum of a file, 16 bytes of BLAKE2b."""
+    """Checksum of a file, 16 bytes of BLAKE2b; it must be an ordinary file."""
     digest = blake2b(digest_size=16)
     with open_file(path, follow=False) as file:
         while block := file.read(1 << 20):

@@ -1,9 +1,9 @@
 """The lock of a run's folder: one run at a time writes checkpoints there.
 
-The kernel keeps the lock (``flock``) and lets go of it when its owner ends, however that happens;
-so a dead owner keeps nobody out, and nothing has to be cleared away. It is on the folder itself.
-NFS locks files alone, between machines too: there a file in the folder stands for it. Where a file
-system keeps no locks at all, that is logged, and the folder is used all the same.
+The kernel keeps the lock (``flock``) and releases it when its owner ends, however that happens; so
+a dead owner keeps nobody out, and nothing has to be cleared away. The lock is on the folder itself.
+NFS locks only files, but between machines too: there a file in the folder stands for it. Where a
+file system has no locks at all, that is logged, and the folder is used all the same.
 """
 
 from __future__ import annotations
@@ -32,23 +32,24 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.
 
 
 class _Held:
-    """A locked file or folder, closed in every forked child."""
+    """A locked file or folder; making it raises `BlockingIOError` if somebody else has the lock."""
 
     def __init__(self, path: Path, flags: int) -> None:
+        # No link is followed, and a pipe that was put there does not block.
         self._fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BaseException:
             self.close()
             raise
+        # A fork shares the open file, and would keep the lock of a run that has ended.
         close_in_forked_children(self)
 
     def fileno(self) -> int:
-        """Return the descriptor."""
         return self._fd
 
     def close(self) -> None:
-        """Give the lock up. Idempotent."""
+        """Release the lock. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -62,12 +63,12 @@ class RunLock:
         self._held: _Held | None = None
         try:
             root.mkdir(parents=True, exist_ok=True, mode=0o700)
-            # Locked as what it is: the folder may be reached by a link.
+            # The folder may be reached by a link, which `_Held` would refuse.
             real = root.resolve()
             try:
                 self._held = _Held(real, os.O_RDONLY | os.O_DIRECTORY)
             except OSError as error:
-                if error.errno != errno.EBADF:  # NFS's word for a lock on a folder
+                if error.errno != errno.EBADF:  # NFS's answer to a lock on a folder
                     raise
                 self._held = _Held(real / _FILE, os.O_RDWR | os.O_CREAT)
                 _write_owner(self._held)
@@ -86,12 +87,13 @@ class RunLock:
                 "the file system of %s keeps no locks: see to it that no other run writes "
                 "checkpoints there", root,
             )  # fmt: skip
+        # Not before the lock: these may be the files of a run at work.
         give_back(root)
         remove_parts(root)
 
     @property
     def is_good(self) -> bool:
-        """Whether the folder that is locked is still the one that the path names."""
+        """Whether the path still names the locked folder, which may have been moved or replaced."""
         if self._held is None:
             return True
         try:
@@ -104,7 +106,7 @@ class RunLock:
             return False
 
     def release(self) -> None:
-        """Let go of the folder, once nobody writes there any more. Idempotent."""
+        """Release the folder, once nobody writes there any more. Idempotent."""
         if self._held is not None:
             if self.is_good:
                 give_back(self._root)
@@ -114,14 +116,14 @@ class RunLock:
 
 
 def give_back_if_idle(root: Path) -> None:
-    """Give a checkpoint its name again that was being replaced when its run died."""
+    """As `give_back`; nothing if a run is at work there, or the folder can only be read."""
     if any(root.glob(f".step-*{BEING_REPLACED}")):
         with suppress(CheckpointError):
             RunLock(root).release()
 
 
 def _write_owner(held: _Held) -> None:
-    """Write into a locked file who has it; that text is for people alone."""
+    """Write into a locked file who has it; that text is only for people."""
     about = {"pid": os.getpid(), "host": printable(socket.gethostname(), 200)}
     with suppress(OSError):  # as on a full disk
         os.ftruncate(held.fileno(), 0)
@@ -129,7 +131,7 @@ def _write_owner(held: _Held) -> None:
 
 
 def _owner_of(root: Path) -> str:
-    """Return who holds a lock: by the kernel's list, or by the file, which anybody may write."""
+    """Say who holds a lock: by the kernel's list, or by the file, which anybody may write."""
     with suppress(OSError, ValueError, IndexError):
         place = os.stat(root)
         for entry in read_file("/proc/locks", 1 << 24).decode().splitlines():
@@ -138,6 +140,7 @@ def _owner_of(root: Path) -> str:
             device = os.makedev(int(major, 16), int(minor, 16))
             if kind == "FLOCK" and (device, int(inode)) == (place.st_dev, place.st_ino):
                 return f"process {int(pid)}"
+    # The kernel lists only processes of this machine; on NFS the owner may be on another one.
     with suppress(OSError, ValueError, RecursionError):
         owner = json.loads(read_file(root / _FILE, _LARGEST, follow=False))
         if isinstance(owner, dict) and not problem_of(owner, _OWNER):

@@ -36,12 +36,18 @@ class Manifest:
     Attributes:
         step: Number of updates done, which is the number of the next mini-batch.
         per_update: Micro-batches per update.
+        groups: Hyper-parameters of each parameter group, packed by `pack_hyper`.
         files: Size in bytes and checksum of each file, by name.
+        plain: What stages keep that is no tensor, by the texts of its keys (`messages/keys.py`).
         extra: The user's own data.
+        floor: Oldest weight version that may be read: that of weights loaded in mid-run.
+        passes: Number of micro-batches that were evaluated or inferred from so far.
+        place: Where the loader was; see `pipedream_rt.coordinator.loading`.
+        attached: States of the objects given to `Pipeline.attach`, by name.
         results: Results of mini-batches before ``step`` that the script had not seen, as dicts.
         slack: Extra warm-up forwards before each hop; empty for none.
-        identity: What a script that goes on must give again; see
-            `pipedream_rt.job.identity`.
+        identity: What a script that goes on must give again; see `pipedream_rt.job.identity`.
+        fingerprints: Those of each stage; see `pipedream_rt.stage.fingerprint`.
         run: Identity of the run that made it, drawn when the run began; empty if not known.
     """
 
@@ -66,7 +72,7 @@ class Manifest:
 
 
 def _generator(value: Any) -> bool:
-    """Whether a value can be the state of a generator of torch."""
+    """Whether a value can be the state of torch's generator on the host."""
     return isinstance(value, Tensor) and value.dtype is torch.uint8 and value.shape == (5056,)
 
 
@@ -85,18 +91,18 @@ def _is_key(value: Any) -> bool:
 
 
 def _generator_there(value: Any) -> bool:
-    """Whether a value can be the state of the generator of an accelerator, of whatever kind."""
+    """Whether a value can be the state of the generator of an accelerator of any kind."""
     is_tensor = isinstance(value, Tensor) and value.dtype == torch.uint8 and value.dim() == 1
     return is_tensor and value.numel() <= _LARGEST_STATE
 
 
 def _group(value: Any) -> bool:
-    """Whether a value can be the hyper-parameters of a group, packed."""
+    """Whether a value can be the packed hyper-parameters of a group."""
     return _VALUES(value) and "params" not in value
 
 
 def _real(value: Any) -> bool:
-    """Whether a value is a number, also one that is not finite."""
+    """Whether a value is a number, finite or not."""
     return type(value) in (int, float)
 
 
@@ -214,7 +220,7 @@ _FIELDS = {
     "fingerprints": schema.list_of(_FINGERPRINT),
     "run": _run,
 }
-"""The fields of a manifest."""
+"""The fields of a manifest, each with the check that it must pass before it is used."""
 
 
 def seal(manifest: Manifest) -> bytes:
@@ -226,13 +232,14 @@ def seal(manifest: Manifest) -> bytes:
             "extra, attached objects and loaders can hold numbers, texts, bytes, tensors, lists "
             f"and dicts: {error}"
         ) from error
+    # Checked as a reader will check it: else the run would make checkpoints that nobody can load.
     if problem := schema.problem_of(_unpack(packed), _FIELDS):
         raise CheckpointError(f"the manifest could not be read again: {problem}")
     return bytes(msgpack.packb([_MAGIC, _FORMAT, packed, _checksum(packed)]))
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint."""
+    """Read the manifest of a checkpoint, and check all of it."""
     try:
         data = schema.read_file(folder / MANIFEST, _LARGEST, follow=False)
         magic, version, packed, checksum = msgpack.unpackb(data)
@@ -262,7 +269,7 @@ _UNREADABLE = (
     OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError,
     msgpack.UnpackException,
 )  # fmt: skip
-"""Errors of bytes that are no manifest."""
+"""What bytes that are no manifest may raise."""
 
 
 def refuse_unsaveable(name: str, value: Any) -> None:
@@ -293,7 +300,7 @@ def _checksum(packed: bytes) -> bytes:
 
 
 def _pack(value: Any) -> bytes:
-    """Pack a value of a manifest."""
+    """Pack a value; tensors are an extension, in the format of safetensors."""
 
     def default(odd: Any) -> msgpack.ExtType:
         if not isinstance(odd, Tensor):
@@ -304,7 +311,7 @@ def _pack(value: Any) -> bytes:
 
 
 def _unpack(data: bytes) -> Any:
-    """Unpack a value that `_pack` has packed."""
+    """Unpack a value that `_pack` packed."""
 
     def extension(code: int, data: bytes) -> Tensor:
         if code != _TENSOR:

@@ -36,10 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 def newest_good(path: Path, spare: Collection[Path] = ()) -> tuple[Path, Manifest]:
-    """Find the checkpoint to load: the one given, or the newest of a run that is whole.
-
-    The one before is of the same run, or it is not taken.
-    """
+    """Find the checkpoint to load: `path` itself, or the newest whole one of a run."""
     try:
         if (path / MANIFEST).exists() or (is_name(path.name) and not checkpoints(path)):
             return path, verify(path)
@@ -59,6 +56,7 @@ def newest_good(path: Path, spare: Collection[Path] = ()) -> tuple[Path, Manifes
                     f"{folder} is no checkpoint of this run: it is a link, or was made as step "
                     f"{manifest.step}"
                 )
+            # An older one that another run left in the folder is no state of this run.
             if manifest.run != run:
                 raise CheckpointError(f"{folder} is of another run than the newest one")
             _verify_files(folder, manifest)
@@ -84,7 +82,7 @@ def _verify_files(folder: Path, manifest: Manifest) -> None:
         _verify_file(folder / name, size, digest)
     try:
         others = sorted(set(os.listdir(folder)) - {MANIFEST, *manifest.files})
-    except OSError as error:  # it is removed just now
+    except OSError as error:  # it is being removed
         raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from error
     if others:
         _log.warning(
@@ -115,10 +113,7 @@ def read_stage(
     replica: str = "",
     others: Collection[str] = (),
 ) -> Snapshot:
-    """Read the state of a stage, whichever files it is in.
-
-    The stages need not be those that wrote the checkpoint.
-    """
+    """Read the state of a stage, whose bounds may differ from those of the stages that wrote it."""
 
     def tensors(kind: str, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
         return _tensors(files_of(folder, files, kind), wanted)
@@ -130,6 +125,7 @@ def read_stage(
     said = by_key(plain)
     buffered = set(buffers).__contains__
     mine = set(weights).__contains__
+    # What replica 0 (with the empty name) has is in the files of the stage.
     own = {
         str(name): tensor
         for (_, name), tensor in written_tensors("replica", lambda key: key[0] == replica).items()
@@ -149,6 +145,7 @@ def read_stage(
             for k, v in said.items()
             if (k.part, k.name) == (EXTRA_OF_REPLICA, replica)
         },
+        # All buffers, also those that the state dict has.
         hidden=tensors("buffers", buffered)
         | tensors("model", buffered)
         | tensors("loss", buffered)
@@ -164,7 +161,7 @@ Written: TypeAlias = Callable[[str, Callable[[Parts], bool]], dict[Parts, Tensor
 
 
 def _step_state(tensors_of: Written, names: set[str], said: Mapping[Key, Any]) -> StepState:
-    """What is kept under some names, of optimizers themselves, and by all stages alike."""
+    """What is kept for steps under some names, under none (for all stages), and of optimizers."""
 
     def wanted(key: Key) -> bool:
         return key.name in names or not key.name or key.part in OF_OPTIMIZERS
@@ -180,13 +177,14 @@ def _step_state(tensors_of: Written, names: set[str], said: Mapping[Key, Any]) -
 
 
 def _older_versions(tensors_of: Written, parameters: set[str]) -> dict[int, dict[str, Tensor]]:
-    """The older weight versions that have all of some parameters, by version and name."""
+    """The older weight versions that have all parameters of a stage, by version and name."""
     versions: dict[int, dict[str, Tensor]] = {}
     found = tensors_of("versions", lambda parts: parts[-1] in parameters)
     for parts, tensor in found.items():
         if len(parts) != 2 or not isinstance(parts[0], int) or parts[0] < 0:
             raise CheckpointError(f"a file of versions has the key {printable(repr(parts), 100)}")
         versions.setdefault(parts[0], {})[str(parts[1])] = tensor
+    # No forward can read a version that lacks a parameter.
     return {v: named for v, named in versions.items() if named.keys() == parameters}
 
 
@@ -210,15 +208,15 @@ def weights_of(folder: Path, files: Collection[str]) -> dict[str, Tensor]:
 _UNREADABLE = (
     OSError, SafetensorError, ValueError, TypeError, KeyError, OverflowError, RuntimeError,
 )  # fmt: skip
-"""Errors of a file that holds no tensors, or such as torch cannot make."""
+"""What a file without tensors may raise, or with such as torch cannot make."""
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     """Open a file of tensors."""
     try:
-        # Refuses links and pipes, as safetensors does not. Twice, as that opens it: with too few
-        # descriptors it raises what looks like a damaged file.
+        # safetensors refuses no links or pipes. It also opens the file twice, and reports a damaged
+        # one if descriptors run out: so two are tried here, which fails with the true reason.
         with open_file(path, follow=False), open_file(path, follow=False):
             pass
         with safe_open(path, framework="pt") as file:
@@ -240,7 +238,7 @@ def _tensors(paths: Sequence[Path], wanted: Callable[[str], bool]) -> dict[str, 
 
 
 def _as_pairs(file: Any) -> set[str]:
-    """The keys of a file whose complex numbers stand there as pairs of real ones."""
+    """The keys of a file whose complex numbers are stored as pairs of real ones."""
     pairs = json.loads((file.metadata() or {}).get(AS_PAIRS, "[]"))
     if not list_of(text(1 << 12))(pairs):
         raise ValueError("what it says of its complex numbers is no list of keys")

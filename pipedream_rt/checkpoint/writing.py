@@ -1,4 +1,4 @@
-"""Writes checkpoints, so that one of a name is whole or is not there."""
+"""Writes checkpoints so that a folder with the name of one is whole, or is not there."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ _log = logging.getLogger(__name__)
 
 
 _PRIVATE_FILE, _PRIVATE_FOLDER = 0o600, 0o700
-"""Modes of what is made; the user's umask takes away from them."""
+"""Modes of what is made, less the user's umask."""
 
 
 class Part:
-    """A checkpoint on its way to the disk: a folder of another name, until `commit`."""
+    """A checkpoint that is being written: a folder of a hidden name, until `commit`."""
 
     def __init__(self, root: Path, step: int) -> None:
         self._root = root
@@ -63,9 +63,11 @@ class Part:
         """Give the checkpoint its name, once all its files are written."""
         root, final = self._root, self._final
         try:
+            # What has the name of a checkpoint must be on the disk, also after a power cut.
             sync(self.folder)
             if final.exists():
                 old = root / f".{final.name}{BEING_REPLACED}"
+                # Not removed yet: if the run dies between the renames, `give_back` finds it.
                 final.rename(old)
                 self.folder.rename(final)
                 shutil.rmtree(old, ignore_errors=True)
@@ -88,7 +90,7 @@ class Part:
 def write_stage(
     folder: Path, stage: int, num_stages: int, state: Snapshot
 ) -> tuple[dict[str, list[Any]], dict[str, Any], dict[str, dict[str, int]]]:
-    """Write the files of one stage, and wait until they are on the disk."""
+    """Write and sync the files of one stage; return what the manifest and the index say of them."""
     moments, plain = _tensors_and_plain(state.steps)
     plain |= {str(Key(EXTRA, str(stage), (key,))): value for key, value in state.extra.items()}
     older = {
@@ -104,6 +106,7 @@ def write_stage(
     files = _write_kinds(folder, kinds, stage, num_stages)
     of_model = file_name("model", stage, num_stages)
     weights = {of_model: {key: t.nbytes for key, t in kinds["model"].items()}}
+    # Size in bytes and checksum, by file; what is no tensor, by text of key; bytes of each weight.
     return files, plain, weights if of_model in files else {}
 
 
@@ -129,7 +132,7 @@ def write_replica(
     steps: StepState,
     extra: dict[str, Any],
 ) -> tuple[dict[str, list[Any]], dict[str, Any], dict[str, dict[str, int]]]:
-    """Write the files of a replica other than replica 0, and wait until they are on the disk."""
+    """Write and sync the files of another replica than 0; return what `write_stage` does."""
     moments, plain = _tensors_and_plain(steps)
     plain |= {str(Key(EXTRA_OF_REPLICA, name, (address, k))): v for k, v in extra.items()}
     own = {written(name, key): tensor for key, tensor in buffers.items()}
@@ -138,7 +141,7 @@ def write_replica(
 
 
 def _tensors_and_plain(steps: StepState) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Divide what a stage keeps for its steps into tensors and what is none, by texts of keys."""
+    """Split what a stage keeps for its steps into tensors and other values, by texts of keys."""
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
     for key, value in steps.items():
@@ -157,13 +160,11 @@ def _tensors_and_plain(steps: StepState) -> tuple[dict[str, Tensor], dict[str, A
 def write_tensors(
     path: Path, tensors: dict[str, Tensor], said: Mapping[str, str] | None = None
 ) -> None:
-    """Write one file of tensors, with texts about them, and wait until it is on the disk.
-
-    It is written by another name first, because a recovery has the same file written once more
-    while the coordinator may be reading this one.
-    """
+    """Write and sync one file of tensors, with texts about them."""
+    # Under another name first: a recovery writes the same file again while the coordinator may be
+    # reading this one.
     part = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    # safetensors knows no complex numbers of double precision: they are written as pairs.
+    # safetensors has no complex128: such numbers are written as pairs.
     pairs = [key for key, tensor in tensors.items() if tensor.dtype is torch.complex128]
     tensors = {**tensors, **{key: torch.view_as_real(tensors[key]) for key in pairs}}
     metadata = {"format": "pt", **(said or {})} | ({AS_PAIRS: json.dumps(pairs)} if pairs else {})
@@ -178,7 +179,7 @@ def write_tensors(
 
 
 def write_manifest(folder: Path, manifest: Manifest, weights: dict[str, dict[str, int]]) -> None:
-    """Write manifest and index, and wait until they are on the disk."""
+    """Write and sync manifest and index, which the manifest lists too."""
     missing = [name for name in manifest.files if not (folder / name).exists()]
     if missing:
         raise CheckpointError(
@@ -208,11 +209,11 @@ def _write_private(path: Path, data: bytes) -> None:
 
 
 def prune(root: Path, keep: int, spare: Collection[Path] = ()) -> None:
-    """Remove the oldest checkpoints of a run."""
+    """Remove all but the newest checkpoints of a run and those to spare."""
     for folder in checkpoints(root)[keep:]:
         if folder in spare:
             continue
-        # Renamed first, because a folder that is half removed must not look like a checkpoint.
+        # Renamed first: a folder that is half removed must not look like a checkpoint.
         gone = folder.with_name(f".{folder.name}.gone.part")
         try:
             folder.rename(gone)
@@ -243,11 +244,8 @@ def put_aside_others(root: Path, run: str) -> None:
 
 
 def put_aside_later(root: Path, newest: Path) -> None:
-    """Rename the checkpoints of later steps than the newest one, which a run has given up.
-
-    A run that went back to an earlier step writes checkpoints of earlier steps than those it has
-    written before. Without this, a resume would take one of those.
-    """
+    """Rename the checkpoints of later steps than the one written last."""
+    # A run that went back to an earlier step has left them. A resume would take one of these.
     for folder in checkpoints(root):
         if step_of(folder) > step_of(newest):
             aside = folder.with_name(f"abandoned-{folder.name}")

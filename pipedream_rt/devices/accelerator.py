@@ -2,20 +2,20 @@
 
 Everything that a worker computes runs in one stream of its own: forwards, hooks, backwards, steps.
 The host only launches it, and waits for nothing. What crosses the border of the device goes on two
-more streams, so that it does not wait for what is computed, nor the other way round:
+more streams, so that copies and computation do not wait for each other:
 
-- what comes in the memory of the host is put into pinned memory and copied from there, and the
+- what arrives in the memory of the host is put into pinned memory and copied from there, and the
   stream of the worker waits for the copy;
 - what is sent is copied at once, in the stream of the worker, as a layer may write over it when it
-  computes the next micro-batch. The copy goes to pinned memory, and leaves when it is there; or
-- it goes as it is to another worker of this process on an accelerator, with an event for which the
-  stream of that one waits.
+  computes the next micro-batch. That copy goes to pinned memory, and is sent when it is there; or
+- it is handed as it is to another worker of this process on an accelerator, with an event for which
+  the stream of that one waits.
 
-Memory that one stream has allocated and another reads is marked (`Tensor.record_stream`), so that
-the allocator does not hand it out again too early.
+Memory that one stream allocated and another reads is marked (`Tensor.record_stream`), so that the
+allocator does not reuse it too early.
 
 Workers that share a device share a process and its one thread: launches from several threads would
-take turns at Python's lock all the same, and a process has one generator for each device.
+take turns at the GIL all the same, and a process has one generator for each device.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _COMPUTED = {
     EdgeKind.ACTIVATION, EdgeKind.TARGET, EdgeKind.GRADIENT, EdgeKind.PARTIAL, EdgeKind.SHARE,
     EdgeKind.WEIGHT, EdgeKind.STEPPED, EdgeKind.NORM, EdgeKind.TOTAL,
 }  # fmt: skip
-"""The kinds of messages with whose tensors a stage computes; all others it reads on the host."""
+"""The kinds of messages whose tensors a stage computes with; all others it reads on the host."""
 
 
 class Accelerator:
@@ -54,15 +54,16 @@ class Accelerator:
     ) -> None:
         self.name = str(device)
         self._device = device
+        # Addresses on accelerators: what goes to those in this process need not go by the host.
         self._near = near
         self._module = torch.get_device_module(device)
-        torch.empty(0, device=device)  # else a seed would wait until something else does this
+        torch.empty(0, device=device)  # begins to use the device: until then a seed is only queued
         self._streams = _streams_on(device)
         self.stream, self._in, self._out = self._streams
         self._leaving = ByThread(f"{name}-out", self.settle_in) if threaded else AtOnce()
 
     def settle_in(self) -> None:
-        """See `Device.settle_in`; else the thread would begin to use the first device as well."""
+        # Else the thread would begin to use the first device as well.
         torch.accelerator.set_device_index(self._device.index)
 
     def entered(self) -> AbstractContextManager[object]:
@@ -77,7 +78,7 @@ class Accelerator:
         return on_device(value, self._device)
 
     def seed(self, seed: int) -> None:
-        """See `Device.seed`; a layer may draw on the host too."""
+        # A layer may draw on the host too.
         torch.default_generator.manual_seed(seed)
         self._module.manual_seed(seed)
 
@@ -87,16 +88,15 @@ class Accelerator:
     # -- values ---------------------------------------------------------------------------------
 
     def number(self, value: Tensor, check: Callable[[float], object] = accept) -> float | Late:
-        """See `Device.number`; it is known when the message with it leaves."""
+        # The host does not wait: the number is known when the message with it leaves.
         return Late(value.detach().to(self._device), check)
 
     def brings_back(self) -> bool:
         return True
 
     def brought_back(self, value: Any) -> Any:
-        """See `Device.brought_back`; what needs no gradient may stay on the host."""
-
         def back(tensor: Tensor) -> Tensor:
+            # What needs no gradient may stay on the host.
             if tensor.device == self._device or (tensor.is_cpu and not tensor.requires_grad):
                 return tensor
             return tensor.to(self._device)
@@ -108,6 +108,7 @@ class Accelerator:
             return message
         given = message.tensors
         if message.ready is not None:
+            # Another worker's stream may still be computing these.
             self.stream.wait_event(message.ready)
             given = tuple(t if t.is_cpu else self._taken_over(t) for t in given)
         if any(tensor.is_cpu for tensor in given):
@@ -115,30 +116,28 @@ class Accelerator:
         return dataclasses.replace(message, tensors=given, ready=None)
 
     def _brought(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Copy tensors from the host, ahead of what the stream of the worker still has to do."""
+        """Copy tensors from the host, in a stream that does not wait for what is computed."""
         with self._in:
             moved = tuple(own(t, copy=True, clone=self._up) if t.is_cpu else t for t in tensors)
             there = self._in.record_event()
         self.stream.wait_event(there)
         for tensor, before in zip(moved, tensors, strict=True):
-            if before.is_cpu:
+            if before.is_cpu:  # allocated in one stream, read in another
                 tensor.record_stream(self.stream)
         return moved
 
     def _up(self, tensor: Tensor) -> Tensor:
-        """Return a copy on the device of a tensor on the host; torch keeps the pinned one alive."""
+        """Copy a tensor to the device; torch keeps pinned memory alive until that is done."""
         pinned = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
         return torch.empty_like(pinned, device=self._device).copy_(pinned, non_blocking=True)
 
     def _taken_over(self, tensor: Tensor) -> Tensor:
-        """Return a tensor that another worker of this process has copied for this one, or its copy.
-
-        Between devices torch copies in the stream that is current on the other one.
-        """
+        """Return a tensor from another worker of this process, or a copy of it on this device."""
         if tensor.device == self._device:
             tensor.record_stream(self.stream)
             return tensor
         made = own(tensor, copy=True, clone=self._from_there)
+        # Between devices torch copies in the current stream of the source.
         tensor.record_stream(torch.accelerator.current_stream(tensor.device))
         return made
 
@@ -147,7 +146,7 @@ class Accelerator:
         return torch.empty_like(tensor, device=self._device).copy_(tensor, non_blocking=True)
 
     def _down(self, tensor: Tensor) -> Tensor:
-        """Return pinned memory into which a tensor is copied, in the stream that is current."""
+        """Begin to copy a tensor to pinned memory, in the current stream."""
         return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(
             tensor, non_blocking=True
         )
@@ -156,7 +155,8 @@ class Accelerator:
         def leave(to: int, index: int, payload: Payload, tensors: tuple[Tensor, ...]) -> None:
             if isinstance(payload, Loss) and isinstance(payload.loss, Late):
                 tensors = (*tensors, payload.loss.value)
-            # Those on the host are copies already, or nobody changes them; see `copied`.
+            # A layer may write over its output later, so it is cloned now. What is on the host is a
+            # copy already, or nobody changes it; see `copied`.
             tensors = tuple(t if t.is_cpu else own(t, copy=True) for t in tensors)
             near = bool(tensors) and to in self._near
             if near and send.hand_over(to, index, payload, tensors, self.stream.record_event):
@@ -167,10 +167,8 @@ class Accelerator:
         return leave
 
     def _leave(self, tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], torch.Event | None]:
-        """Begin to copy tensors to the host; return the copies, and the event of the last one.
-
-        Those on the host may be copies that the stream has still to make; see `copied`.
-        """
+        """Begin to copy tensors to the host; return the copies, and the event of the last one."""
+        # What is on the host may be a copy that the stream has still to make; see `copied`.
         if all(tensor.is_cpu for tensor in tensors):
             return tensors, self.stream.record_event()
         self._out.wait_stream(self.stream)
@@ -183,17 +181,17 @@ class Accelerator:
         return copies, copied
 
     def copied(self, tensor: Tensor) -> Tensor:
-        """See `Device.copied`; in the stream of the worker, which takes no memory of the device."""
+        # In the stream of the worker, straight to the host: that takes no memory of the device.
         if tensor.is_cpu:
             return tensor.clone()
-        # Of a conjugate torch copies the values, and conjugates on the host, too early.
+        # Of a conjugate view torch copies the values and conjugates them on the host, too early.
         return self._down(tensor.resolve_conj().resolve_neg())
 
     def settle(self) -> Callable[[], None]:
         event = self.stream.record_event()
 
         def wait() -> None:
-            self.settle_in()
+            self.settle_in()  # any thread may wait
             event.synchronize()
 
         return wait
@@ -202,7 +200,7 @@ class Accelerator:
         return Marks(self.stream, capacity)
 
     def facts(self) -> Mapping[str, Any]:
-        """See `Device.facts`; the figures are those of torch's allocator in this process."""
+        # The figures are those of torch's allocator in this process.
         return {
             "device": self.name,
             "device_memory_bytes": self._module.memory_allocated(self._device),
@@ -210,7 +208,6 @@ class Accelerator:
         }
 
     def close(self) -> None:
-        """See `Device.close`. The streams are kept, with the memory that was allocated for them."""
         if self._streams:
             self._leaving.close()
             _FREE[self._device].append(self._streams)
@@ -218,23 +215,19 @@ class Accelerator:
 
 
 _FREE: dict[torch.device, list[tuple[torch.Stream, ...]]] = defaultdict(list)
-"""The streams of workers that have ended. The allocator keeps memory for the stream for which it
-was allocated, so that new ones for each pipeline of a process would let it grow."""
+"""The streams of workers that have ended, for later ones. The allocator keeps memory for the stream
+that it was allocated for, so with new streams it would grow with each pipeline."""
 
 
 def _streams_on(device: torch.device) -> tuple[torch.Stream, ...]:
-    """Return the streams of a worker that has ended, or new ones."""
+    """Return the streams of a worker that has ended, or new ones: computing, in, out."""
     with suppress(IndexError):
         return _FREE[device].pop()
     return tuple(torch.Stream(device) for _ in range(3))
 
 
 class _Entered:
-    """The context in which a worker does everything: its stream, and backwards on its own thread.
-
-    Autograd has a thread for each device, on which the backwards of all stages would take turns,
-    and which may still hold what a backward has left when the process ends.
-    """
+    """The context in which a worker does all: its stream, and backwards on its own thread."""
 
     __slots__ = ("_before", "_stream")
 
@@ -243,12 +236,12 @@ class _Entered:
         self._before = True
 
     def __enter__(self) -> None:
-        """Make the stream and its device current."""
+        # Autograd has one thread for each device: the backwards of all stages would take turns on
+        # it, and it may still hold what a backward left when the process ends.
         self._before = is_multithreading_enabled()
         set_multithreading_enabled(False)
         self._stream.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        """Make those current that were."""
         self._stream.__exit__(*error)
         set_multithreading_enabled(self._before)

@@ -31,7 +31,7 @@ class Late(NamedTuple):
 
 
 def accept(number: float) -> None:
-    """Refuse no number."""
+    """A check that accepts every number."""
 
 
 class Device(Protocol):
@@ -44,7 +44,7 @@ class Device(Protocol):
     name: str
 
     def settle_in(self) -> None:
-        """Make it the device of the calling thread, which does nothing on any other one."""
+        """Make it the device of the calling thread, which uses no other one."""
 
     def entered(self) -> AbstractContextManager[object]:
         """Return the context in which the stages of the worker do everything."""
@@ -53,7 +53,7 @@ class Device(Protocol):
         """Move the parameters and buffers of a module there; those that are shared stay shared."""
 
     def placed(self, value: Any) -> Any:
-        """Return a constant of a recorded forward as it has to be there."""
+        """Return a constant of a recorded forward, its tensors and devices changed to this one."""
 
     def seed(self, seed: int) -> None:
         """Seed the random numbers that layers there draw."""
@@ -62,7 +62,7 @@ class Device(Protocol):
         """Return the context in which torch's autocast casts to a dtype there."""
 
     def number(self, value: Tensor, check: Callable[[float], object] = accept) -> float | Late:
-        """Return what a tensor with one element holds, as soon as the host need not wait for it.
+        """Return the number in a tensor with one element; a `Late` if the host had to wait for it.
 
         Args:
             value: The tensor.
@@ -83,10 +83,10 @@ class Device(Protocol):
         """
 
     def taken(self, message: Message) -> Message:
-        """Return a message that has come as the stages compute with it: its tensors are there."""
+        """Return a received message with its tensors on this device, as the stages use them."""
 
     def sending(self, send: Sender, failed: Callable[[BaseException], object]) -> Send:
-        """Return the function by which a stage sends, whose tensors may be there.
+        """Return the function by which a stage sends tensors that may be on this device.
 
         Args:
             send: Hands messages to the transport, with tensors in the memory of the host.
@@ -94,17 +94,17 @@ class Device(Protocol):
         """
 
     def copied(self, tensor: Tensor) -> Tensor:
-        """Begin to copy a tensor to the host; return the copy, of which `settle` says it is there.
+        """Begin to copy a tensor to the host; return the copy, for which `settle` waits.
 
-        It is made as `torch.clone` makes one, before anything that the stage computes next. What
-        is sent leaves once it is there.
+        It is made as `torch.clone` makes one, before anything that the stage computes next. If it
+        is sent, it leaves once it is there.
         """
 
     def settle(self) -> Callable[[], None]:
         """Return a function that waits until all copies that were begun are there. Any thread."""
 
     def marks(self, capacity: int) -> Marks | None:
-        """Return what notes when it does the actions of the worker; None for the host."""
+        """Return a recorder of when the device did the actions of the worker; None for the host."""
 
     def facts(self) -> Mapping[str, Any]:
         """Return its name, and for an accelerator the bytes of its memory, for statistics."""
@@ -124,7 +124,7 @@ class Host:
         return nullcontext()
 
     def place(self, module: nn.Module) -> None:
-        """See `Device.place`; what was shipped with its attributes may be elsewhere."""
+        # What was shipped with its attributes may be on an accelerator.
         if any(is_away(tensor) for _, tensor in named_tensors(module)):
             moved(module, torch.device("cpu"))
 
@@ -161,19 +161,17 @@ class Host:
         return _nothing
 
     def marks(self, capacity: int) -> Marks | None:
-        """See `Device.marks`; an action has ended when it returns."""
-        return None
+        return None  # an action has ended when it returns
 
     def facts(self) -> Mapping[str, Any]:
-        """See `Device.facts`; what a process has resident is told elsewhere."""
         return {"device": self.name}
 
     def close(self) -> None: ...
 
 
 def _nothing() -> None:
-    """Wait for nothing."""
+    """The wait for copies on the host, which are there at once."""
 
 
 HOST = Host()
-"""The host."""
+"""The host, which has no state: one for all workers."""

@@ -16,9 +16,9 @@ class OwnDevice(NamedTuple):
     """What a process was told of the device that it computes on, when it was started.
 
     Attributes:
-        name: The device, which goes before what a pipeline says; None for what that says.
-        number: The number of this process among those of its machine, which says which of several
-            devices it takes where a name has no number.
+        name: The device, which overrides what a pipeline says; None for what that says.
+        number: The number of this process among those of its machine: where the name of a device
+            has no number, it picks one of several.
     """
 
     name: str | None = None
@@ -26,7 +26,7 @@ class OwnDevice(NamedTuple):
 
 
 def device_named(name: str) -> torch.device:
-    """Return the device of a name, which may be another machine's."""
+    """Return the device of a name, which may be one of another machine."""
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -38,7 +38,7 @@ def device_named(name: str) -> torch.device:
 
 
 def device_there(name: str, number: int = 0) -> torch.device:
-    """Return the device of a name, with its number."""
+    """Return a device of this process; a name without a number takes them in turn, by `number`."""
     device = device_named(name)
     if device.type == "cpu":
         return torch.device("cpu")
@@ -71,14 +71,12 @@ def _there() -> str:
 
 
 def module_in_use(unknown: bool) -> Any:
-    """Return torch's module for the accelerator, if this process has used it; else None.
-
-    To ask an accelerator for anything else would begin to use it.
-    """
+    """Return torch's module for the accelerator in use; one that cannot say so, if `unknown`."""
     kind = accelerator_here()
     if kind is None:
         return None
     module = torch.get_device_module(kind)
+    # To ask an accelerator for anything else would begin to use it.
     return module if getattr(module, "is_initialized", lambda: unknown)() else None
 
 
@@ -98,11 +96,12 @@ def device_for(
         worker: Index of the worker.
         own: What this process was told.
         addresses: By worker of the plan, the addresses that it hosts.
-        threaded: See `Accelerator`.
-        name: See `Accelerator`.
+        threaded: Whether an accelerator sends messages by a thread of its own; else by the thread
+            that computes.
+        name: The name of the worker, for that thread.
 
     Raises:
-        ConfigError: It is not there.
+        ConfigError: This process has no such device.
     """
     given = own.name or (devices[worker] if devices else "cpu")
     if given == "cpu":
@@ -110,7 +109,7 @@ def device_for(
     device = device_there(given, own.number)
     if device.type == "cpu":
         return HOST
-    from pipedream_rt.devices.accelerator import Accelerator  # which a job on CPUs has no use for
+    from pipedream_rt.devices.accelerator import Accelerator  # a job on CPUs does not need it
 
     near = {
         address

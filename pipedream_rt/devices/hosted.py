@@ -1,4 +1,4 @@
-"""Values of the script in the memory of the host, wherever the script has made them."""
+"""Values of the script, brought to the memory of the host."""
 
 from __future__ import annotations
 
@@ -14,13 +14,10 @@ T = TypeVar("T")
 
 
 def on_host(value: T) -> T:
-    """Return a value whose tensors are in the memory of the host; itself if they are there.
-
-    A tensor that occurs twice is one tensor in the result too.
-    """
-    if module_in_use(unknown=True) is None:  # each mini-batch comes here
+    """Return a value whose tensors are in the memory of the host; itself if they are there."""
+    if module_in_use(unknown=True) is None:  # each mini-batch comes here: no walk without need
         return value
-    made: dict[int, Tensor] = {}
+    made: dict[int, Tensor] = {}  # a tensor that occurs twice stays one tensor
 
     def moved(tensor: Tensor) -> Tensor:
         if not is_away(tensor):

@@ -15,18 +15,22 @@ class Done(NamedTuple):
     Attributes:
         begin: The event before it.
         end: The event after it.
+        kind: As in `SPAN`.
+        stage: The address of the stage.
+        index: As in `SPAN`.
+        version: As in `SPAN`.
     """
 
     begin: torch.Event
     end: torch.Event
     kind: int
     stage: int
-    index: int  # type: ignore[assignment]  # nobody looks for an element of an action
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody calls
     version: int
 
 
 class Marks:
-    """The last actions in one stream."""
+    """The last actions in one stream; older ones are dropped."""
 
     def __init__(self, stream: torch.Stream, capacity: int) -> None:
         self._stream = stream
@@ -48,12 +52,9 @@ class Marks:
         self._done.append(Done(begin, self.mark(), kind, stage, index, version))
 
     def times(self) -> list[tuple[Done, int, int]]:
-        """Wait for the stream, and return the actions with their times, oldest first.
-
-        Events tell the milliseconds between two of them as a float32, which is exact enough for
-        neighbours alone. So the times are added up from the last mark backwards, for which the host
-        waits, and whose time it therefore knows.
-        """
+        """Wait for the stream; return each action with its begin and end, as ``monotonic_ns()``."""
+        # elapsed_time() is a float32 in ms, exact enough only between neighbours. So the times are
+        # summed up backwards from a last mark: the host waits for it, and so knows its time.
         later = self.mark()
         later.synchronize()
         at, found = float(time.monotonic_ns()), []

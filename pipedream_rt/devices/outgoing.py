@@ -1,8 +1,8 @@
-"""What leaves a device for the host: copies that are under way, and the messages that want them.
+"""What leaves a device for the host: copies in flight, and the messages that wait for them.
 
-The thread that computes begins the copies and goes on. Who hands a message to the transport needs
-its bytes, and so waits for them: a thread of the device, or, where the stages run in the thread of
-the script, that thread.
+The thread that computes begins the copies and goes on. The transport needs the bytes of a message,
+so whoever hands it over waits for them: a thread of the device, or the script's thread where the
+stages run in that.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ class Leaving:
     """A message on its way out.
 
     Attributes:
+        failed: Called with what the check of a late loss raises.
+        to: The address of the receiver.
+        index: See `Message`.
+        payload: Its payload, whose loss may be `Late`.
         tensors: Copies of its tensors on the host; one more, the last, for a loss that is late.
         copied: The event after which the copies are there; None if there are none.
     """
@@ -38,7 +42,7 @@ class Leaving:
     copied: torch.Event | None
 
     def leave(self) -> None:
-        """Wait for the copies, and hand the message over."""
+        """Wait for the copies, check a late loss, and hand the message over."""
         payload, tensors = self.payload, self.tensors
         if self.copied is not None:
             self.copied.synchronize()
@@ -54,7 +58,7 @@ class AtOnce:
     """Messages that leave at once, by the thread that sends them."""
 
     def put(self, leaving: Leaving) -> None:
-        """Hand a message over, as soon as its tensors are there."""
+        """Hand a message over, as soon as its tensors are there. Blocks until then."""
         leaving.leave()
 
     def close(self) -> None:
@@ -75,11 +79,7 @@ class ByThread:
         self._leaving.put(leaving)
 
     def _run(self) -> None:
-        """Hand messages over until `close`. After an error, which ends the worker, no more of them.
-
-        What follows a loss that is not finite must not leave: a reply to the command to save would
-        make a checkpoint of it.
-        """
+        """Hand messages over until `close`, or until an error, which ends the worker."""
         name_this_thread(self._thread.name)
         self._begin()
         while (leaving := self._leaving.get()) is not None:
@@ -87,6 +87,8 @@ class ByThread:
                 leaving.leave()
             except BaseException as error:  # the top of a thread: the stages report it
                 leaving.failed(error)
+                # What follows a loss that is not finite must not leave: a reply to the command to
+                # save would make a checkpoint of it.
                 return
 
     def close(self) -> None:

@@ -24,15 +24,13 @@ def moved(module: nn.Module, device: torch.device) -> None:
 
 
 def _in_memory_of(tensor: Tensor, there: Tensor) -> Tensor:
-    """Return a parameter or buffer that has other memory now; the object itself where that can be.
-
-    Not every backend lets memory of its own be assigned to a tensor of the host, and what is
-    referred to weakly, as the weights of an LSTM are, cannot be exchanged either.
-    """
+    """Return a parameter or buffer that has other memory now; the object itself where possible."""
+    # Not every backend lets its memory be assigned to a tensor of the host.
     if shares_type(tensor, there):
         tensor.data = there
         return tensor
     made = in_place_of(tensor, there, tensor.requires_grad)
+    # What is referred to weakly, as the weights of an LSTM, cannot be swapped either.
     if weakref.getweakrefcount(tensor):
         return made
     torch.utils.swap_tensors(tensor, made)

@@ -1,4 +1,4 @@
-"""The random generators of torch in this process: that of the host, and those of accelerators."""
+"""The random generators of torch in this process: of the host, and of accelerators."""
 
 from __future__ import annotations
 
@@ -21,11 +21,8 @@ def states_there() -> list[Tensor]:
 
 
 def set_states_there(states: Sequence[Tensor]) -> None:
-    """Set the generators of accelerators to states that `states_there` has returned.
-
-    States of another number of accelerators, or of another kind, as a checkpoint of another machine
-    has them, are left.
-    """
+    """Set the generators of accelerators to states that `states_there` returned, if they fit."""
+    # A checkpoint of another machine may have another number of accelerators, or another kind.
     kind = accelerator_here()
     if not states or kind is None or len(states) != torch.accelerator.device_count():
         return
@@ -42,7 +39,7 @@ def random_state() -> list[Tensor]:
 
 
 def set_random_state(state: Sequence[Tensor]) -> None:
-    """Set all generators to what `random_state` has returned."""
+    """Set all generators to what `random_state` returned."""
     host, *there = state
     torch.set_rng_state(host)
     set_states_there(there)
@@ -50,4 +47,5 @@ def set_random_state(state: Sequence[Tensor]) -> None:
 
 def has_drawn(since: Sequence[Tensor]) -> bool:
     """Whether a generator has moved on since `random_state` returned its state."""
+    # Not strict: an accelerator that was not in use then has a state only now.
     return any(not torch.equal(a, b) for a, b in zip(since, random_state(), strict=False))

@@ -17,11 +17,15 @@ from pipedream_rt.models.undisturbed import kept_outside
 from pipedream_rt.stage.seeds import kept_generator_state
 
 Prepare: TypeAlias = Callable[[Any], Any]
-"""Makes of an item of a loader something that `batch_of` understands."""
+"""Turns an item of a loader into something that `batch_of` understands."""
 
 
 class Batch(NamedTuple):
-    """A mini-batch, or the example of one."""
+    """A mini-batch, or the example of one.
+
+    Attributes:
+        target: What the loss takes beside the output; of a dict, the dict itself.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -32,6 +36,10 @@ class Accumulated(NamedTuple):
     """A mini-batch whose parts are not joined: the gradients of all of them are added up.
 
     Their tensors may have different shapes. Each part is cut into its share of the micro-batches.
+
+    Attributes:
+        of: The number of parts of a mini-batch that is not short.
+        factor: What the loss of each part is multiplied by.
     """
 
     parts: tuple[Batch, ...]
@@ -40,13 +48,10 @@ class Accumulated(NamedTuple):
 
 
 def batch_of(item: Any, prepare: Prepare | None = None) -> Batch:
-    """Return the mini-batch that an item of a loader is.
-
-    An item is a pair ``(x, y)``: the model is called with x; or a dict: the model is called with
-    its entries as keyword arguments, and the loss gets the dict; or ``(args, kwargs, y)``.
-    """
+    """Return the mini-batch of an item: a pair ``(x, y)``, a dict, or ``(args, kwargs, y)``."""
     item = item if prepare is None else prepare(item)
     if isinstance(item, Mapping):
+        # The model gets the entries as keyword arguments, the loss the dict.
         named = {str(key): value for key, value in item.items()}
         return on_host(Batch((), named, named))
     if isinstance(item, tuple | list):
@@ -64,7 +69,7 @@ def batch_of(item: Any, prepare: Prepare | None = None) -> Batch:
 
 
 def require_loader(loader: Any, what: str) -> None:
-    """Refuse a loader that yields nothing one after another; it is not drawn from."""
+    """Refuse a loader that cannot be iterated over; nothing is drawn from it."""
     if not hasattr(type(loader), "__iter__") and not hasattr(type(loader), "__getitem__"):
         raise ConfigError(
             f"{what} takes a loader, something that yields mini-batches, as a DataLoader or a list "
@@ -85,11 +90,11 @@ def example_of(example: Any) -> Batch:
 
 
 _LOOKED_AT: WeakKeyDictionary[DataLoader[Any], Iterator[Any]] = WeakKeyDictionary()
-"""Iterations over streams of which the first items were looked at, and come back first."""
+"""Iterators over streams whose first items were looked at; they begin with these once more."""
 
 
 def looking(loader: Iterable[Any], count: int) -> list[Any]:
-    """Return the first items of a loader, which gives the same items afterwards."""
+    """Peek at the first items of a loader, which yields the same items afterwards."""
     if isinstance(loader, Iterator):
         raise ConfigError(
             f"a {type(loader).__name__} gives each item once, so to look at some would take them "
@@ -98,6 +103,7 @@ def looking(loader: Iterable[Any], count: int) -> list[Any]:
     if not isinstance(loader, DataLoader):
         with kept_generator_state(), kept_outside():
             return list(islice(iter(loader), count))
+    # A sampler that shuffles draws from these, so a peek would change the order of the first epoch.
     generators = [
         found
         for owner in (loader, getattr(loader, "sampler", None))
@@ -107,7 +113,7 @@ def looking(loader: Iterable[Any], count: int) -> list[Any]:
     with kept_generator_state(), kept_outside():
         items = begun(loader)
         found = list(islice(items, count))
-        # Rows of a stream may come once: nobody can tell, so this iteration goes on later.
+        # A stream may yield each row only once, so `begun` goes on with this very iterator.
         if isinstance(loader.dataset, IterableDataset):
             _LOOKED_AT[loader] = chain(found, items)
     for generator, state in zip(generators, states, strict=True):
@@ -116,10 +122,10 @@ def looking(loader: Iterable[Any], count: int) -> list[Any]:
 
 
 def begun(loader: Any) -> Iterator[Any]:
-    """Begin to iterate over a loader, with the item that was taken as an example from a stream."""
+    """Begin to iterate over a loader; a stream begins with the items that were looked at."""
     looked = _LOOKED_AT.pop(loader, None) if isinstance(loader, DataLoader) else None
     if looked is None:
         return iter(loader)
-    # The seed that torch draws when an iteration over a DataLoader begins.
+    # iter(DataLoader) draws a seed. Drawn here too, else all later random numbers would differ.
     torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
     return looked

@@ -20,29 +20,33 @@ from pipedream_rt.schedules import Plan
 from pipedream_rt.stage.rules.coding import EdgeCodecs
 
 _LONGEST = 1000
-"""Characters of the codecs of an edge, which a manifest keeps."""
+"""Characters that a manifest keeps of the codecs of an edge."""
 
 OfEdge: TypeAlias = Codec | Sequence[Codec]
-"""A codec, or one of each kind, of which that of the graph comes first."""
+"""A codec, or one of each kind; that of the graph acts first."""
 
 CodecOption: TypeAlias = OfEdge | Mapping[tuple[int, int], OfEdge] | None
 """The codec of all edges, or codecs by edge, as ``{(0, 1): Int8()}``."""
 
 
 def _printed(codecs: list[Codec]) -> list[str]:
-    """Return what codecs print."""
     return list(map(repr, codecs))
 
 
 class Codecs(NamedTuple):
-    """The codecs of a run, by the stages at both ends of an edge."""
+    """The codecs of a run, by the stages at both ends of an edge.
+
+    Attributes:
+        of_graph: Those that autograd differentiates through.
+        of_bytes: Those outside of autograd.
+    """
 
     of_graph: dict[tuple[int, int], GraphCodec]
     of_bytes: dict[tuple[int, int], ByteCodec]
 
     @property
     def rules(self) -> tuple[EdgeCodecs, ...]:
-        """The option of which stages make a rule; none without codecs of bytes."""
+        """The option from which stages make the rule of byte codecs; empty without any."""
         return (EdgeCodecs(self.of_bytes),) if self.of_bytes else ()
 
     def of(self, edge: tuple[int, int]) -> list[Codec]:
@@ -53,17 +57,17 @@ class Codecs(NamedTuple):
     def texts(
         self, names: Callable[[list[Codec]], list[str]] = _printed
     ) -> dict[tuple[int, int], str]:
-        """Return, by edge, what each edge with codecs has."""
+        """Return, by edge, the codecs of each edge that has some, as one text."""
         edges = sorted(self.of_graph.keys() | self.of_bytes.keys())
         return {edge: ", ".join(names(self._given(edge)))[:_LONGEST] for edge in edges}
 
     def _given(self, edge: tuple[int, int]) -> list[Codec]:
-        """Return the codecs of an edge as the script has given them."""
+        """Return the codecs of an edge as the script gave them, without `OutsideGraph`."""
         return [c.codec if isinstance(c, OutsideGraph) else c for c in self.of(edge)]
 
     @property
     def feeds_gradients_back(self) -> bool:
-        """Whether a codec keeps what it has lost of gradients."""
+        """Whether a codec adds what it lost of one gradient to a later one (error feedback)."""
         codecs = self.of_bytes.values()
         return any(codec.feedback and codec.direction != "forward" for codec in codecs)
 
@@ -74,7 +78,8 @@ def codecs_of(option: Any, plan: Plan) -> Codecs:
     if option is None:
         return found
     links = list(plan.links or ())
-    if not isinstance(option, Mapping) and not links:  # with one stage nothing crosses
+    if not isinstance(option, Mapping) and not links:
+        # With one stage nothing crosses; what was given is checked all the same.
         nowhere = Codecs({}, {})
         for codec in _each(option):
             _take(nowhere, (0, 0), codec)
@@ -89,7 +94,7 @@ def codecs_of(option: Any, plan: Plan) -> Codecs:
             )
         for codec in _each(given):
             _take(found, edge, codec)
-    tried: set[int] = set()
+    tried: set[int] = set()  # a codec of all edges is tried out once
     for edge in by_edge:
         for codec in found.of(edge):
             if id(codec) not in tried:
@@ -99,12 +104,12 @@ def codecs_of(option: Any, plan: Plan) -> Codecs:
 
 
 def _each(given: Any) -> Sequence[Any]:
-    """Return the codecs of an edge, of which one may be given by itself."""
+    """Return the codecs of an edge; a single one needs no list."""
     return given if isinstance(given, list | tuple) else (given,)
 
 
 def _take(found: Codecs, edge: tuple[int, int], codec: object) -> None:
-    """Note a codec of an edge."""
+    """Check a codec of an edge, and add it to those of its kind."""
     if isinstance(codec, Codec):
         require_direction(codec.direction)
     if isinstance(codec, nn.Module) and next(codec.parameters(), None) is not None:
@@ -115,6 +120,7 @@ def _take(found: Codecs, edge: tuple[int, int], codec: object) -> None:
     if isinstance(codec, GraphCodec) and codec.direction == "both":
         taken: dict[tuple[int, int], Any] = found.of_graph
     elif isinstance(codec, GraphCodec):
+        # Autograd would apply it both ways, so one that is used one way alone stays outside.
         taken, codec = found.of_bytes, OutsideGraph(codec)
     elif isinstance(codec, ByteCodec):
         taken = found.of_bytes

@@ -1,7 +1,7 @@
 """What does not go together: one table, with the reason and the way out of each pair of features.
 
-It is asked before anything starts, and it is printed in the docs. What a schedule cannot do by
-itself, such as slack in ``gpipe``, the schedule refuses when the plan is made.
+It is checked before anything starts, and printed in the docs. What a schedule itself cannot do, as
+slack in ``gpipe``, the schedule refuses when the plan is made.
 """
 
 from __future__ import annotations
@@ -27,12 +27,20 @@ from pipedream_rt.stage.rules.clipping import Clip
 class Facts:
     """What is known of a job before it starts, as far as the table asks for it.
 
-    Names are empty where there is nothing of the kind.
-
     Attributes:
         flushes: Whether the pipe is empty at every update.
+        reads_late: Whether every update is read only when the norm of the model can be known.
         per_update: The number of micro-batches per update.
-        num_stages: The number of stages.
+        replicas: The most replicas of a stage.
+        feeds_back: Whether codecs add what they lost of a gradient to a later one.
+        tied: The name of a weight that several stages use; empty for none, as all names here.
+        hooked: A parameter with a hook on its gradient, also on the accumulated one.
+        tied_hooked: One of these that is tied too.
+        sum_hooked: A parameter with a hook on its accumulated gradient.
+        half: A parameter in float16.
+        sparse: A layer of a stage with replicas whose gradients are sparse.
+        renormed: A layer that changes its weight in its forward (``max_norm``).
+        renormed_often: One of a stage with replicas.
     """
 
     schedule: str = ""
@@ -75,13 +83,17 @@ class Facts:
 
     @property
     def correction(self) -> str:
-        """The first correction of gradients as they come; empty if there is none."""
+        """The class of the first correction that changes gradients as they come; empty for none."""
         found = (c for c in self.corrections if overrides(c, "after_backward"))
         return next((type(each).__name__ for each in found), "")
 
 
 class Conflict(NamedTuple):
-    """Two features that do not go together."""
+    """Two features that do not go together.
+
+    Attributes:
+        why: The reason; names of `Facts` in braces are filled in.
+    """
 
     feature: str
     other: str
@@ -230,7 +242,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         lambda f: not f.flushes and f.renormed,
     ),
 )  # fmt: skip
-"""The table; the first row that holds is the error."""
+"""The table; the first row that holds becomes the error."""
 
 
 def refuse_conflicts(facts: Facts) -> None:
@@ -243,6 +255,7 @@ def refuse_conflicts(facts: Facts) -> None:
 
 def may_replicate(facts: Facts) -> bool:
     """Whether stages of a job may have replicas: no row of the table speaks against it."""
+    # With one micro-batch per update, the row of too few of them would hold.
     facts = replace(facts, replicas=2, per_update=max(facts.per_update, 2))
     return not any(row.feature == "replicas" and row.holds(facts) for row in CONFLICTS)
 
@@ -253,8 +266,8 @@ def facts_of_model(
     tied: Collection[str] | None = None,
     replicated: Collection[nn.Module] | None = None,
 ) -> Facts:
-    """Return what a model alone says."""
-    if tied is None:
+    """Return the facts that the model alone decides."""
+    if tied is None:  # before the split: whatever has two names may be used on two stages
         uses = Counter(map(id, parameters.values()))
         tied = [name for name, p in parameters.items() if uses[id(p)] > 1]
     named = [pair for name, whole in modules.items() for pair in whole.named_modules(prefix=name)]
@@ -278,7 +291,7 @@ def facts_of_model(
 
 
 def _first(names: Iterable[str]) -> str:
-    """Return the first of some names; nothing if there is none."""
+    """Return the first of some names; empty if there is none."""
     return next(iter(names), "")
 
 
@@ -288,7 +301,7 @@ _OF_SCHEDULES: dict[str, dict[str, Any]] = {
     "synchronous_updates": {"synchronous": 2},
     "stages_per_worker": {"stages_per_worker": 2},
 }
-"""Options of a `Layout` that only some schedules have, with arguments of `plan_for` to try them."""
+"""Options of a `Layout` that only some schedules have, and arguments of `plan_for` to try them."""
 
 
 def as_markdown() -> str:
@@ -330,7 +343,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def _takes(schedule: str, options: dict[str, Any]) -> bool:
-    """Whether a schedule has an option."""
+    """Whether a schedule takes these arguments of `plan_for`."""
     try:
         plan_for(schedule, num_stages=4, per_update=8, **options)
     except ConfigError:
@@ -339,7 +352,7 @@ def _takes(schedule: str, options: dict[str, Any]) -> bool:
 
 
 def _placeholders(text: str) -> dict[str, str]:
-    """Return what stands in the docs for the names in braces in a text."""
+    """Return what the docs put for the names in braces in a text."""
     words = {"schedule": "this schedule", "correction": "the correction"}
     return {name: words.get(name, "a layer or parameter") for name in _fields_of(text)}
 

@@ -1,8 +1,8 @@
 """How a mini-batch is cut: along which dimension each of its values is, and what stays whole.
 
-A tensor is cut along its first dimension, a value without samples goes to every micro-batch. What
-else there is, nobody can tell for sure: a list of eight numbers may have one for each of eight
-samples, or be a shape. So such a value is marked by the user, or refused.
+A tensor is cut along its first dimension; a value without samples goes to every micro-batch. Of
+anything else nobody can tell: a list of eight numbers may have one for each of eight samples, or be
+a shape. Such a value is marked by the user, or refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MARKS = (
     "it is, pipedream_rt.Along(value, dim) is cut along a dimension (a list along its entries); or "
     "give micro_batches=1, which leaves mini-batches whole"
 )
-"""What to do about a value of which it is not clear how to cut it."""
+"""What an error advises about a value of which it is not clear how to cut it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,6 @@ class Along:
     dim: int = 0
 
     def __post_init__(self) -> None:
-        """Check the dimension."""
         value, dims = self.value, self.value.dim() if isinstance(self.value, Tensor) else 1
         if not isinstance(value, Tensor | list | tuple) or not -dims <= self.dim < dims:
             raise ConfigError(
@@ -77,7 +76,7 @@ class Along:
         return value.size(self.dim) if isinstance(value, Tensor) else len(value)
 
     def parts(self, sizes: Sequence[int]) -> Sequence[Any]:
-        """Return a part for each of some numbers of samples."""
+        """Return one part for each number of samples."""
         if isinstance(self.value, Tensor):
             return torch.split(self.value, list(sizes), self.dim)
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
@@ -126,7 +125,7 @@ def samples_of(batch: Batch) -> int | None:
 
 
 def cut_batch(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
-    """Cut a mini-batch into micro-batches, whose tensors are views."""
+    """Cut a mini-batch into micro-batches of these sizes (0: an empty one); tensors are views."""
     total, made = sum(sizes), dict[int, Sequence[Any]]()
     places = _places(batch)
 
@@ -156,9 +155,11 @@ def cut_batch(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
 
 def micro_batch_sizes(samples: int, micro_batches: int, *, pairs: bool = False) -> list[int]:
     """Return the number of samples of each micro-batch: equal ones, then a short one, then 0."""
+    # 30 samples in 4 micro-batches give 8, 8, 8, 6; 5 samples give 2, 2, 1, 0.
     size = -(-samples // micro_batches)
     count = -(-samples // size)
     if pairs and samples > 1 and samples - (count - 1) * size == 1:
+        # BatchNorm needs two samples: 13 in 4 give 4, 3, 3, 3 rather than 4, 4, 4, 1.
         count = min(count, samples // 2)
         sizes = [samples // count + (i < samples % count) for i in range(count)]
         return sizes + [0] * (micro_batches - count)
@@ -171,12 +172,10 @@ def has_batch_norm(module: nn.Module) -> bool:
 
 
 def needs_pairs(model: nn.Module, batch: Batch) -> bool:
-    """Whether a model cannot be trained on a single sample, as BatchNorm over samples alone cannot.
-
-    It is asked, without its values: a copy on the meta device, where nothing is computed.
-    """
+    """Whether a model cannot be trained on one sample, as BatchNorm over samples alone cannot."""
     if not has_batch_norm(model):
         return False
+    # A forward on the meta device tells: it checks shapes, and computes nothing.
     tensors = [t for _, t in named_tensors(model)]
     there = {id(t): torch.empty_like(t, device="meta") for t in tensors}
     samples = samples_of(batch) or 1
@@ -185,22 +184,20 @@ def needs_pairs(model: nn.Module, batch: Batch) -> bool:
     try:
         with torch.no_grad():
             copy.deepcopy(model, there)(*args, **kwargs)
-    except Exception as error:  # what else it says, it says of the mini-batch itself
+    except Exception as error:  # any other error comes again with the mini-batch itself
         return "more than 1 value per channel" in str(error)
     return False
 
 
 class Lists:
-    """Refuses lists of which it is not clear whether they have an entry for each sample.
-
-    A list that has once had another number of entries than the mini-batch has samples is none.
-    """
+    """Refuses lists of which it is not clear whether they have an entry for each sample."""
 
     def __init__(self) -> None:
+        # Where a list once had another length than the mini-batch: it has no entry per sample.
         self._whole: set[str] = set()
 
     def refuse_unclear(self, batch: Batch, samples: int) -> None:
-        """Refuse such a list in a mini-batch that is to be cut."""
+        """Refuse a list as long as the mini-batch, unless an earlier one in its place was not."""
         for place, value in _lists_in(batch):
             if len(value) != samples or samples < 2:
                 self._whole.add(place)
@@ -213,12 +210,12 @@ class Lists:
 
 
 def _named(batch: Batch) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a mini-batch, with what they are called."""
+    """Yield the values of a mini-batch, with what errors call them."""
     for i, value in enumerate(batch.args):
         yield "the input" if len(batch.args) == 1 else f"input {i}", value
     for name, value in batch.kwargs.items():
         yield name, value
-    if batch.target is not batch.kwargs:
+    if batch.target is not batch.kwargs:  # a dict is both
         yield "the target", batch.target
 
 

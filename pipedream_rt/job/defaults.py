@@ -1,14 +1,14 @@
 """The schedule and the number of micro-batches, where the user leaves them out.
 
 What counts is the time to a loss: the samples that it takes, times the time of a sample. A schedule
-that flushes takes the samples of plain training, and its workers wait: n of them with k
-micro-batches take (k + n - 1) / k of the time. An asynchronous one waits for nothing, and takes
-more samples, by how much depends on the optimizer (`corrections/advice.py`). With many
-micro-batches both are cheap, and then a flush has the bits that one expects.
+that flushes takes the samples of plain training, but its workers wait: with n of them, k
+micro-batches take (k + n - 1) / k times as long. An asynchronous schedule waits for nothing and
+takes more samples; how many more depends on the optimizer (`corrections/advice.py`). With many
+micro-batches both are cheap, and a flush then gives the bits of plain training.
 
-Where BatchNorm sees micro-batches there cannot be many: with 8 of a mini-batch of 32 samples plain
-training took 1.25 times the samples. So there are as many as stages, with which a flush costs more
-than staleness does.
+Where BatchNorm sees micro-batches they must be few: with 8 of a mini-batch of 32 samples plain
+training took 1.25 times the samples. So there are as many as stages; with so few, a flush costs
+more than staleness does.
 
 The measurements are printed by ``python benchmarks/first_touch.py table choice batch-norm``.
 """
@@ -30,27 +30,30 @@ ASYNCHRONOUS: ScheduleName = "async-1f1b"
 FLUSHED: ScheduleName = "1f1b"
 
 PER_STAGE = 4
-"""Micro-batches for each stage. With fewer a flush costs more time, and staleness more samples; the
-layers of most models compute longer for more, smaller ones."""
+"""Micro-batches for each stage. With fewer, a flush costs more time and staleness more samples;
+with more, each is smaller and most models compute longer."""
 
 AHEAD = 1.1
 """How many times sooner an asynchronous schedule must reach a loss to be the default. Below that,
-bits that are those of one stage are worth more."""
+having the bits of one stage is worth more."""
 
 
 def with_schedule(
     options: Options, optimizer: type | None, stages: int, modules: Iterable[nn.Module]
 ) -> Options:
-    """Return options that have a schedule."""
+    """Choose the schedule if it is left out, and with it the number of micro-batches."""
     if options.schedule is not None:
         return options
     count, given = options.micro_batches, options.layout.replicas
     few = count is not None and count < stages
+    # Without training nothing is stale; with few micro-batches workers idle at a flush; the last
+    # two options are for asynchronous schedules.
     if optimizer is None or few or options.corrections or options.layout.synchronous_updates:
         return replace(options, schedule=ASYNCHRONOUS)
     # A replica computes its share of the micro-batches.
     replicas = 1 if given == "auto" else max(replicas_of(given, stages), default=1)
     if count is None and stages * replicas > 1:
+        # One stage has no bubble that more micro-batches would fill.
         normed = stages == 1 or any(map(has_batch_norm, modules))
         count = replicas * stages * (1 if normed else PER_STAGE)
     each = (count or 1) / replicas
@@ -61,5 +64,5 @@ def with_schedule(
 
 
 def time_of_flush(stages: int, micro_batches: float) -> float:
-    """Return how many times as long a flush lets workers take, who compute the same each."""
+    """Return how many times as long a flush makes a mini-batch take, if all stages are equal."""
     return (micro_batches + stages - 1) / micro_batches

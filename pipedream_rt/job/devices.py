@@ -15,18 +15,14 @@ from pipedream_rt.schedules import Plan
 from pipedream_rt.schedules.seats import seated
 
 Devices: TypeAlias = str | torch.device | Sequence[str | torch.device] | None
-"""The name of a device for all workers, or one for each stage or worker; None for where the model's
-tensors are."""
+"""A device for all workers, or one for each stage or worker; None for where the model's tensors
+are."""
 
 
 def devices_of(
     devices: Devices, plan: Plan, parts: Sequence[nn.Module], here: bool
 ) -> tuple[str, ...]:
-    """Return the device of each worker of a plan; nothing where all compute on the host.
-
-    A name without a number, as ``"cuda"``, means all that are there, of which neighbours share one;
-    on workers elsewhere, the one that each of them has.
-    """
+    """Return the device of each worker of a plan; empty where all compute on the host."""
     if devices is None:
         names = _by_worker([_of_part(stage, part) for stage, part in enumerate(parts)], plan)
     elif isinstance(devices, str | torch.device):
@@ -38,6 +34,7 @@ def devices_of(
             "devices must be the name of a device, or a list with one for each stage or worker, "
             f"not {devices!r}"
         )
+    # "cuda" without a number means all that are here; each worker elsewhere takes its own.
     if here:
         names = _numbered(names)
     else:
@@ -46,21 +43,22 @@ def devices_of(
 
 
 def shared_seats(devices: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the workers of each process, where those on one accelerator share it."""
+    """Return the workers of each process, one process per accelerator; empty if none is shared."""
     groups: dict[str, list[int]] = {}
     for worker, name in enumerate(devices):
+        # Only workers on an accelerator share a process; those on the host each have their own.
         groups.setdefault(f"{name} {worker}" if name == "cpu" else name, []).append(worker)
     return tuple(map(tuple, groups.values())) if len(groups) < len(devices) else ()
 
 
 def _has_number(name: str) -> bool:
-    """Whether a name means one device; that of the host does."""
+    """Whether a name means one device, as ``cuda:1`` and ``cpu`` do."""
     device = device_named(name)
     return device.type == "cpu" or device.index is not None
 
 
 def _numbered(names: Sequence[str]) -> list[str]:
-    """Return the names with those numbers that are missing: neighbours share a device."""
+    """Give a number to each name without one; neighbouring workers share a device."""
     found = [str(device_there(name)) for name in names]
     open_ones = [worker for worker, name in enumerate(names) if not _has_number(name)]
     if open_ones:
@@ -73,7 +71,7 @@ def _numbered(names: Sequence[str]) -> list[str]:
 
 
 def _by_worker(names: Sequence[str], plan: Plan) -> list[str]:
-    """Return the device of each worker, of those of each stage or worker."""
+    """Return the device of each worker, from names by stage or by worker."""
     if len(names) == plan.num_stages:
         found = []
         for worker in range(plan.workers):

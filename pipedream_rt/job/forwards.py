@@ -2,9 +2,9 @@
 
 There are two ways to cut a model. A *sequence* of layers is cut between two of them; what passes is
 what a layer returns. Of any other model, forwards are recorded (`models/record.py`): one for each
-signature of the inputs, which are their shapes and what is no tensor in them, and for each mode. A
-recorded forward is a program, which gets a number; a stage is told of a program together with the
-first micro-batch that follows it.
+mode and each signature of the inputs, which is their shapes and what is no tensor in them. A
+recorded forward is a program with a number; a stage gets a program together with the first
+micro-batch that follows it.
 """
 
 from __future__ import annotations
@@ -35,20 +35,24 @@ from pipedream_rt.schedules.edges import Address, name_of
 from pipedream_rt.stage.spec import has_own_loss, own_loss
 
 Share: TypeAlias = tuple[Address, Structure, tuple[Tensor, ...]]
-"""What of the inputs goes to one stage: its address, the structure of a value, its tensors."""
+"""The share of one stage of the inputs: its address, the structure of a value, its tensors."""
 
 TOTAL = "num_items_in_batch"
 """The argument of a forward by which a loss is told what the whole mini-batch weighs."""
 
 _MOST = 4096
-"""Programs that a model may have. More than that means that each mini-batch makes its own."""
+"""Programs that a model may have. One with more makes a new one for every mini-batch."""
 
 
 class Fed(NamedTuple):
     """The flattened inputs of a micro-batch, of which each stage gets its share.
 
     Attributes:
+        program: The number of its program; 0 for a sequence.
+        definition: The pickled program, if the stages do not have it yet; else empty.
+        tensors: Copies.
         labels: The number of labels that the model's own loss is a mean over; None if not known.
+        only_labels: Whether that loss is such a mean and nothing else.
     """
 
     program: int
@@ -61,13 +65,18 @@ class Fed(NamedTuple):
 
 @dataclass(slots=True)
 class Cache:
-    """What is known in the script of the caches of keys and values that the stages have."""
+    """What the script knows of the caches of keys and values that the stages have.
+
+    Attributes:
+        name: The keyword argument of the model that takes the cache.
+        value: A cache of `transformers` with the layers of all stages; its tensors have no values.
+    """
 
     name: str
     value: Any
 
     def grow(self, length: int) -> None:
-        """Let it be as after a forward that adds a number of positions."""
+        """Grow as a forward over so many positions would let it grow."""
         for layer in self.value.layers:
             if getattr(layer, "keys", None) is not None:
                 new = [
@@ -83,7 +92,11 @@ class Forwards(Protocol):
     """What the forwards of a model do.
 
     Attributes:
+        own_loss: Whether the model computes its loss itself.
+        takes_total: Whether its forward has the argument `TOTAL`.
         dtype: The coarsest dtype in which it computes.
+        layers: The modules that stay whole, by name; empty for a sequence.
+        definitions: The pickled programs that were made since the start.
         first_defined: The number of the first of these.
     """
 
@@ -100,13 +113,13 @@ class Forwards(Protocol):
         """How the model was cut, in words."""
 
     def fed(self, batch: Batch, mode: Mode, training: bool | None) -> Fed:
-        """Return what is fed of a micro-batch."""
+        """Flatten the inputs of a micro-batch, and find or record its program."""
 
     def shares(self, head: MicroBatch, tensors: Sequence[Tensor]) -> Iterator[Share]:
-        """Yield what each of the stages that take inputs gets of a micro-batch."""
+        """Yield the share of each stage that takes inputs of a micro-batch."""
 
     def cached(self, batch: Batch, cache: Cache, length: int) -> Fed:
-        """Return what is fed of a micro-batch of inference whose layers use a cache."""
+        """As `fed`, for inference with a cache, which grows by `length` positions."""
 
     def stage_programs(self, stage: int) -> tuple[StageProgram, ...]:
         """Return the programs with which a stage begins; none for a sequence of layers."""
@@ -117,17 +130,12 @@ class Forwards(Protocol):
 
 @dataclass(slots=True)
 class SequenceForwards:
-    """The forwards of a sequence of layers: one program, which every stage knows.
-
-    Attributes:
-        layers: Always empty.
-        definitions: Always empty.
-    """
+    """The forwards of a sequence of layers: one program, which every stage knows."""
 
     own_loss: bool = False
     is_sequence: bool = True
     takes_total: bool = False
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype = torch.float32  # read only where the model computes its loss itself
     layers: dict[str, nn.Module] = field(default_factory=dict)
     definitions: list[bytes] = field(default_factory=list)
     first_defined: int = 1
@@ -161,7 +169,8 @@ class RecordedForwards:
     """The recorded forwards of a model.
 
     Attributes:
-        first_defined: The number of the first of these.
+        homes: The stage of each layer that was called so far, by name.
+        cuts: The programs so far, cut into stages, by number.
     """
 
     is_sequence: bool = False
@@ -183,17 +192,18 @@ class RecordedForwards:
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
         self.dtype = min({autocast or torch.float32, *dtypes}, key=lambda dtype: dtype.itemsize)
         self._given = without_cache(model)
+        # By signature; several where a forward goes by values that it reads from its inputs.
         self._programs: dict[bytes, list[tuple[int, Program]]] = {}
         self._countings: dict[int, Counting | None] = {}  # by number of a program
-        # Of forwards with a cache: programs by signature and content, the one that was taken last
-        # by signature, and the one that holds for all lengths of the cache.
+        # Of forwards with a cache: programs by signature and content; by signature, the one that
+        # was taken last, and the one that holds for all lengths of the cache.
         self._by_content: dict[bytes, int] = {}
         self._last: dict[bytes, int] = {}
         self._for_all_lengths: dict[bytes, tuple[int, Program]] = {}
         self._num_stages = 1
         self._links: set[tuple[int, int]] = set()
         self._entries: set[int] = set()
-        self._has: list[set[str]] = []
+        self._has: list[set[str]] = []  # by stage, the names of what it was sent
         self._began = False
         self.homes: dict[str, int] = {}
         self.cuts: list[Cut] = []
@@ -202,7 +212,6 @@ class RecordedForwards:
 
     @property
     def how(self) -> str:
-        """How the model was cut, in words."""
         guards = sum(len(p.guards) for programs in self._programs.values() for _, p in programs)
         reads = f", {guards} values of inputs are read" if guards else ""
         return f"cut by a recorded forward: {len(self.cuts)} programs so far{reads}"
@@ -224,7 +233,7 @@ class RecordedForwards:
         training: bool | None = None,
         carried: Mapping[str, Any] = NONE_CARRIED,
     ) -> Program:
-        """Record a forward; see `models.record.record`."""
+        """Record a forward; refuse one that has no loss where the model has to compute it."""
         program = record(
             self._model,
             self.layers,
@@ -244,7 +253,7 @@ class RecordedForwards:
         return program
 
     def begin(self, batch: Batch, programs: dict[Mode, Program], firsts: Sequence[str]) -> None:
-        """Cut the programs of an example, with which the stages begin."""
+        """Cut the programs of an example at `firsts`, the first layers of the stages from 1 on."""
         self._num_stages = len(firsts) + 1
         self.homes.update({name: stage for stage, name in enumerate(firsts, 1)})
         structure, tensors = flat_copy((batch.args, batch.kwargs))
@@ -296,18 +305,14 @@ class RecordedForwards:
         return number, definition
 
     def cached(self, batch: Batch, cache: Cache, length: int) -> Fed:
-        """See `Forwards.cached`.
-
-        What a cache holds may change what the forward does. So each forward is recorded, until two
-        one after another, with different lengths in the cache, have come to the same program. That
-        one is then taken for other lengths too; whether it still holds is looked at again when the
-        length comes to a power of two, and always if layers see a window of the cache alone.
-        """
         structure, tensors = flat_copy((batch.args, batch.kwargs))
         before = cache.value.get_seq_length()
         how = b"cached" if before else b"cached, at first"
         key = how + _key(Mode.INFER, None, structure, tensors)
-        # Only of the models of transformers is it known that they look at no other length.
+        # What a cache holds may change the forward, so each is recorded until two in a row, with
+        # different lengths in the cache, give the same program. That one then serves other lengths
+        # too. It is recorded again at powers of two, and always where layers see only a window of
+        # the cache. Only of transformers' models is it known that they look at no other length.
         known = type(self._model).__module__.startswith("transformers.")
         looks = not known or before & (before - 1) == 0 or any(cache.value.is_sliding)
         if key in self._for_all_lengths and not looks:
@@ -319,7 +324,7 @@ class RecordedForwards:
         program = self.record(
             Batch(args, kwargs, None), Mode.INFER, carried={cache.name: cache.value}
         )
-        if before:
+        if before:  # `carries` would begin a new cache on the stages
             program = dataclasses.replace(program, carries={})
         content, definition = blake2b(key + dumps(program)[0]).digest(), b""
         if content not in self._by_content:
@@ -348,7 +353,7 @@ class RecordedForwards:
                 f"the model has taken {_MOST} ways so far: the shapes of its inputs, or what it "
                 "reads from them, differ in every mini-batch. Pad the inputs to a few lengths"
             )
-        homes = dict(self.homes)
+        homes = dict(self.homes)  # a copy: a program that is refused leaves no trace
         ways = Ways(self._links, self._entries) if self._began else None
         made = cut(program, homes, self._num_stages, ways)
         if self._began:
@@ -359,7 +364,7 @@ class RecordedForwards:
         return len(self.cuts) - 1
 
     def _require_fit(self, made: Cut, homes: dict[str, int]) -> None:
-        """Refuse a program for which the stages were not made."""
+        """Refuse a program that uses what its stage was not sent."""
         if new := sorted(homes.keys() - self.homes.keys()):
             raise ConfigError(
                 f"this mini-batch makes the model call {', '.join(new)}, which it did not call "
@@ -380,7 +385,7 @@ _EVAL = (Mode.EVALUATE, Mode.EVALUATE_AND_KEEP, Mode.INFER)
 def _key(
     mode: Mode, training: bool | None, structure: Structure, tensors: Sequence[Tensor]
 ) -> bytes:
-    """Return the signature of inputs, and of the mode in which the model takes them."""
+    """Return the signature of inputs and of the mode in which the model takes them."""
     how = ["eval"] if mode in _EVAL else [mode is Mode.TRAIN, training]
     of_tensors = [[str(t.dtype), list(t.shape), list(t.stride())] for t in tensors]
     key: bytes = msgpack.packb([how, structure, of_tensors])
@@ -388,10 +393,8 @@ def _key(
 
 
 def without_cache(model: nn.Module) -> dict[str, Any]:
-    """Return what keeps a Hugging Face model from filling a cache of keys and values.
-
-    Its layers would fill it one after another, and only generation uses it.
-    """
+    """Return what keeps a Hugging Face model from filling a cache of keys and values."""
+    # Its layers would fill it one after another, and only generation uses it.
     parameters = inspect.signature(model.forward).parameters
     takes = "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     config = getattr(model, "config", None)
@@ -399,11 +402,8 @@ def without_cache(model: nn.Module) -> dict[str, Any]:
 
 
 def sizes_of(program: Program, layers: dict[str, nn.Module]) -> dict[str, int]:
-    """Return the number of parameters of each layer that a program calls, in order.
-
-    A parameter that several layers have counts for the first of them.
-    """
-    seen: set[int] = set()
+    """Return the number of parameters of each layer that a program calls, in order."""
+    seen: set[int] = set()  # a parameter that several layers have counts for the first of them
     sizes = {}
     for name in program.layers():
         own = [p for p in layers[name].parameters() if id(p) not in seen]
@@ -413,7 +413,7 @@ def sizes_of(program: Program, layers: dict[str, nn.Module]) -> dict[str, int]:
 
 
 def default_example(model: nn.Module) -> Batch | None:
-    """Return the example that a model brings itself, as those of Hugging Face do; else None."""
+    """Return the example that a model brings along, as those of Hugging Face do; else None."""
     inputs = getattr(model, "dummy_inputs", None)
     if isinstance(inputs, dict) and all(
         isinstance(v, Tensor | int | bool) for v in inputs.values()

@@ -16,7 +16,8 @@ from pipedream_rt.stage.optimizer import Hyper, own_attributes, pack_group
 
 
 def placeholder() -> Tensor:
-    """Return a placeholder, of two dimensions, since Muon accepts no others."""
+    """Return what stands for a parameter in an optimizer that never steps."""
+    # Two dimensions, since Muon accepts no others.
     return nn.Parameter(torch.empty(1, 1, device="cpu"))
 
 
@@ -26,7 +27,7 @@ def build_prototype(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> torch.optim.Optimizer:
-    """Build an optimizer in this process, which checks its arguments and fills in its defaults."""
+    """Build an optimizer in this process, to check its arguments and fill in its defaults."""
     if not (
         isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
     ):
@@ -42,8 +43,8 @@ def build_prototype(
 
 
 GroupRule: TypeAlias = tuple[str | Callable[[str, Tensor], bool], dict[str, Any]]
-"""The parameters of a group, and its options: a pattern of names, in which ``*`` stands for any
-letters, as ``"*.bias"``; or a function of a name and a parameter."""
+"""Which parameters are in a group, and its options. Which ones: a pattern of names, in which ``*``
+stands for any letters, as ``"*.bias"``; or a function of a name and a parameter."""
 
 OptimizerArgument: TypeAlias = (
     tuple[type[torch.optim.Optimizer], dict[str, Any]]
@@ -59,6 +60,7 @@ class Parts(NamedTuple):
     """An optimizer argument taken apart.
 
     Attributes:
+        groups: For each group the names of its parameters, and its options.
         attributes: Attributes that the optimizer of every stage gets after it was built.
     """
 
@@ -71,7 +73,7 @@ class Parts(NamedTuple):
 def grouped_names(
     argument: OptimizerArgument, names: dict[int, str], parameters: Mapping[str, Tensor]
 ) -> Parts | None:
-    """Check the optimizer argument of `Pipeline`, before a worker starts, and take it apart."""
+    """Check the argument ``optimizer`` of `Pipeline`, and take it apart; `names` are by ``id``."""
     if argument is None:
         return None
     if not names:
@@ -108,7 +110,7 @@ def grouped_names(
 
 
 def _instead_of(argument: Any) -> str:
-    """Return what to type in the place of an optimizer argument that is none."""
+    """Say what to type instead, if a class or a `functools.partial` was given."""
     made: Any = argument
     kwargs: dict[str, Any] = {}
     if isinstance(made, functools.partial) and not made.args:
@@ -122,10 +124,7 @@ def _instead_of(argument: Any) -> str:
 def _by_rules(
     names: Sequence[str], parameters: Mapping[str, Tensor], rules: Sequence[GroupRule]
 ) -> list[tuple[list[str], Hyper]]:
-    """Return the parameter groups that rules make: one for each rule, then one for the rest.
-
-    A parameter belongs to the group of the first rule that it fits.
-    """
+    """Return one group for each rule, of what it fits first, and one for the rest."""
     left, groups = list(names), []
     for rule in rules:
         if not (isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[1], dict)):
@@ -152,6 +151,7 @@ def _by_rules(
 
 def refuse_patched_step(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer whose step was replaced on the object, by anything but a scheduler."""
+    # torch's schedulers replace the step of any optimizer.
     patched = vars(optimizer).get("step")
     if patched is not None and not hasattr(patched, "_wrapped_by_lr_sched"):
         raise ConfigError(
@@ -161,7 +161,7 @@ def refuse_patched_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _parts_of(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> Parts:
-    """Take an optimizer of the user's apart."""
+    """Take an optimizer of the user's apart; its hooks and a patched step are refused."""
     refuse_patched_step(optimizer)
     hooks = [name for name, value in vars(optimizer).items() if name.endswith("_hooks") and value]
     if hooks:
@@ -178,9 +178,9 @@ def _parts_of(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> Parts:
 
 
 class GivenOptimizer:
-    """The optimizer that the script gave to `Pipeline`, of which the pipeline has made its own.
+    """The optimizer that the script gave to `Pipeline`, of which the stages have copies.
 
-    A scheduler or a line that changes it later would change nothing, so that is refused.
+    A scheduler or a line that changes it later would have no effect, so that is refused.
     """
 
     def __init__(self, argument: OptimizerArgument) -> None:
@@ -189,7 +189,6 @@ class GivenOptimizer:
         self._before = [pack_group(group) for group in self._groups]
 
     def refuse_changes(self) -> None:
-        """Refuse to go on if the script has changed it."""
         if len(self._groups) != len(self._before):
             raise ConfigError(
                 "a parameter group was added to the optimizer that was given to Pipeline; the "
@@ -214,12 +213,12 @@ def state_by_name(argument: OptimizerArgument, names: dict[int, str]) -> dict[st
 
 
 def _named_group(group: dict[str, Any], names: dict[int, str]) -> tuple[list[str], Hyper]:
-    """Return the parameter names and the options of one group of the user's own optimizer."""
+    """Return the parameter names and the options of a group; frozen parameters are left out."""
     found = []
     for parameter in group["params"]:
         if id(parameter) in names:
             found.append(names[id(parameter)])
         elif parameter.requires_grad:
             raise ConfigError("the optimizer has a parameter that is not one of the model's")
-    # A copy, because a scheduler changes a rate that is a tensor in place.
+    # Copied, because a scheduler changes a rate that is a tensor in place.
     return found, {k: copy.deepcopy(v) for k, v in group.items() if k != "params"}

@@ -1,8 +1,8 @@
 """What a script that goes on from a checkpoint must give again, and what it may change.
 
-A checkpoint keeps what the script had given to `Pipeline`. If the script that resumes gives
-something else, the run would silently become another one. What changes results in a way that nobody
-asks for is refused; everything else is logged with both values. Either can be accepted by name.
+A checkpoint keeps what the script gave to `Pipeline`. If the script that resumes gives something
+else, the run would silently become another one. A difference that changes results in a way nobody
+asks for is refused; any other is logged with both values. Either can be accepted by name.
 """
 
 from __future__ import annotations
@@ -48,6 +48,11 @@ class Identity:
 
     Attributes:
         optimizer: The name of the optimizer's class; empty for none.
+        groups: The names of the parameters of each group.
+        hyper_parameters: By group, as the script gave them, packed.
+        loss: The name of the loss function and a digest of its code.
+        corrections: As they print.
+        codecs: As they print.
         threads: The number of threads of each worker.
     """
 
@@ -63,13 +68,14 @@ class Identity:
     torch: str = torch.__version__
 
     def plain(self) -> dict[str, Any]:
-        """Return the identity as plain data, for a manifest."""
+        """Return it as a manifest holds it."""
         return asdict(self)
 
     def compare(self, saved: dict[str, Any], where: object, accept: Collection[str]) -> None:
-        """Compare this script with the one that has made a checkpoint."""
+        """Refuse or log what differs from the script that made a checkpoint, unless accepted."""
         mine = self.plain()
         for name in ACCEPTABLE:
+            # What an older checkpoint did not save cannot be compared.
             if name in accept or name not in saved or _are_same(name, saved[name], mine[name]):
                 continue
             before, now = _shown(name, saved[name], mine[name])
@@ -83,17 +89,15 @@ class Identity:
 
 
 def _are_same(name: str, one: Any, other: Any) -> bool:
-    """Whether two values of a part are the same.
-
-    A class of the script's own has another module where the script is run and where it is imported.
-    """
+    # A class of the script is in __main__ where the script is run, and in its module where it is
+    # imported.
     if name == "optimizer" and any(str(v).startswith("__main__.") for v in (one, other)):
         return str(one).rpartition(".")[2] == str(other).rpartition(".")[2]
     return bool(one == other)
 
 
 def require_acceptable(accept: object) -> tuple[str, ...]:
-    """Return the names of what may differ."""
+    """Check the names of what may differ, and return them."""
     names = accept if isinstance(accept, list | tuple | set | frozenset) else [accept]
     for name in names:
         if name not in ACCEPTABLE:
@@ -135,7 +139,7 @@ def name_of_class(cls: type | None) -> str:
 
 
 def names_of(things: Sequence[object]) -> list[str]:
-    """Return what corrections or codecs are: what they print, and their class if that says less."""
+    """Name corrections or codecs: by their own repr; without one, by class and digest."""
     return [
         f"{name_of_class(type(each))} {_short([_plain_of(each)])}"
         if type(each).__repr__ is object.__repr__
@@ -145,10 +149,7 @@ def names_of(things: Sequence[object]) -> list[str]:
 
 
 def name_of_loss(loss_fn: Callable[..., Any] | None) -> str:
-    """Return what a loss function is, so that another one is very likely to have another name.
-
-    Of a function that is a full name and a digest of its code; of a module, what it prints.
-    """
+    """Name a loss so that another one very likely has another name; empty for None."""
     if loss_fn is None:
         return ""
     if isinstance(loss_fn, functools.partial):
@@ -161,6 +162,7 @@ def name_of_loss(loss_fn: Callable[..., Any] | None) -> str:
     qualified = getattr(loss_fn, "__qualname__", None)
     if qualified is None:  # an object that can be called
         return f"{name_of_class(type(loss_fn))} {_short([_plain_of(loss_fn)])}"
+    # The name of a function stays when its code is edited, so a digest of the code goes with it.
     name, code = f"{loss_fn.__module__}.{qualified}", getattr(loss_fn, "__code__", None)
     if code is None:
         return name
@@ -171,7 +173,7 @@ def name_of_loss(loss_fn: Callable[..., Any] | None) -> str:
 
 
 def _short(parts: Sequence[str]) -> str:
-    """Return a short digest of texts."""
+    """Return a digest of texts, 8 hexadecimal digits."""
     return blake2b("|".join(parts).encode(), digest_size=4).hexdigest()
 
 
@@ -184,7 +186,7 @@ def _contents(cell: Any) -> Any:
 
 
 def _plain_of(value: object) -> str:
-    """Return the plain attributes of an object, in words."""
+    """Return the plain attributes and the buffers of an object as one text."""
     attributes = getattr(value, "__dict__", {})
     own = {n: v for n, v in attributes.items() if n not in ("training", "_parameters", "_buffers")}
     buffers = attributes.get("_buffers") or {}
@@ -204,5 +206,5 @@ def _plain_text(value: object) -> str:
 
 
 def _shown_anew(value: object) -> str:
-    """Return what a value prints, without the addresses that differ from process to process."""
+    """Return what a value prints, without addresses, which differ from process to process."""
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))

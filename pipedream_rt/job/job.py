@@ -48,8 +48,14 @@ class Job:
     """A run that was prepared.
 
     Attributes:
+        specs: By stage, its `StageSpec`, packed; see `pickled_specs`.
         loss_fn: The loss function; None for a pipeline that only infers.
-        optimizer: Its parts; None without one.
+        optimizer: The optimizer that the script gave, taken apart; None without one.
+        brought: The state that it already has, by name of its parameter.
+        names: The names of the trainable parameters, stage by stage.
+        changes_modes: Whether a layer does something when its mode is set.
+        chosen: What is said at the start of what was chosen.
+        notices: What is said at the start of what this costs.
     """
 
     options: Options
@@ -79,7 +85,7 @@ class Job:
 
     @property
     def lasting(self) -> Job:
-        """This job without what is used at the start alone, and would be memory for a whole run."""
+        """A copy without specs, example and given optimizer: only the start needs these."""
         options = replace(self.options, example=None, optimizer=None)
         return replace(self, options=options, specs=(), brought={})
 
@@ -90,7 +96,7 @@ class Job:
 
 
 def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> Job:
-    """Prepare a run."""
+    """Prepare a run; `starts_here` says whether its workers start on this machine."""
     training = options.training
     weighing = Weighing(training.weigh, options.loss_fn)
     pretrained = model.pretrained(options.layout.weights)
@@ -98,7 +104,7 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
     loss_fn = own_loss if own else options.loss_fn
     forward = ForwardOptions(own_loss=own, trains=loss_fn is not None, autocast=training.autocast)
     split = split_model(model, options.stages, options.example, forward)
-    if split.forwards.own_loss:  # which an example has shown, where nothing is trained
+    if split.forwards.own_loss:  # without training, only the example shows it
         loss_fn = own_loss
     optimizer = grouped_names(options.optimizer, model.names, model.parameters)
     left_out = LeftOut(
@@ -118,7 +124,7 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
     codecs = codecs_of(options.layout.codecs, plan)
     feeds_back = codecs.feeds_gradients_back
     refuse_conflicts(replace(facts, corrections=corrections, feeds_back=feeds_back))
-    # Workers elsewhere may have devices that nobody knows of here.
+    # Workers elsewhere may have accelerators even if this machine has none.
     settings = settings_now(of_devices=bool(devices) or not starts_here)
     common = StageSpec(
         stage=0,
@@ -179,11 +185,11 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
 def _scheduled(
     split: Split, model: UnsplitModel, options: Options, optimizer: type | None
 ) -> tuple[Options, Plan, Facts, list[nn.Module]]:
-    """Return the options with a schedule, its plan, which is proved, its facts, and the stages."""
+    """Choose a schedule if there is none; return the options, the proved plan, facts and stages."""
     chosen = with_schedule(options, optimizer, len(split.layers), model.modules.values())
     try:
         return chosen, *_planned(split, model, chosen)
-    except ConfigError:  # other options may want a schedule that flushes
+    except ConfigError:  # other options may need a schedule that flushes
         if options.schedule is not None or chosen.schedule == FLUSHED:
             raise
     chosen = replace(chosen, schedule=FLUSHED)
@@ -193,7 +199,7 @@ def _scheduled(
 def _planned(
     split: Split, model: UnsplitModel, options: Options
 ) -> tuple[Plan, Facts, list[nn.Module]]:
-    """Make the plan of the stages of a model, and prove it; return its facts, and the stages."""
+    """Make a plan and prove it; return it with its facts and the stages."""
     plan = _plan_of(split, options)
     parts = [model.part(names) for names in plan.layers]
     return *_proved(plan, model, parts, options), parts
@@ -214,7 +220,7 @@ def _plan_of(split: Split, options: Options) -> Plan:
         replicas=layout.replicas,
         shard_optimizer=layout.shard_optimizer,
         credits=layout.credits,
-        proved=False,  # it is once ties and norms are in it
+        proved=False,  # `_proved` does, once ties and norms are in it
     )
     links = plan.links if split.links is None else split.links
     return replace(plan, layers=split.layers, links=links, entries=split.entries)
@@ -243,11 +249,11 @@ def _proved(
         averages=training.ema is not None,
         recomputes=bool(recomputing(training.recompute, plan.num_stages)),
     )
-    if facts.needs_norms:  # without, a user's order is not gone through before it is proved
+    if facts.needs_norms:  # else a user's own order would be walked before it is proved
         facts = replace(facts, reads_late=plan.reads_late)
     refuse_conflicts(facts)
     plan = replace(plan, ties=ties)
     plan = plan.with_norms() if facts.needs_norms else plan
     prove(plan, options.schedule, options.layout.credits)
-    # The order of a schedule that a user wrote may be gone through now.
+    # `cuts_backward` walks the order, which a user may have written: only now is it proved.
     return plan, replace(facts, cuts_backward=plan.cuts_backward)

@@ -1,7 +1,7 @@
 """What a pipeline says at the start of a run, and of its first mini-batch.
 
-A sentence is said where something was chosen for the user, or where what was chosen costs more than
-one would think; and it has what to type. Nothing depends on what is said here.
+A sentence is said where something was chosen for the user, or where a choice costs more than one
+would think; it shows what to type. Nothing depends on what is said here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pipedream_rt.schedules.recipes import RECIPES
 from pipedream_rt.torch_private import BatchNorm
 
 _HEAVY = 1.5
-"""How many times its share of the parameters a stage has where a layer is said to be too large."""
+"""How many times the parameters of an average stage a layer holds that is called too large."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +37,7 @@ class LeftOut:
 def about_choice(
     plan: Plan, corrections: Sequence[Correction], left_out: LeftOut, optimizer: type
 ) -> str:
-    """Return what was chosen for a run that trains, and what it costs; "" if nothing was.
-
-    In lines of 80 columns.
-    """
+    """Say what was chosen for a run that trains, and its cost, in 80 columns; "" for nothing."""
     if plan.workers == 1:
         return (
             "one stage: one worker does everything, as one process would. stages=2 and more, or\n"
@@ -56,7 +53,7 @@ def about_choice(
     ]
     if not any(chosen):
         return ""
-    each = k / max(plan.replicas)  # of a replica
+    each = k / max(plan.replicas)  # micro-batches of a replica
     stale = ASYNCHRONOUS if plan.flushes else plan.name
     text = f"no worker waits for another, and {_cost(stale, optimizer, each / stages)}"
     if plan.flushes:
@@ -70,7 +67,7 @@ def about_choice(
 
 
 def _cost(schedule: str, optimizer: type, per_stage: float) -> str:
-    """Say how many samples an asynchronous schedule takes with an optimizer."""
+    """Say how many samples an asynchronous schedule takes, by micro-batches per stage."""
     samples = samples_taken(schedule, optimizer, per_stage)
     if samples is None:
         return f"how many more samples it takes with {optimizer.__name__} was not measured"
@@ -79,7 +76,7 @@ def _cost(schedule: str, optimizer: type, per_stage: float) -> str:
 
 
 def about_plan(plan: Plan, left_out: LeftOut) -> list[str]:
-    """Return what is said of a schedule that costs more than one would think."""
+    """Say what a schedule costs beyond what one would think."""
     if plan.workers == 1:
         return []
     stalest = max(map(plan.staleness, range(plan.num_stages)))
@@ -101,7 +98,7 @@ def about_plan(plan: Plan, left_out: LeftOut) -> list[str]:
 
 
 def _about_flushes(plan: Plan) -> list[str]:
-    """Return what is said of a schedule that flushes, with one micro-batch per update."""
+    """Say what a schedule that flushes costs with one micro-batch per update."""
     return [
         f"{plan.name} with micro_batches=1, as nothing else was given: the bits are those of plain "
         f"PyTorch, and no two workers compute at once. With micro_batches={2 * plan.workers} they "
@@ -110,7 +107,7 @@ def _about_flushes(plan: Plan) -> list[str]:
 
 
 def about_balance(model: UnsplitModel, layers: Sequence[Sequence[str]]) -> list[str]:
-    """Return what is said where one layer holds most of a model that was cut by parameters."""
+    """Say if one layer holds most of a model that was cut by parameters; `layers` are by stage."""
     if len(layers) == 1:
         return []
     sizes = {
@@ -144,7 +141,7 @@ def about_balance(model: UnsplitModel, layers: Sequence[Sequence[str]]) -> list[
 
 
 def about_cores(workers: int, threads: int, cores: int) -> list[str]:
-    """Return what is said where workers of this machine have to share its cores."""
+    """Say if workers of this machine have to share its cores."""
     if workers * threads <= cores or workers == 1:
         return []
     of_each = f" of {threads} threads" if threads > 1 else ""
@@ -156,7 +153,7 @@ def about_cores(workers: int, threads: int, cores: int) -> list[str]:
 
 
 def about_workers(used: int, started: int) -> list[str]:
-    """Return what is said where more workers were started than the stages need."""
+    """Say if more workers were started than the stages need."""
     if started <= used:
         return []
     return [
@@ -168,7 +165,7 @@ def about_workers(used: int, started: int) -> list[str]:
 def about_micro_batches(
     modules: Mapping[str, nn.Module], samples: int, per_update: int
 ) -> list[str]:
-    """Return what is said of a model whose layers see that a mini-batch is cut."""
+    """Say if layers of a model see that mini-batches are cut, or micro-batches are empty."""
     sizes = micro_batch_sizes(samples, per_update)
     size = sizes[0]
     if size == samples:

@@ -1,8 +1,7 @@
-"""The options of `Pipeline`: frozen values, of which each checks itself.
+"""The options of `Pipeline`: frozen values, each of which checks itself.
 
-What a beginner sets is flat. The rest stands in four groups: how it trains (`Training`), how it is
-laid out on workers (`Layout`), what becomes of failures (`Recovery`), and what is recorded
-(`Observe`).
+What a beginner sets is flat. The rest is in four groups: how it trains (`Training`), how it is laid
+out on workers (`Layout`), how failures are handled (`Recovery`), and what is recorded (`Observe`).
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ from pipedream_rt.stage.rules.clipping import Clip
 from pipedream_rt.stage.rules.scaling import LossScale
 from pipedream_rt.stage.spec import LossFunction, OnNan
 
-if TYPE_CHECKING:  # not imported unless somebody is told of a run
+if TYPE_CHECKING:  # a run without observers need not import them
     from pipedream_rt.observers.events import Observer
 
 SPANS_KEPT = 1 << 17
-"""The number of the last actions of a process that a trace has, in 8 MiB."""
+"""How many of its last actions each process keeps for a trace, in 8 MiB."""
 
 TraceOption: TypeAlias = str | os.PathLike[str] | bool | None
 """A file to write the trace to, or whether to record one; None follows the environment."""
@@ -69,13 +68,13 @@ class Training:
         autocast: The dtype to which torch's autocast casts in forwards and in the loss, as
             ``torch.bfloat16``; None for none.
         loss_scale: How losses are scaled for gradients in float16, as by `torch.amp.GradScaler`.
-            None for not at all, or, with ``autocast=torch.float16``, for `LossScale` as it is. In
-            schedules that flush, ``2bw``, and with vertical sync.
+            None for not at all, or, with ``autocast=torch.float16``, for ``LossScale()``. Only in
+            schedules that flush, in ``2bw``, and with vertical sync.
         recompute: Whether stages compute their activations once more in the backward rather than
-            keep them, or a list of those that do. Such a stage keeps the inputs of micro-batches in
-            flight, and the activations of one. The bits are the same.
+            keep them, or a list of the stages that do. Such a stage keeps the inputs of
+            micro-batches in flight, and the activations of one. The bits are the same.
         compile: Whether each worker compiles its layers, one by one, with `torch.compile`; or a
-            dict with the arguments of it.
+            dict with its arguments.
         on_nan: What becomes of a training loss that is not finite: ``"raise"`` an error, or
             ``"ignore"`` it.
         weigh: A function that returns what a micro-batch weighs in its mini-batch, where the loss
@@ -83,11 +82,11 @@ class Training:
             script with what the loader yields. None: the labels that count, if the model computes
             its loss itself and that is a cross entropy; else the samples. A model whose forward has
             an argument ``num_items_in_batch`` gets there what the mini-batch weighs.
-        check_loss: In how many mini-batches, from the first one on, the loss of the whole is
-            compared with the losses of its micro-batches, which must be its parts; 0 for none.
-        verify: Whether the first mini-batch is computed in plain PyTorch too, in the script's
-            process, and the losses, weights and buffers of the workers are compared with it, where
-            the model is small (`Pipeline.explain` says whether). See `Pipeline.verify`.
+        check_loss: The number of mini-batches, from the first one on, whose loss is compared with
+            the losses of its micro-batches, which must be its parts; 0 for none.
+        verify: Whether the first mini-batch of a small model (`Pipeline.explain` says whether it
+            is one) is computed in plain PyTorch too, in the script's process, and the losses,
+            weights and buffers of the workers are compared with it. See `Pipeline.verify`.
 
     Raises:
         ConfigError: A value makes no sense.
@@ -105,7 +104,6 @@ class Training:
     verify: bool = True
 
     def __post_init__(self) -> None:
-        """Check the values."""
         if self.clip is not None:
             require_instance("clip", self.clip, Clip)
         require_decay(self.ema)
@@ -186,22 +184,22 @@ class Layout:
 @option_group
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """What becomes of failures, and how long the coordinator waits before it counts one.
+    """How failures are handled, and how long the coordinator waits before it counts one.
 
     Attributes:
         max_restarts: The number of failures of workers to recover from. After a failure other
             workers are started, which compute again what was fed since the last checkpoint (since
             the start, if there is none yet); the coordinator keeps that much of the input. None:
-            what `pipedream-rt run --max-restarts` says, else 3 if checkpoints are made by
-            themselves and 0 if not.
+            what `pipedream-rt run --max-restarts` says, else 3 if checkpoints are made
+            periodically and 0 if not.
         heartbeat: How long a worker process may be silent. Workers send four signs of life in that
             time, also while they compute.
         answer: How long to wait for a message that is sure to come.
         start: How long to wait for all workers to join.
         elastic: The fewest and the most worker processes, ``(2, 4)``: where fewer come than the
-            plan has workers, some do the work of several, with the same bits. At a checkpoint those
-            that have come meanwhile get their part of it. None: one process for each worker.
-        elastic_wait: How long to wait, where the fewest have come, for another one to come; and
+            plan has workers, some do the work of several, with the same bits. Those that come
+            later get their part of it at a checkpoint. None: one process for each worker.
+        elastic_wait: How long to wait, once the fewest have come, for another one to come; and
             then for the next.
 
     Raises:
@@ -216,7 +214,6 @@ class Recovery:
     elastic_wait: timedelta = timedelta(seconds=10)
 
     def __post_init__(self) -> None:
-        """Check the values."""
         if self.max_restarts is not None:
             require_count("max_restarts", self.max_restarts, least=0)
         if self.elastic is not None:
@@ -253,7 +250,6 @@ class Observe:
     to: Sequence[Observer] = ()
 
     def __post_init__(self) -> None:
-        """Check the values."""
         if not isinstance(self.trace, str | os.PathLike | bool | None):
             raise ConfigError(f"trace must be a file, True or False, not {self.trace!r}")
         if self.fingerprint_every is not None:
@@ -285,10 +281,10 @@ class Checkpoints:
             None: yes under `pipedream-rt run --resume`, and where torchrun starts a job again.
         accept: What may differ between the script that made the checkpoint and the one that goes
             on, of ``"seed"``, ``"optimizer"``, ``"groups"``, ``"loss"``, ``"hyper_parameters"``,
-            ``"schedule"``, ``"codecs"``, ``"threads"`` and ``"torch"``. Another seed, optimizer or
-            grouping is refused otherwise, and the others are logged with both values. With another
-            optimizer accepted, its state starts empty; with other hyper-parameters, those of the
-            script hold.
+            ``"schedule"``, ``"corrections"``, ``"codecs"``, ``"threads"`` and ``"torch"``.
+            Another seed, optimizer or grouping is refused otherwise, and the others are logged with
+            both values. With another optimizer accepted, its state starts empty; with other
+            hyper-parameters, those of the script hold.
         attempts: Number of checkpoints in a row that may fail to be written; the last of them ends
             the loop with its `CheckpointError`. None to go on for ever.
         grace: With ``every``, how long SIGTERM waits for a checkpoint: the run makes one after the
@@ -307,7 +303,6 @@ class Checkpoints:
     grace: timedelta = timedelta(seconds=20)
 
     def __post_init__(self) -> None:
-        """Check the values."""
         require_acceptable(self.accept)
         require_time("the grace time of the checkpoints", self.grace)
         if not isinstance(self.folder, str | os.PathLike):
@@ -367,6 +362,7 @@ class Options:
         require_count("threads", self.threads)
         require_seed(self.seed)
         refuse_loss(self.loss_fn)
+        # The class is frozen, which allows no plain assignment.
         object.__setattr__(self, "checkpoint", checkpoint_option(self.checkpoint))
         replicas = self.layout.replicas
         if replicas == "auto" and self.stages != "auto":
@@ -389,5 +385,5 @@ class Options:
 
     @property
     def makes_checkpoints(self) -> bool:
-        """Whether checkpoints are made by themselves."""
+        """Whether checkpoints are made periodically."""
         return self.kept is not None and self.kept.every is not None

@@ -1,4 +1,4 @@
-"""What an option must be: small checks, each with a message that has the value that was given."""
+"""What an option must be: small checks, each with a message that shows the value given."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAMES: dict[str, tuple[str, ...]] = {}
 
 
 def options_of(owner: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Let a constructor refuse a name that it does not know, with the nearest one that it does."""
+    """Let a constructor refuse an unknown name, and suggest the nearest one that it knows."""
 
     def decorate(init: Callable[..., None]) -> Callable[..., None]:
         _, *names = inspect.signature(init).parameters
@@ -37,7 +37,7 @@ def options_of(owner: str) -> Callable[[Callable[..., None]], Callable[..., None
 
 
 def option_group(cls: type[T]) -> type[T]:
-    """Let a dataclass of options refuse a name that it does not know; see `options_of`."""
+    """Let a dataclass of options refuse an unknown name; see `options_of`."""
     cls.__init__ = options_of(cls.__name__)(cls.__init__)  # type: ignore[method-assign]
     return cls
 
@@ -45,6 +45,7 @@ def option_group(cls: type[T]) -> type[T]:
 def _unknown(owner: str, name: str) -> str:
     """Say which option was meant."""
     homes = {option: home for home, names in _NAMES.items() for option in names}
+    # A name that several owners have is taken for the option of this one.
     homes.update(dict.fromkeys(_NAMES[owner], owner))
     near = [get_close_matches(name, names, n=1) for names in (_NAMES[owner], homes)]
     meant = name if name in homes else next((found[0] for found in near if found), "")
@@ -77,7 +78,7 @@ def require_range(name: str, value: object) -> None:
 
 
 def require_decay(value: object) -> None:
-    """Refuse the decay of an average that is no number from 0 to 1."""
+    """Refuse the decay of an average that is no number from 0 to less than 1."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is not None and not (number and 0 <= value < 1):  # type: ignore[operator]
         raise ConfigError(f"ema must be a number from 0 to less than 1, as 0.999, not {value!r}")
@@ -96,7 +97,8 @@ def require_time(name: str, value: object) -> None:
 
 
 def require_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    """Refuse what is none of several values."""
+    """Refuse an option that is none of several values."""
+    # By identity: 1 == True, and 1 is not among the choices.
     if not any(value is choice for choice in choices):
         *others, last = map(repr, choices)
         raise ConfigError(f"{name} must be {', '.join(others)} or {last}, not {value!r}")

@@ -1,4 +1,4 @@
-"""What stages do to updates, from the options of `Pipeline`: the options of their rules."""
+"""The options of the rules of stages (what these do to updates), from those of `Pipeline`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pipedream_rt.stage.rules.scaling import LossScale
 
 
 def scale_of(training: Training) -> LossScale | None:
-    """Return how losses are scaled, which float16 needs; None for not at all."""
+    """Return how losses are scaled, by default if autocast is to float16; None for not at all."""
     if training.loss_scale is None and training.autocast is torch.float16:
         return LossScale()
     return training.loss_scale
@@ -32,7 +32,7 @@ def scale_of(training: Training) -> LossScale | None:
 def rule_options(
     training: Training, corrections: tuple[Correction, ...], codecs: Codecs
 ) -> tuple[RuleOption, ...]:
-    """Return the options of which stages make rules; a new one gets its line here."""
+    """Return the options from which stages make rules; a new one gets its line here."""
     scale, clip, ema = scale_of(training), training.clip, training.ema
     return (
         *([] if scale is None else [scale]),
@@ -44,11 +44,13 @@ def rule_options(
 
 
 def correcting(corrections: Any, plan: Plan, optimizer: Parts | None) -> tuple[Correction, ...]:
-    """Return the corrections, of the argument ``corrections`` of `Pipeline`."""
+    """Return the corrections that the argument ``corrections`` of `Pipeline` asks for."""
     if corrections is None or corrections == "auto":
         stalest = max(map(plan.staleness, range(plan.num_stages)))
         by_default = corrections is None
         corrections = []
+        # Where each replica steps a part alone no correction is possible. The default then is none;
+        # what "auto" advises is left to the table of conflicts.
         alone = plan.shape.shard_optimizer and plan.replicated
         if optimizer is not None and not (by_default and alone):
             groups = [{**optimizer.kwargs, **options} for _, options in optimizer.groups]
@@ -83,7 +85,7 @@ def compiling(
 
 
 def recomputing(recompute: Any, num_stages: int) -> frozenset[int]:
-    """Return the stages that compute activations again, of the option ``recompute``."""
+    """Return the stages that compute activations again, by the option ``recompute``."""
     stages = range(num_stages)
     if isinstance(recompute, bool):
         recompute = stages if recompute else ()

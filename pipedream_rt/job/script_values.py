@@ -1,10 +1,10 @@
 """What the script changes while it trains: it travels with the next micro-batch, or is refused.
 
 Annealing is an everyday line: ``loss.beta = step / 1000``, ``model.drop.p = 0.1``. The stages have
-copies of the loss and of the layers, so the script's change would reach nobody. A plain value in an
-attribute, a closure, a global or a container that went along with a stage is sent with the
-micro-batches that are injected after the change, as hyper-parameters are, and so is exact in every
-schedule. What cannot be sent is refused at the next injection, by name.
+copies of the loss and of the layers, so the change would reach nobody. A plain value in an
+attribute, a closure, a global or a container that went along with a stage is therefore sent with
+the micro-batches that are injected after the change, as hyper-parameters are, which is exact in
+every schedule. What cannot be sent is refused at the next injection, by name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pipedream_rt.torch_private import NormWithBuffers
 def holders_of(
     roots: Sequence[Sequence[tuple[str, Any]]], model: UnsplitModel, elsewhere: bool
 ) -> list[Holders]:
-    """Return, by stage, what holds values of the script's."""
+    """Return, by stage, the objects that hold values of the script (see `models/holders.py`)."""
     found = []
     for of_stage in roots:
         found.append(Holders(t for m in model.modules.values() for _, t in named_tensors(m)))
@@ -44,7 +44,7 @@ def holders_of(
 
 
 class ScriptValues:
-    """The values of the script's that stages have copies of.
+    """The values of the script that stages have copies of.
 
     Attributes:
         forwards_store: Whether a layer or the loss may change a value of its own in its forward.
@@ -62,8 +62,9 @@ class ScriptValues:
             self._holders.update(of_stage)
         others = Holders()
         others.walk(fixed)
+        # Stages have copies of these that nobody can reach, as corrections: any change is refused.
         self._fixed = list(others.found.values())
-        # Of what is taken apart, a recorded forward has read the values once.
+        # Modules that are taken apart are on no stage: the recorded forward has read their values.
         self._apart, self._read = self._taken_apart(model, layers) if layers else ([], set())
         for holder in (*self._holders.values(), *self._fixed, *self._apart):
             holder.look()
@@ -73,7 +74,7 @@ class ScriptValues:
             self._weights[0].watch_layers(given, modules_inside(model.sequence))
         objects = [h.value for of in stages for h in of.values() if h.kind == "object"]
         classes: set[type] = {type(each) for each in objects}
-        # What code reads of an object of data, as of a config, stands in other classes.
+        # An object of data, as a config, is read by code of other classes.
         self._loaded = {n for cls in classes for n in names_used(cls)[0]}
         self._loaded.update(*(h.loads for of in stages for h in of.values()))
         parts: set[type] = {type(each) for each in objects if isinstance(each, nn.Module)}
@@ -99,7 +100,7 @@ class ScriptValues:
         return list(found.found.values()), read
 
     def now(self) -> list[Given]:
-        """Return all values that the script has changed so far."""
+        """Return all values that the script has changed so far; refuse what cannot be sent."""
         for weights in self._weights:
             weights.refuse_changes()
         for holder in self._fixed:
@@ -107,7 +108,7 @@ class ScriptValues:
                 _refuse(holder, key, "the stages have copies of it that nobody can reach")
         for holder in self._apart:
             for key, *_ in holder.changes():
-                # Of an object of data, `dtype` may be what the code reads of a tensor.
+                # Of data, `dtype` and the like may be what the code reads of a tensor instead.
                 of_data = holder.kind == "object" and not isinstance(holder.value, nn.Module)
                 named = key in self._read and not (of_data and hasattr(Tensor, str(key)))
                 if named or holder.kind != "object":
@@ -132,7 +133,8 @@ class ScriptValues:
 
     @contextmanager
     def stages_compute(self) -> Iterator[None]:
-        """Let the body compute stages that share with the script what has a name."""
+        """Let the body compute stages that share modules and classes with the script by name."""
+        # The script's changes are noted first: afterwards those of the stages are among them.
         common = [(n, h) for n, h in self._holders.items() if not h.travels]
         for number, holder in common:
             for change in holder.changes():
@@ -148,7 +150,7 @@ class ScriptValues:
         cls: type = type(holder.value)
         read, stored = names_used(cls) if holder.kind == "object" else ((), ())
         if holder.kind == "class" and key in names_used(holder.value, "__init__")[1]:
-            return  # a count of its objects, to which those of stages in this process add
+            return  # as a count of its objects: stages in this process make some too
         if not holder.travels:
             by_class = "an attribute of the object" if holder.kind == "class" else "an attribute"
             _refuse(
@@ -168,7 +170,7 @@ class ScriptValues:
                     "there. If the script calls the module by itself, let it call pipe.module()",
                 )
             return
-        # Of an object with a state of its own, and of a container that grows, no value tells.
+        # No single value describes an object with a state of its own, or a container that grows.
         whole = holder.kind == "state" or key is LENGTH or isinstance(holder.value, set)
         grown = holder.kind == "list" and GONE in (before, value)
         if type(key) in (str, int) and _can_be_sent(value) and not (whole or grown):
@@ -185,7 +187,7 @@ class ScriptValues:
 
 
 def _can_be_sent(value: Any) -> bool:
-    """Whether a value can be packed."""
+    """Whether a value travels: it can be packed, and is no tensor, list or dict."""
     try:
         pack_hyper(value, "")
     except ConfigError:
@@ -194,11 +196,7 @@ def _can_be_sent(value: Any) -> bool:
 
 
 class _Weights:
-    """The script's weights and buffers of a module, which nobody reads after the start.
-
-    A script may load the stages' weights into its model, and call it. It may not expect that what
-    it changes in it reaches the stages.
-    """
+    """The script's weights, buffers, layers and hooks of a module; no stage reads them any more."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self._is_loss = name == LOSS_LAYER
@@ -219,6 +217,7 @@ class _Weights:
             if key.endswith("_hooks") and isinstance(held, dict)
         ]
         self._count = sum(map(len, self._hooks))
+        # Forwards that the script runs by itself change the statistics of norms.
         normed = {
             id(b)
             for _, m in modules
@@ -232,7 +231,7 @@ class _Weights:
         ]
 
     def watch_layers(self, sequence: nn.Module, inside: Set[int]) -> None:
-        """Look at the layers and hooks of a sequence, and of those in it, too."""
+        """Watch a sequence and those in it too; `inside` has the ``id`` of modules in a layer."""
         for where, each in sequence.named_modules():
             if id(each) not in inside:
                 hooks = [held for key, held in vars(each).items() if key.endswith("_hooks")]
@@ -245,7 +244,8 @@ class _Weights:
         self._count = sum(map(len, self._hooks))
 
     def _now(self) -> list[tuple[int, int]]:
-        """Return what differs once a weight was changed."""
+        """Return what differs once a weight was changed: of each its version and its address."""
+        # `p.data = x` moves the address alone. Of a subclass it may be unknown.
         plain = (nn.Parameter, Tensor)
         return [
             (p._version, p.data_ptr() if type(p) in plain and not p.is_meta else 0)
@@ -258,9 +258,11 @@ class _Weights:
         return self._now() != self._at_first
 
     def refuse_changes(self) -> None:
-        """Refuse what plain PyTorch would go by, and the stages do not."""
+        """Refuse a change that plain PyTorch would act on, and the stages do not see."""
         now = self._now()
         loaded = now != self._at_first
+        # All trained weights at once: the script has loaded those of the stages, to use the model
+        # by itself. Only some of them: it expects the stages to see the change.
         if loaded:
             moved = [one != other for one, other in zip(now, self._at_first, strict=True)]
             partly = not all(m for m, trained in zip(moved, self._trained, strict=True) if trained)
@@ -279,7 +281,7 @@ class _Weights:
                 "pipe.module()"
             )
         if loaded:
-            return  # the rest is of the script's own use
+            return  # it uses the model by itself, and may change the rest of it
         for name, held, key, value in self._places:
             if held.get(key) is not value:
                 _refuse_own(f"{name!r} was replaced", "Replace it before the pipeline is made, ")
@@ -302,7 +304,7 @@ def _refuse_own(what: str, instead: str) -> NoReturn:
 
 
 _SMALL = 1 << 20
-"""Bytes of a buffer whose values are compared; of a larger one only its version is."""
+"""Bytes below which the values of a buffer are compared; of a larger one only its version is."""
 
 
 def _refuse(holder: Holder, key: Any, why: str) -> NoReturn:

@@ -45,7 +45,7 @@ def pickled_specs(
     programs: Sequence[tuple[StageProgram, ...]],
     compared: bool,
 ) -> tuple[list[tuple[Tensor, ...]], list[dict[int, Holder]]]:
-    """Pickle the `StageSpec` of every stage."""
+    """Pickle the `StageSpec` of each stage; return also its holders of script values, by number."""
     refuse_global_hooks()
     shared, owners, weights = shared_buffers(parts), _owners(parts), _weights(model)
     made: list[tuple[StageSpec, list[tuple[str, object]]]] = []
@@ -54,6 +54,7 @@ def pickled_specs(
         named = {name: module_named(part, name) for name in common.plan.layers[stage]}
         layers = {name: layer for name, layer in named.items() if layer is not None}
         if isinstance(loss, nn.Module):
+            # As a layer: its weights are then trained and saved with those of the stage.
             part.add_module(LOSS_LAYER, loss)
         spec = dataclasses.replace(
             common,
@@ -73,7 +74,7 @@ def pickled_specs(
         made.append((spec, list(_pieces(spec, layers, loss))))
     roots = [_roots(spec, pieces) for spec, pieces in made]
     found = [each.found for each in holders_of(roots, model, compared)]
-    numbers: dict[Any, int] = {}
+    numbers: dict[Any, int] = {}  # a holder that several stages have gets one number
     for of_stage in found:
         for each in of_stage:
             numbers.setdefault(each, len(numbers))
@@ -81,7 +82,7 @@ def pickled_specs(
     for stage, ((spec, pieces), of_stage) in enumerate(zip(made, found, strict=True)):
         along: set[int] = set()
         _dumped(spec, pieces, along=along)
-        # What an object leaves out when it is pickled, as a connection, stays here.
+        # Only pickling shows what goes along: an object may leave things out, as a connection.
         mine = {
             numbers[each]: h
             for each, h in of_stage.items()
@@ -107,7 +108,7 @@ def pickled_specs(
 def _dumped(
     spec: StageSpec, pieces: Sequence[tuple[str, object]], *how: Any, **more: Any
 ) -> tuple[bytes, dict[int, Range]]:
-    """Pickle a specification."""
+    """Pickle a specification; an error names the piece that cannot be pickled."""
     try:
         return dumps(spec, *how, **more)
     except Exception as error:  # a foreign class may raise anything when pickled
@@ -115,7 +116,8 @@ def _dumped(
 
 
 def _roots(spec: StageSpec, pieces: Sequence[tuple[str, object]]) -> list[tuple[str, object]]:
-    """Return the objects of the user's whose values the script may change, or stages share."""
+    """Return the user's objects whose values the script may change, or stages share."""
+    # Not those of rules and codecs, which nobody can reach on a stage.
     of_rules = {id(thing) for rule in spec.rules for thing in rule.things()}
     codecs = {id(codec) for codec in spec.codecs.values()}
     return [(what, each) for what, each in pieces if id(each) not in of_rules | codecs]
@@ -143,7 +145,7 @@ def _pieces(
 
 
 def _copied(data: Any) -> Tensor:
-    """Return a tensor of bytes with a copy of some."""
+    """Return a tensor with a copy of some bytes."""
     made = torch.empty(len(data), dtype=torch.uint8, device="cpu")
     made.numpy().data[:] = data
     return made
@@ -170,10 +172,10 @@ def _weights(model: UnsplitModel) -> dict[int, tuple[Range, str]]:
 def _aliases(
     model: UnsplitModel, parts: Sequence[nn.Module], plan: Plan, stage: int
 ) -> dict[str, tuple[str, ...]]:
-    """Return the keys under which other stages have weights that a stage owns; see `StageSpec`."""
+    """Return the keys under which other stages have the tied weights that a stage owns."""
     found = {}
     for tie in plan.ties:
-        if tie.stages[0] == stage:
+        if tie.stages[0] == stage:  # the first stage owns it
             own = model.parameters[tie.name]
             here, *others = (
                 [key for key, p in parts[s].named_parameters(remove_duplicate=False) if p is own]
@@ -185,16 +187,16 @@ def _aliases(
 
 
 def _numbers(model: UnsplitModel, part: nn.Module) -> dict[str, int]:
-    """Return the places of the trainable parameters of a stage in the whole model, by name."""
+    """Return, by name, the position in the whole model of each trainable parameter of a stage."""
     order = {each: number for number, each in enumerate(model.names)}
     return {model.names[id(p)]: order[id(p)] for p in part.parameters() if id(p) in order}
 
 
 def _lies_over(pieces: Sequence[tuple[str, object]], weights: dict[int, tuple[Range, str]]) -> str:
-    """Find the layer, the loss function or the hook with a tensor over a weight's memory."""
+    """Say which layer, loss or hook holds a tensor over the memory of a weight."""
     for what, value in pieces:
         if weight := alias(dumps(value)[1], weights):
-            old = weight.endswith("_orig")  # as the old ways to change how a weight is made have it
+            old = weight.endswith("_orig")  # torch.nn.utils.spectral_norm renames it so
             return (
                 f"{what} holds a tensor over the memory of {weight}, such as a detached or sliced "
                 "one, in an attribute or a closure; on a worker the two would part. "
@@ -223,7 +225,7 @@ def _hooks(part: nn.Module) -> tuple[GradientHook, ...]:
 
 
 def _unpicklable(pieces: Sequence[tuple[str, object]], error: Exception) -> str:
-    """Find the layer, the loss function or the hook that does not pickle, and say so."""
+    """Say which layer, loss or hook does not pickle, and why."""
     for what, value in pieces:
         try:
             dumps(value)
@@ -238,7 +240,7 @@ def _unpicklable(pieces: Sequence[tuple[str, object]], error: Exception) -> str:
 def _takes_along(
     pieces: Sequence[tuple[str, object]], owners: dict[int, tuple[set[int], str]], stage: int
 ) -> str:
-    """Find the layer, the loss function or the hook that takes a foreign weight along."""
+    """Say which layer, loss or hook takes a weight of another stage along."""
     for what, value in pieces:
         if weight := foreign(dumps(value)[1], owners, stage):
             return (

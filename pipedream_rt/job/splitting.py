@@ -46,6 +46,7 @@ class Split(NamedTuple):
     """A model split into stages.
 
     Attributes:
+        layers: By stage, the names of its layers, and of parameters and buffers beside them.
         links: The pairs of a producer and a consumer; None for a chain.
         entries: The stages that take inputs of the model; empty for the first alone.
     """
@@ -62,11 +63,7 @@ class Split(NamedTuple):
 
 
 class ForwardOptions(NamedTuple):
-    """How forwards are recorded.
-
-    Attributes:
-        autocast: The dtype of autocast; None for none.
-    """
+    """How forwards are recorded."""
 
     own_loss: bool = False
     trains: bool = False
@@ -103,7 +100,7 @@ def _split_whole(
     try:
         set_apart, forwards, programs = _recorded(model, layers, batch, options, modes)
     except ConfigError as error:
-        # What holds most of the model may do what only a layer may, such as to read its values.
+        # An opened layer may do what cannot be recorded, such as to read values: keep it whole.
         kept = find_layers(model.whole, named, opens=False)
         if kept.keys() == layers.keys():
             raise
@@ -136,6 +133,7 @@ def _recorded(
         model.whole, layers, options.own_loss, options.autocast, modes=set_apart
     )
     programs = [forwards.record(batch, mode) for mode in modes]
+    # Recorded twice, to find a forward that changes from call to call.
     refuse_changing(programs[0], forwards.record(batch, modes[0]))
     return set_apart, forwards, programs
 
@@ -154,7 +152,7 @@ def _first_layers(
             )
         return [called[i] for i in balanced(list(sizes.values()), stages)[1:]] if called else []
     modules = dict(model.whole.named_modules())
-    places_of = model.elements or called  # of a sequence the place is that in model[1]
+    places_of = model.elements or called  # an index into a sequence is that of model[1]
     firsts = []
     for point in listed_points(stages):
         if isinstance(point, int) and not 0 < point < len(places_of):
@@ -173,21 +171,19 @@ def _first_layers(
 def _names_by_stage(
     model: nn.Module, layers: dict[str, nn.Module], forwards: RecordedForwards, count: int
 ) -> tuple[tuple[str, ...], ...]:
-    """Return, by stage, the names of its layers and of what it holds beside them.
-
-    What no forward uses goes where its neighbour in the model is.
-    """
+    """Return, by stage, the names of its layers and of what it holds beside them."""
     users: dict[str, set[int]] = {}
     for made in forwards.cuts:
         for stage, used in enumerate(made.used):
             for name in used:
                 users.setdefault(name, set()).add(stage)
-    # A parameter that is used as it is may belong to a layer, as a tied embedding does.
+    # A parameter that the forward itself uses may be of a layer, as a tied embedding is.
     for name in [name for name in users if name not in layers]:
         owner = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
         if owner is not None:
             users.setdefault(owner, set()).update(users.pop(name))
     found: list[list[str]] = [[] for _ in range(count)]
+    # What no forward uses goes where its neighbour in the model is.
     last = {0}
     for name in units_of(model, layers):
         last = users.get(name, last if len(last) == 1 else {min(last)})

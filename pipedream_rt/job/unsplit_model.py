@@ -41,7 +41,10 @@ class UnsplitModel:
     """The model as the user gave it, which is read and never changed.
 
     Attributes:
+        whole: The model as one module.
         sequence: Its layers by name, if it is a sequence of layers; else None.
+        elements: The names of the elements of a sequence, which may be sequences themselves.
+        blueprint: The layers that workers build.
         names: The name of each trainable parameter by its ``id``, in the order of the model; those
             of the loss come last.
     """
@@ -57,8 +60,9 @@ class UnsplitModel:
         self.elements: list[str] = []
         self.blueprint = Blueprint()
         if isinstance(model, Iterable) and not isinstance(model, nn.Module):
-            self.given = list(model)  # it may be read once alone
+            self.given = list(model)  # an iterator can be read only once
             model = self._with_specs(self.given)
+        # With `opens`, a sequence is recorded as a whole where that cuts inside of a heavy layer.
         if isinstance(model, nn.Module) and (
             not is_sequence(model)
             or (opens and isinstance(model, nn.Sequential) and inside_of_layers(model))
@@ -83,7 +87,7 @@ class UnsplitModel:
                 self.names.setdefault(id(parameter), name)
 
     def _with_specs(self, listed: list[Any]) -> list[Any]:
-        """Return a list of layers in which those that workers build have no values."""
+        """Return the layers; those that workers build are on the meta device, without values."""
         specs = {str(i): each for i, each in enumerate(listed) if isinstance(each, LayerSpec)}
         self.blueprint = Blueprint(specs)
         built = self.blueprint.on_meta()
@@ -108,22 +112,23 @@ class UnsplitModel:
         return functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
 
     def modes(self, layers: Iterable[nn.Module]) -> Modes:
-        """Return which modules do not follow the mode of the model, where it sets its own."""
+        """Return which modules have a mode of their own, not that of the model."""
         return modes_of(self.given, layers) if isinstance(self.given, nn.Module) else Modes()
 
     def pretrained(self, folder: str | os.PathLike[str] | None) -> Pretrained | None:
-        """Return where the weights of the model are that workers read."""
+        """Return where workers read the weights of the model; None if the model has them."""
         if folder is not None:
             if not isinstance(folder, str | os.PathLike) or not str(folder):
                 raise ConfigError(f"weights must be a folder, not {folder!r}")
             return find_pretrained(Path(folder).absolute(), self.whole)
+        # Layers that workers build need no values here.
         built = [m for n, m in (self.sequence or {}).items() if n in self.blueprint.specs]
         spared = {id(t) for m in built for t in (*m.parameters(), *m.buffers())}
         refuse_no_values(self.whole, spared)
         return None
 
     def part(self, names: Sequence[str]) -> nn.Module:
-        """Return a module of a part of the model, with the model's own layers and tensors."""
+        """Return a module with a part of the model: its own layers and tensors, not copies."""
         if self.sequence is not None:
             part = nn.Sequential()
             for name in names:
@@ -167,10 +172,8 @@ class UnsplitModel:
             )
 
     def first_misfit(self, shapes: dict[str, tuple[int, ...]]) -> str:
-        """Describe the first saved weight that does not fit the model; return "" if all fit.
-
-        Buffers are not compared, because a forward may make them or change their shape.
-        """
+        """Describe the first saved weight that does not fit the model; return "" if all fit."""
+        # Buffers are not compared, because a forward may make them or change their shape.
         flexible = buffer_slots(self.whole)
         state = self.whole.state_dict()
         if self._loss is not None:
@@ -205,6 +208,7 @@ class UnsplitModel:
         given = self.given
         as_given = isinstance(given, nn.Module) and not isinstance(given, nn.ModuleList)
         whole = _copy_of(given if as_given else self.whole)
+        # Layers without values get memory, which the state dict then fills.
         give_values(whole, lambda t: torch.empty_like(t, device="cpu") if t.is_meta else None)
         whole.load_state_dict(state_dict)
         return whole
@@ -220,10 +224,8 @@ class UnsplitModel:
 
 
 def inside_of_layers(model: nn.Sequential) -> list[str]:
-    """Return the names of layers at which a recorded forward could cut inside those of a sequence.
-
-    There are none unless a layer holds most of the sequence, and has lists of modules.
-    """
+    """Return the names at which a recorded forward could cut inside the layers of a sequence."""
+    # `find_layers` opens only a layer that holds most of the model, and has lists of modules.
     kept = find_layers(model, opens=False)
     return [name for name in find_layers(model) if name not in kept]
 
@@ -244,7 +246,7 @@ def module_named(model: nn.Module, name: str) -> nn.Module | None:
 
 
 def _part_of(module: nn.Module, prefix: str, wanted: set[int], names: set[str]) -> nn.Module | None:
-    """Return a module with those layers and tensors of another one that are wanted."""
+    """Return a module with the wanted layers and tensors of another one; None if it has none."""
     part = nn.Module()
     part.training = module.training
     for short, parameter in module._parameters.items():
@@ -264,7 +266,7 @@ def _part_of(module: nn.Module, prefix: str, wanted: set[int], names: set[str]) 
 
 
 def _copy_of(module: nn.Module) -> nn.Module:
-    """Return a copy of a module: by ``deepcopy``, or as it is sent to workers."""
+    """Copy a module by ``deepcopy``, or else as it is sent to workers."""
     try:
         return copy.deepcopy(module)
     except Exception as error:  # a foreign class may raise anything when copied

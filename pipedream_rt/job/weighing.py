@@ -1,8 +1,8 @@
 """What a micro-batch weighs in its mini-batch, and a mini-batch in an evaluation.
 
-The loss of a mini-batch is a mean: over its samples, or over the labels that count. So that the
-micro-batches together give the gradient of that mean, the loss of each is multiplied by its share
-of what the mean is over.
+The loss of a mini-batch is a mean: over its samples, or over the labels that count. The loss of
+each micro-batch is multiplied by its share of these, so that together they give the gradient of
+that mean.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from pipedream_rt.job.cutting import samples_in, samples_of
 from pipedream_rt.models.counted import CROSS_ENTROPIES, IGNORED, is_mean
 
 Weigh: TypeAlias = Callable[..., Any]
-"""It is called with what a loader yields: ``x, y``, a dict, or ``args, kwargs, y``."""
+"""A function of what a loader yields: ``x, y``, a dict, or ``args, kwargs, y``."""
 
 
 _Counted: TypeAlias = Callable[[Any], "float | None"]
-"""Returns what the mean of a loss is over, of its target; None if it is over samples."""
+"""Returns the weight of a target in the mean of its loss; None if that is over samples."""
 
 
 class Weighing:
-    """What mini-batches and micro-batches weigh."""
+    """Weighs batches by the user's function; else by the labels that count, if known."""
 
     def __init__(self, weigh: Weigh | None, loss_fn: object = None) -> None:
         if weigh is not None and not callable(weigh):
@@ -42,7 +42,7 @@ class Weighing:
         self.is_given = weigh is not None
 
     def counted(self, batch: Batch, labels: int | None) -> float | None:
-        """Return what a micro-batch, or a mini-batch, weighs; None if it is the samples."""
+        """Return what a micro-batch or a mini-batch weighs; None for its number of samples."""
         if self._weigh is None:
             if labels is None and self._counted is not None:
                 return self._counted(batch.target)
@@ -91,7 +91,7 @@ def has_ignored(tensors: Iterable[Tensor]) -> bool:
 
 
 def parts_of(batch: Batch) -> tuple[Any, ...]:
-    """Return a mini-batch in the parts in which the loader has yielded it; see `batch_of`."""
+    """Return a mini-batch in the parts in which the loader yielded it; see `batch_of`."""
     if not batch.args and isinstance(batch.target, dict):
         return (batch.target,)
     if len(batch.args) == 1 and not batch.kwargs:
@@ -100,30 +100,25 @@ def parts_of(batch: Batch) -> tuple[Any, ...]:
 
 
 def shares_of(weights: Sequence[float], samples: Sequence[int]) -> list[float]:
-    """Return the share of each micro-batch, by what they weigh.
-
-    Where all weigh nothing, as with labels that are all ignored, it is that of their samples: the
-    loss is then what the loss of the whole would be.
-    """
+    """Return the share of each micro-batch by weight; by samples where all weigh nothing."""
     total: float = sum(weights)
+    # If all labels are ignored, shares by samples make the loss what that of the whole would be.
     return [each / total for each in weights] if total else shares_of(samples, samples)
 
 
 class Samples:
-    """Refuses to weigh mini-batches by samples where it is not clear what counts them.
-
-    Time may come first in an input, or the nodes of several graphs. That matters where mini-batches
-    do not have the same sizes: the inputs and the targets must then say the same.
-    """
+    """Refuses to weigh mini-batches by samples where it is not clear what counts them."""
 
     def __init__(self) -> None:
         self._first: tuple[int, int] | None = None
 
     def require_clear(self, batch: Batch) -> None:
-        """Look at one more mini-batch, with its marks."""
+        """Look at one more mini-batch, with its marks; refuse one that is not clear."""
         x, y = samples_of(batch), samples_in(batch.target)
         if x is None or y is None:
             return
+        # Time may come first in an input, or the nodes of several graphs. That matters where
+        # mini-batches differ in size: inputs and targets must then grow alike.
         self._first = first = self._first or (x, y)
         if x * first[1] != y * first[0]:
             raise ConfigError(
@@ -135,11 +130,7 @@ class Samples:
 
 
 class WeighedMean:
-    """A mean of numbers, each of which weighs something.
-
-    Attributes:
-        count: The number of numbers.
-    """
+    """A mean of numbers with weights."""
 
     def __init__(self) -> None:
         self.count = 0

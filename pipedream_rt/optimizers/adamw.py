@@ -1,4 +1,4 @@
-"""The base of optimizers that treat some groups of matrices in a way of their own."""
+"""The base of optimizers that step matrices in a way of their own, and all else by AdamW."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class AdamWBeside(torch.optim.Optimizer):
         torch.bfloat16,
         torch.float16,
     )
-    """The types that matrices may have."""
+    """The dtypes that matrices may have."""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         super().__init__(params, {"matrices": False, **defaults})
@@ -101,14 +101,11 @@ class AdamWBeside(torch.optim.Optimizer):
         return state
 
     def expected_step(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """Return what the next step would take off a parameter if no gradient came.
-
-        `WeightPrediction` asks for it.
-        """
+        """Return what the next step subtracts if no gradient comes, for `WeightPrediction`."""
         if group["matrices"]:
             return self.expected_step_of_matrix(parameter, group)
         return step_of_moments(group, self.state[parameter], parameter, decays=True)
 
     def expected_step_of_matrix(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """Return what the next step would take off a matrix if no gradient came."""
+        """Return what the next step subtracts from a matrix if no gradient comes."""
         raise NotImplementedError

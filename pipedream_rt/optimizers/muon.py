@@ -11,13 +11,12 @@ from pipedream_rt.optimizers.adamw import AdamWBeside
 
 
 class _Parts:
-    """The torch optimizers that make the steps; they have no state, so it pickles as nothing."""
+    """torch's optimizers, by number of the group. The state is in `Muon`, so this pickles empty."""
 
     def __init__(self) -> None:
         self.made: dict[int, torch.optim.Optimizer] = {}
 
     def __reduce__(self) -> tuple[type[_Parts], tuple[()]]:
-        """Return what makes another one."""
         return _Parts, ()
 
 
@@ -41,7 +40,7 @@ class Muon(AdamWBeside):
         weight_decay: The decay of weights.
 
     Raises:
-        ConfigError: This version of torch has no Muon.
+        ValueError: An option makes no sense.
     """
 
     def __init__(
@@ -64,14 +63,15 @@ class Muon(AdamWBeside):
         self._parts = _Parts()
 
     def check(self, group: dict[str, Any]) -> None:
-        """See `AdamWBeside.check`."""
+        """Refuse options of a group that make no sense, with `ValueError`."""
         super().check(group)
         if not 0.0 <= group["momentum"] < 1.0:
             raise ValueError(f"momentum must be from 0 to less than 1, not {group['momentum']!r}")
 
     def step_matrices(self, group: dict[str, Any]) -> None:
-        """See `AdamWBeside.step_matrices`."""
+        """Step a group of matrices by torch's Muon."""
         part = self._part(group)
+        # This group over torch's own defaults; the state is shared, so that it is saved here.
         part.param_groups = [{**part.param_groups[0], **group}]
         part.state = self.state
         part.step()
@@ -86,7 +86,8 @@ class Muon(AdamWBeside):
         return self._parts.made[number]
 
     def expected_step_of_matrix(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """See `AdamWBeside.expected_step_of_matrix`: the buffer, made orthogonal, as it stands."""
+        """Return what the next step subtracts if no gradient comes: the buffer, made orthogonal."""
+        # Without momentum a step takes the gradient as it is, so the buffer stands in for it.
         probe = parameter.detach().clone().requires_grad_()
         probe.grad = self.state[parameter]["momentum_buffer"].clone()
         muon = torch.optim.Muon(

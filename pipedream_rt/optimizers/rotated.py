@@ -44,7 +44,7 @@ class RotatedAdamW(AdamWBeside):
         ValueError: An option makes no sense.
     """
 
-    matrix_types = (torch.float32, torch.float64)  # of which eigenvectors can be computed
+    matrix_types = (torch.float32, torch.float64)  # torch.linalg.eigh takes no halves
 
     def __init__(
         self,
@@ -67,14 +67,14 @@ class RotatedAdamW(AdamWBeside):
         super().__init__(params, options)
 
     def check(self, group: dict[str, Any]) -> None:
-        """See `AdamWBeside.check`."""
+        """Refuse options of a group that make no sense, with `ValueError`."""
         super().check(group)
         for name, least in (("refresh", 1), ("longest", 0)):
             if not (isinstance(group[name], int) and group[name] >= least):
                 raise ValueError(f"{name} must be an int of at least {least}, not {group[name]!r}")
 
     def step_matrices(self, group: dict[str, Any]) -> None:
-        """See `AdamWBeside.step_matrices`."""
+        """Step a group of matrices in their rotated bases."""
         first, second = group["betas"]
         for weight in group["params"]:
             gradient = weight.grad
@@ -96,18 +96,20 @@ class RotatedAdamW(AdamWBeside):
             weight.sub_(group["lr"] * step)
 
     def _refresh(self, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """Let the bases follow the averages, if it is time."""
+        """Let the bases follow the averages, every ``refresh`` steps."""
         number = int(state["step"])
         for dim, side in enumerate(_SIDES):
             if f"{side}_mean" not in state:
                 continue
             mean = state[f"{side}_mean"]
             if f"{side}_basis" not in state:
+                # eigh sorts by rising eigenvalue, the refreshes below by falling.
                 state[f"{side}_basis"] = torch.linalg.eigh(mean).eigenvectors.flip(1).contiguous()
             elif number % group["refresh"] == 0:
                 basis = state[f"{side}_basis"]
                 eigenvalues = (basis * (mean @ basis)).sum(0)
                 order = eigenvalues.argsort(descending=True, stable=True)
+                # The second moments belong to the columns of the basis, so they move with them.
                 state["exp_avg_sq"].copy_(state["exp_avg_sq"].index_select(dim, order))
                 basis.copy_(torch.linalg.qr(mean @ basis[:, order]).Q)
 
@@ -119,7 +121,7 @@ class RotatedAdamW(AdamWBeside):
         return _turned_back(moment / scale, state)
 
     def expected_step_of_matrix(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """See `AdamWBeside.expected_step_of_matrix`."""
+        """Return what the next step subtracts from a matrix if no gradient comes."""
         step = self._direction(self.state[parameter], group) + group["weight_decay"] * parameter
         result: Tensor = group["lr"] * step
         return result
