@@ -4,19 +4,17 @@ With its stage an action is written ``2:F3``. A backward may be split, as for a 
 half ``I`` computes the gradient of the stage's input, which the stage before waits for; the half
 ``W`` computes the gradients of the weights, which no stage waits for until the step.
 
-A stage with replicas adds the gradients of an update up over them, before each of them steps: with
-``R3`` a replica sends what it has summed for update 3 to the others, and with ``S3`` it takes what
-the others have sent, adds everything up in the order of the replicas, and steps. If the optimizer
-is divided among the replicas, each steps its own part of the weights, and with ``T3`` it takes the
-rest from the others.
+The replicas of a stage sum their gradients of an update before each of them steps: with ``R3`` a
+replica sends its own sum for update 3 to the others; with ``S3`` it takes theirs, adds all up in
+the order of the replicas, and steps. If the optimizer is sharded, each replica steps its own part
+of the weights, and with ``T3`` it takes the rest from the others.
 
 An update whose gradients are clipped by the norm of the whole model may have to wait for that norm,
 which comes later than its step. Then ``S3`` measures its gradients, and ``A3`` applies them, just
 before the first forward of the stage that reads the result. Elsewhere ``S3`` applies them at once.
 
-Two kinds are no part of an order that somebody writes, since the plan itself puts them in, as it
-does ``A3``: with ``D3`` a stage ends a flush after 3 updates, and with ``N3`` the coordinator
-injects micro-batch 3.
+Three kinds are no part of a written order, since the plan puts them in: ``A3``; ``D3``, with which
+a stage ends a flush after 3 updates; and ``N3``, with which the coordinator injects micro-batch 3.
 """
 
 from __future__ import annotations
@@ -43,8 +41,8 @@ class Kind(Enum):
     DRAIN = "D"
     INJECT = "N"
 
-    # By identity: the default, which hashes the name in Python, is slow, and kinds are looked up
-    # for every action.
+    # By identity: kinds are looked up for every action, and the default hashes the name in Python,
+    # which is slow.
     __hash__ = object.__hash__
 
 
@@ -52,11 +50,11 @@ SENDS_BACK = (Kind.BACKWARD, Kind.INPUT)
 """The kinds that take gradients from the consumers and give gradients to the producers."""
 
 ENDS = (Kind.BACKWARD, Kind.WEIGHT)
-"""The kinds after which a micro-batch is not in flight: its gradients are in the pending update."""
+"""The kinds that end a micro-batch: its gradients are in the pending update now."""
 
 OF_UPDATES = (Kind.STEP, Kind.REDUCE, Kind.TAKE, Kind.APPLY, Kind.DRAIN)
-"""The kinds whose index is the number of an update; that of others is a micro-batch. That of a
-drain is the number of updates that are done."""
+"""The kinds whose index is the number of an update (for a drain: of updates done). The index of the
+others is that of a micro-batch."""
 
 OF_ORDERS = (
     Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT, Kind.STEP, Kind.REDUCE, Kind.TAKE,
@@ -114,7 +112,7 @@ class Action(NamedTuple):
         return Action(Kind(letter), int(index), None if stage is None else int(stage))
 
 
-# Names of their own, because to look a member up in its class takes longer than to make an action.
+# Module globals, because looking a member up in its class takes longer than making an action.
 _F, _B, _I, _W, _S, _R, _T, _A, _D, _N = Kind
 
 
@@ -144,7 +142,7 @@ def step(update: int, stage: int | None = None) -> Action:
 
 
 def reduce(update: int, stage: int | None = None) -> Action:
-    """Return ``R<update>``, by which a replica hands over the gradients that it has summed."""
+    """Return ``R<update>``, by which a replica sends the gradients that it has summed."""
     return Action(_R, update, stage)
 
 
@@ -159,7 +157,7 @@ def apply(update: int, stage: int | None = None) -> Action:
 
 
 def drain(updates: int, stage: int | None = None) -> Action:
-    """Return ``D<updates>``, the end of a flush after so many updates."""
+    """Return ``D<updates>``, the end of a flush; ``updates`` counts those done since the start."""
     return Action(_D, updates, stage)
 
 
@@ -171,13 +169,15 @@ def inject(micro_batch: int) -> Action:
 def until(order: Iterator[Action], stop: int, per_update: int, left: int) -> Iterator[Action]:
     """Yield the rest of an endless order when the micro-batches end at ``stop``: the drain.
 
-    Actions on micro-batches from ``stop`` on are left out, and the rest ends with the last action
-    on a micro-batch before it::
+    ``stop`` is one past the last micro-batch, and ``left`` counts the actions of `COUNTED` that are
+    still to be done::
 
         endless, two warm-up forwards    F0 F1 F2 B0 S0 F3 B1 S1 F4 B2 S2 F5 B3 ...
         until(stop=3), nothing done      F0 F1 F2 B0 S0    B1 S1    B2 S2
     """
     updates = stop // per_update
+    # A wrong order may yield later micro-batches for ever and never end those before `stop`; only a
+    # limit finds that.
     patience = most_left_out = 100_000 + 8 * stop
     while left:
         action = next(order, None)

@@ -1,13 +1,11 @@
 """The channels: for each kind of edge, how its messages are numbered, who needs and who gives them.
 
-This table is the only statement of what waits for what. `Plan.needs` and `Plan.gives` are read from
-it, and the loop of a worker, the execution, the checker, the simulator and the drawings ask these
-two alone. So what is proved of a plan is what runs.
+This table is the only statement of what waits for what. `Plan.needs` and `Plan.gives` read it, and
+the loop of a worker, the execution, the checker, the simulator and the drawings ask these two
+alone. So what is proved of a plan is what runs.
 
-An edge is a directed way for one kind of message from one address to another. A need is an edge and
-a number, and means *all messages of that edge up to that number* that were not taken yet. Messages
-of an update are numbered by the update, those of a weight version by the version, those of a
-micro-batch by the micro-batch.
+An edge is directed, from one address to another, and carries one kind of message. A need is an edge
+and a number: *all messages of that edge up to that number* that were not taken yet.
 """
 
 from __future__ import annotations
@@ -22,18 +20,23 @@ from pipedream_rt.schedules.edges import COORDINATOR, Address, By, Edge, EdgeKin
 from pipedream_rt.schedules.placement import Placement
 
 Rows: TypeAlias = Callable[[Placement, Kind, Address, int], Iterable[Row]]
-"""``rows(plan, kind, address, index)``: the rows of an action, which are the same for another index
-that is a whole number of the plan's cycles later."""
+"""``rows(plan, kind, address, index)``: the rows of an action. They repeat with the period
+`Placement.cycle` of the index."""
 
 
 def _none(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[Row]:
-    """Return no rows."""
     return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Channel:
-    """A kind of edge."""
+    """A kind of edge.
+
+    Attributes:
+        ends: Between which addresses it has edges, in words.
+        needed: The rows of the messages that an action waits for.
+        given: The rows of the messages that an action sends.
+    """
 
     kind: EdgeKind
     by: By
@@ -43,7 +46,7 @@ class Channel:
 
 
 def _edges(kind: EdgeKind, sources: Iterable[Address], targets: Iterable[Address]) -> list[Row]:
-    """Return a row for each pair of addresses."""
+    """Return a row for each pair, in which a message has the number of the action's index."""
     return [Row(Edge(kind, source, target)) for source in sources for target in targets]
 
 
@@ -63,11 +66,9 @@ def _activations_needed(plan: Placement, kind: Kind, address: Address, index: in
 
 
 def _told_by_the_next_one(plan: Placement, address: Address, update: int) -> Row:
-    """Return what tells a replica without a micro-batch of an update that the update will be.
-
-    Nothing of that mini-batch goes to it, so it waits until its own next micro-batch is there, or
-    a flush in its place.
-    """
+    """Return the need of a replica without a micro-batch of an update: a peek at its next one."""
+    # Nothing of that mini-batch comes to it. Its own next micro-batch, or a flush before that, is
+    # what tells it of the update.
     stage, k = plan.stage_of(address), plan.per_update
     first = plan.next_own(address, update * k)
     sources = [plan.address_of(p, first) for p in plan.producers(stage)] or [COORDINATOR]
@@ -111,7 +112,7 @@ def _gradients_given(plan: Placement, kind: Kind, address: Address, index: int) 
 
 
 def _losses_needed(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[Row]:
-    """The credits: so many mini-batches are injected before the first of them has its losses."""
+    """An injection waits for a credit: for the losses of the mini-batch `credits` before it."""
     if kind is not Kind.INJECT:
         return
     for end in plan.addresses_of(plan.exits[0]):
@@ -120,8 +121,10 @@ def _losses_needed(plan: Placement, kind: Kind, address: Address, index: int) ->
 
 def _last_paid(plan: Placement, end: Address, micro_batch: int) -> int:
     """Return the last micro-batch of an exit whose loss must have come before an injection."""
+    # Below 0 for the first mini-batches, so that they wait for nothing.
     last = (micro_batch // plan.per_update - plan.credits() + 1) * plan.per_update - 1
     count = plan.replicas[plan.stage_of(end)]
+    # Rounded down to a micro-batch of this replica: its edge carries every r-th loss alone.
     return last - (last - plan.replica_of(end)) % count
 
 
@@ -145,7 +148,7 @@ def _partials_given(plan: Placement, kind: Kind, address: Address, index: int) -
 
 
 def _sharing(plan: Placement, address: Address) -> tuple[Address, ...]:
-    """Return the other replicas of a stage whose optimizer is divided among them."""
+    """Return the other replicas of a stage whose optimizer is sharded; else none."""
     return plan.others(address) if plan.shape.shards(plan.stage_of(address)) else ()
 
 
@@ -175,7 +178,7 @@ def _one_less(update: int) -> int:
 
 
 def _weights_needed(plan: Placement, kind: Kind, address: Address, index: int) -> Iterator[Row]:
-    """A user reads the version that the owner reads; a flush leaves none on the way."""
+    """A user of a weight needs the version that its owner reads; a flush needs all versions."""
     if kind is not Kind.FORWARD and kind is not Kind.DRAIN:
         return
     for edge in plan.borrows(plan.stage_of(address)):
@@ -200,13 +203,13 @@ def _shares_given(plan: Placement, kind: Kind, address: Address, index: int) -> 
 
 
 def _after_updates(plan: Placement, edges: Iterable[Edge]) -> Iterator[Row]:
-    """Return rows whose last message belongs to the newest update that has ended."""
+    """Yield rows whose last message is of the newest update that has ended."""
     for edge in edges:
         yield Row(edge, functools.partial(_update_ended_by, plan.per_update))
 
 
 def _update_ended_by(per_update: int, micro_batch: int) -> int:
-    """Return the newest update of which all micro-batches have ended after one of them."""
+    """Return the newest update whose micro-batches have all ended with this one; -1 for none."""
     return (micro_batch + 1) // per_update - 1
 
 
@@ -217,7 +220,7 @@ def _norms_needed(plan: Placement, kind: Kind, address: Address, index: int) -> 
     behind = plan.stage_of(address) + 1
     if kind is not Kind.STEP or plan.norms == "none" or behind == plan.num_stages:
         return ()
-    # The replica that sends them has a micro-batch of the update; others may know of it late.
+    # From a replica that has a micro-batch of the update: the others may learn of the update late.
     return _edges(EdgeKind.NORM, [plan.address_of(behind, index * plan.per_update)], [address])
 
 
@@ -231,11 +234,13 @@ def _norms_given(plan: Placement, kind: Kind, address: Address, index: int) -> I
 
 
 def _totals_needed(plan: Placement, kind: Kind, address: Address, index: int) -> Iterator[Row]:
-    """An update waits for its total, or, to estimate it, for one before; a flush for all."""
-    if plan.norms == "none" or not plan.stage_of(address):
+    """An update waits for its own total, or for an earlier one to estimate it; a flush for all."""
+    if plan.norms == "none" or not plan.stage_of(address):  # stage 0 makes the totals
         return
     edge = Edge(EdgeKind.TOTAL, plan.address_of(0, index * plan.per_update), address)
-    if plan.replicated:  # where every update flushes the pipe, and waits for its own total alone
+    # With replicas every update flushes the pipe, and waits for its own total alone. Which replica
+    # of stage 0 sends a total depends on the update, so another one may never come on this edge.
+    if plan.replicated:
         if kind is Kind.APPLY:
             yield Row(edge)
     elif kind is Kind.APPLY:
@@ -253,10 +258,10 @@ def _before(delay: int, update: int) -> int:
 
 
 def _scaled_after(plan: Placement, update: int) -> int:
-    """Return the newest update after which the losses of an update were scaled.
+    """Return the newest update whose total has set the scale of an update's losses.
 
-    The last stage has scaled them by what it knew then, and a stage that reads later must know that
-    too when it scales the gradients back.
+    The last stage scales them by the version that it reads. A stage must know that scale too when
+    it divides the gradients by it.
     """
     return plan.reads(plan.num_stages - 1, update * plan.per_update) - 1
 
@@ -342,8 +347,7 @@ CHANNELS: tuple[Channel, ...] = (
         needed=_totals_needed,
         given=_totals_given,
     ),
-    # No action waits for these: they come before the order, between two of its actions, or at
-    # any time.
+    # No action waits for these: they come before the order, between two actions, or at any time.
     Channel(kind=EdgeKind.START, by=By.NOTHING, ends=_TO_EACH),
     Channel(kind=EdgeKind.READY, by=By.GENERATION, ends=_FROM_EACH),
     Channel(kind=EdgeKind.COMMAND, by=By.TURN, ends=_TO_EACH),
@@ -351,7 +355,7 @@ CHANNELS: tuple[Channel, ...] = (
     Channel(kind=EdgeKind.SAVED, by=By.POSITION, ends=_FROM_EACH),
     Channel(kind=EdgeKind.FAILED, by=By.NOTHING, ends=_FROM_EACH),
 )
-"""Every channel, those that actions wait for first."""
+"""Every channel; those that actions wait for come first."""
 
 OF_ACTIONS = tuple(channel for channel in CHANNELS if channel.given is not _none)
 """The channels whose messages actions need and give."""

@@ -9,8 +9,8 @@ micro-batches. The rules are:
   plain gradient accumulation.
 - There is no deadlock.
 - Every forward reads a version that is kept.
-- Every replica hands its gradients of an update over after it has summed them, and takes those of
-  the others before it steps.
+- Every replica sends its gradients of an update after it has summed them, and takes those of the
+  others before it steps.
 - No stage has more micro-batches in flight, or keeps more versions, than the schedule states.
 """
 
@@ -32,15 +32,19 @@ from pipedream_rt.schedules.written import plan_written, proof_length
 
 
 class _StageState:
-    """The progress of one replica of a stage. Its micro-batches are every r-th one.
+    """The progress of one replica of a stage, which gets every r-th micro-batch.
 
     Attributes:
         replicas: The number of replicas of the stage, r.
         most_in_flight: The number of micro-batches in flight that the schedule allows.
         most_kept: The number of versions kept that the schedule allows.
+        forwards: The micro-batch of the next forward.
+        backs: The micro-batch of the next backward, or of the next input half.
+        ends: The micro-batch of the next backward, or of the next weight half.
         steps: The number of updates whose step is done.
-        applied: The number of updates that are applied.
-        reduced: One past the last update whose gradients were handed over.
+        applied: The number of updates applied, which is the newest version.
+        reduced: One past the last update whose gradients this replica has sent.
+        whole: The newest version of which this replica has all weights.
     """
 
     def __init__(self, plan: Plan, address: Address) -> None:
@@ -55,7 +59,7 @@ class _StageState:
 
 
 class _Checker:
-    """The check of one execution against the rules."""
+    """The check of one execution against the rules, with the drawing of it."""
 
     def __init__(
         self,
@@ -72,19 +76,19 @@ class _Checker:
         )
         self._stages = [_StageState(plan, address) for address in plan.addresses]
         self._clocks = [0] * plan.workers
-        # The time at which a message was sent, by edge and number, until an action needs it.
+        # When each message was sent, by edge and number, until an action needs it.
         self._sent: dict[tuple[Edge, int], int] = {}
         self.grid = Grid([plan.name_of(worker) for worker in range(plan.workers)])
 
     def run(self) -> None:
-        """Execute all actions and check the rules."""
         for worker, stage, action in self._execution:
             if action.kind not in OF_UPDATES and worker != COORDINATOR:
                 self._place(worker, stage, action)
         self._finish()
 
     def _look(self, worker: int, stage: Address, action: Action) -> None:
-        """Check the rules for an action that a worker comes to, before it waits for anything."""
+        # Before the action waits for anything: where an action breaks a rule and would deadlock
+        # too, the rule is what the user has to know.
         if worker == COORDINATOR:
             return
         try:
@@ -93,12 +97,13 @@ class _Checker:
             raise self._broken(worker, stage, action, str(error)) from error
 
     def _place(self, worker: int, stage: int, action: Action) -> None:
-        """Draw an action, of unit length, at the earliest time, and note when it is done."""
+        """Draw an action of length 1 as early as its messages allow."""
         m = action.index
         came = [self._sent.pop((each.edge, m), 0) for each in self._plan.needs(action, stage)]
         start = max(self._clocks[worker], *came, 0)
         self.grid.place(worker, start, str(action))
         self._clocks[worker] = start + 1
+        # Actions on updates are not drawn, so their messages delay nothing here.
         for edge, number, _ in self._plan.gives(action, stage):
             if edge.target != COORDINATOR and number == m:
                 self._sent[(edge, m)] = start + 1
@@ -120,6 +125,7 @@ class _Checker:
                 if in_flight > most:
                     raise _RuleBroken(f"{in_flight} in flight, the schedule states {most}")
                 version = self._plan.reads(state.stage, m)
+                # A version above `applied` does not exist yet; the ledger refuses that one.
                 if state.whole < version <= state.applied:
                     raise _RuleBroken(f"reads version {version} before T{version - 1}")
                 state.ledger.read(m, version)
@@ -133,6 +139,7 @@ class _Checker:
                         f"the next backward should be {action.kind.value}{state.backs}"
                     )
                 split = action.kind is Kind.INPUT
+                # The first backward decides.
                 if m and split is not state.split:
                     raise _RuleBroken("a backward is split always or never, here it is both")
                 state.split = split
@@ -185,15 +192,15 @@ class _Checker:
             raise _RuleBroken(f"{kept} versions kept, the schedule states {state.most_kept}")
 
     def _apply_update(self, address: Address, state: _StageState, update: int) -> None:
-        """Make the next version."""
         following = self._plan.next_of_stage(address, state.forwards, update)
         state.ledger.update(self._plan.reads(state.stage, following))
         state.applied += 1
+        # With a sharded optimizer, a version is whole only after its T.
         if not self._plan.shape.shards(state.stage) or state.replicas == 1:
             state.whole = state.applied
 
     def _require_whole(self, state: _StageState, action: Action) -> None:
-        """Check that the gradients that are summed by now are those of an update alone."""
+        """Check that exactly the gradients of an update are summed by now."""
         letter = "W" if state.split else "B"
         end = (action.index + 1) * self._plan.per_update
         missing = range(state.ends, end, state.replicas)
@@ -206,8 +213,8 @@ class _Checker:
             raise _RuleBroken(f"update after {letter}{too_many[0]}, which it does not sum")
 
     def _finish(self) -> None:
-        """Check that no worker waits for ever, and that every action was done."""
-        # A coordinator that waits for a loss in vain is told by the stage that does not give it.
+        """Refuse a deadlock, and actions that were never done."""
+        # The coordinator waits for a loss only because a stage waits; the error names the stage.
         waiting = [each for each in self._execution.waiting if each.worker != COORDINATOR]
         if waiting:
             first, text = waiting[0], deadlock_of(waiting, self._plan.title_of)
@@ -224,17 +231,17 @@ class _Checker:
                 raise self._error(where, f"{where} never does S{state.steps}")
 
     def _broken(self, worker: int, address: Address, action: Action, rule: str) -> ScheduleError:
-        """Return the error about an action, which the grid shows between > and <."""
+        """Return the error about an action, which the grid marks with > and <."""
         self.grid.place(worker, self._clocks[worker], f">{action}<")
         return self._error(f"{self._plan.title_of(address)}, {action}", rule)
 
     def _error(self, where: str, rule: str) -> ScheduleError:
-        """Return the error with the place, the rule, and the end of the grid."""
+        """Return the error with the last columns of the grid, which keeps it short."""
         return ScheduleError(f"{where}: {rule}\n{self.grid.render(last=24)}")
 
 
 class _RuleBroken(Exception):
-    """The rule that an action breaks, as a text without the place."""
+    """The rule that an action breaks; `_Checker._broken` adds the place."""
 
 
 def check(
@@ -282,17 +289,17 @@ def plan_for(
         schedule: The name of a schedule; or an object that a user wrote (see `WrittenSchedule`),
             which is then checked.
         num_stages: Number of stages.
-        per_update: Number of micro-batches per update; None for what `Pipeline` takes by default:
-            in built-in schedules that never flush the least number with which no micro-batch reads
-            weights that are more than one update old, w(0) + 1; in all others 1.
+        per_update: Number of micro-batches per update; None for the default of `Pipeline`. In
+            built-in schedules that never flush, that is w(0) + 1, the least number with which no
+            micro-batch reads weights more than one update old; in all others it is 1.
         stages_per_worker: Number of stages on each worker; None for what the schedule says.
         synchronous: The number of updates at the start that flush the pipe.
         slack: Extra warm-up forwards before each hop: one number for all, or one for each.
         replicas: The number of replicas of each stage, or one number for all; empty for one.
         shard_optimizer: Whether each of several replicas steps its own part of the weights.
         credits: The credits with which a user's schedule is checked; None for `Plan.credits`.
-        proved: Whether a user's schedule is checked; else `prove` is to be called, when all that
-            belongs to the plan is in it.
+        proved: Whether a user's schedule is checked here. If not, call `prove` once the plan has
+            its links, ties and norms.
 
     Returns:
         The plan, without names of layers.
@@ -335,17 +342,18 @@ def plan_for(
 
 
 def prove(plan: Plan, schedule: str | Any, credits: int | None = None) -> None:
-    """Prove a plan with all that belongs to it: links, ties, norms, replicas.
+    """Prove a plan together with its links, ties, norms and replicas.
 
-    The orders that are built in obey the rules, so of those it only has to be proved that no stage
-    waits for ever for what ties, norms and replicas make it wait for.
+    ``schedule`` is what the plan was made of, as in `plan_for`.
     """
     credits, k = credits or plan.credits(), plan.per_update
     if isinstance(schedule, str):
+        # Built-in orders obey the rules; but ties and norms make stages wait, which may deadlock.
         if plan.ties or plan.norms != "none":
             _refuse_deadlock(plan, k * (3 + 2 * plan.num_stages), credits)
         return
     length = proof_length(plan.shape, schedule)
+    # Credits, and a flush, make workers wait where an execution without them goes on.
     check(plan, length)
     check(plan, length, credits=credits)
     middle = length // 2 // k * k
@@ -354,7 +362,7 @@ def prove(plan: Plan, schedule: str | Any, credits: int | None = None) -> None:
 
 
 def _refuse_deadlock(plan: Plan, micro_batches: int, credits: int) -> None:
-    """Execute a plan, with a flush on the way."""
+    """Execute a plan without the rules, with a flush in the middle."""
     middle = micro_batches // 2 // plan.per_update * plan.per_update
     execution = Execution(plan, micro_batches, flushes=(middle,), credits=credits)
     for _ in execution:

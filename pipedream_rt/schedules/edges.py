@@ -7,20 +7,20 @@ from enum import Enum
 from typing import NamedTuple, TypeAlias
 
 Address: TypeAlias = int
-"""The place that a message goes to: the number of a stage's replica, or `COORDINATOR`."""
+"""Where a message goes: a replica of a stage, counted over all stages, or `COORDINATOR`."""
 
 COORDINATOR: Address = -1
 """The address of the coordinator."""
 
 
 Titles: TypeAlias = Callable[[Address], str]
-"""Returns what an address is called, for people."""
+"""Returns the name of an address for people."""
 
 
 def name_of(stage: int) -> str:
     """Return the name of a stage, or of the coordinator, for people.
 
-    It is that of an address too as long as no stage has replicas; else `Placement.title_of` knows.
+    It names an address only as long as no stage has replicas; see `Placement.title_of`.
     """
     return "the coordinator" if stage == COORDINATOR else f"stage {stage}"
 
@@ -33,11 +33,11 @@ class EdgeKind(Enum):
     GRADIENT = "gradient"
     LOSS = "loss"
     WEIGHT = "weight"  # a new version of weights that the receiver uses and the sender owns
-    SHARE = "share"  # the receiver's share of the gradient of weights that both use
+    SHARE = "share"  # the gradients of tied weights, summed over the sender and later users
     NORM = "norm"  # the norms of the gradients of the sender and of the stages behind it
     TOTAL = "total"  # the total norm of all gradients of an update, from the first stage
-    PARTIAL = "partial"  # what a replica has summed of an update's gradients, for another one
-    STEPPED = "stepped"  # the weights that the sender steps, of several replicas, for another one
+    PARTIAL = "partial"  # an update's gradients as one replica has summed them, for another one
+    STEPPED = "stepped"  # with a sharded optimizer, the weights that one replica has stepped
     START = "start"  # the specification of a stage
     READY = "ready"
     COMMAND = "command"
@@ -45,7 +45,7 @@ class EdgeKind(Enum):
     SAVED = "saved"
     FAILED = "failed"
 
-    # Keys are hashed often, and the default, which hashes the name in Python, is slow.
+    # By identity: keys are hashed often, and the default hashes the name in Python, which is slow.
     __hash__ = object.__hash__
 
 
@@ -68,7 +68,7 @@ class Edge(NamedTuple):
 
 
 class By(Enum):
-    """What the messages of a channel are numbered by."""
+    """What numbers the messages of a channel."""
 
     MICRO_BATCH = "micro-batch"
     UPDATE = "update"
@@ -85,7 +85,7 @@ class Need(NamedTuple):
     Attributes:
         edge: The edge.
         number: The number of the last of them.
-        peek: Whether the message must have come, and stays for a later action.
+        peek: Whether the message must have come, but is left for a later action.
     """
 
     edge: Edge
@@ -101,8 +101,8 @@ class Row(NamedTuple):
     """A need, or a gift, of the actions of one kind at an address.
 
     Attributes:
-        number: The number of the last message, of the index of the action; None for the message
-            with the number of the index, which is then the only one.
+        number: Maps the index of an action to the number of the last message; None where it is one
+            message, numbered by the index itself.
     """
 
     edge: Edge

@@ -1,8 +1,8 @@
 """The execution of the orders of all workers against each other, without a clock.
 
 Which actions are executed, and in which order on each worker, does not depend on time. The checker
-adds rules to an execution, and the simulator adds times. What an action waits for is what the plan
-says of it (`Plan.needs`); the execution knows of no kind of message.
+adds rules to an execution, and the simulator adds times. What an action waits for is in the table
+of channels alone; nothing here depends on the kind of a message.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from pipedream_rt.schedules.edges import COORDINATOR, Address, By, EdgeKind, Nee
 from pipedream_rt.schedules.plan import Plan
 
 Done: TypeAlias = tuple[int, Address, Action]
-"""An executed action: worker, address and action, in a plain tuple because there are millions. Of
-an injection, worker and address are `COORDINATOR`."""
+"""An executed action: worker, address, action; worker and address of an injection are
+`COORDINATOR`. A plain tuple, because there are millions."""
 
 NO_LIMIT = 1 << 60
-"""The credits of a coordinator that waits for nothing."""
+"""The credits of a coordinator that never waits: more than any run has mini-batches."""
 
 _BEGIN = {c.kind: 0 if c.by is By.VERSION else -1 for c in OF_ACTIONS}
-"""The number of the last message of a kind that is there before the first action."""
+"""By kind, the number of the last message before the first action: version 0 is there at once."""
 
 
 class Waiting(NamedTuple):
-    """A worker that waits for ever."""
+    """A worker, or the coordinator (then `COORDINATOR`), that waits for ever in an action."""
 
     worker: int
     address: Address
@@ -38,16 +38,17 @@ class Waiting(NamedTuple):
     need: Need
 
     def words(self, titles: Titles) -> str:
-        """Return it for people: ``stage 0 waits in B0 for gradient 0 from stage 1``."""
+        """Return ``stage 0 waits in B0 for gradient 0 from stage 1``."""
         return f"{titles(self.address)} waits in {self.action} for {self.need.words(titles)}"
 
 
 class _Ways:
-    """What has been sent so far, by edge. An edge is a number here, which is quick to look up.
+    """What has been sent so far. Edges are counted here: a list is quicker than a dictionary.
 
     Attributes:
         given: By edge, the number of the last message that was sent.
-        sleeps: By edge, whether the worker of its receiver sleeps until one comes.
+        sleeps: By edge, whether its receiver's worker sleeps until a message comes.
+        targets: By edge, its receiver's worker.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -58,7 +59,7 @@ class _Ways:
         self.targets: list[int] = []
 
     def __getitem__(self, row: Row) -> int:
-        """Return the number of the edge of a row."""
+        """Return the number of a row's edge, a new one for a new edge."""
         kind, source, target = row.edge
         number = self._numbers.get((kind, source, target))
         if number is None:
@@ -71,9 +72,10 @@ class _Ways:
 
 
 class _Rows(NamedTuple):
-    """What an action needs and gives, by the numbers of edges.
+    """What an action needs and gives, by the numbers of edges in `_Ways`.
 
-    Most actions need and give the message with their own number alone, which is quick.
+    Most messages have the number of the action's index; they need no row and are quick to compare.
+    The fields ``..._up_to`` have the others.
     """
 
     needs: tuple[int, ...]
@@ -86,7 +88,10 @@ class Execution:
     """An iterable over all actions of a run, in an order in which they can happen.
 
     Each worker, and the coordinator, follows its order until an action needs a message that is not
-    sent yet; then another one, which can go on, does so.
+    sent yet; then another one goes on. ``look`` is called once with each action, before it waits.
+
+    Attributes:
+        waiting: After the iteration, those that wait for ever.
     """
 
     def __init__(
@@ -98,6 +103,7 @@ class Execution:
         credits: int | None = None,
         look: Callable[[int, Address, Action], None] | None = None,
     ) -> None:
+        # Credits are part of the plan, because the channel of losses asks it for them.
         self._plan = plan = replace(plan, ahead=NO_LIMIT if credits is None else credits)
         self._look = look
         self._bounds = [0, *flushes, micro_batches]
@@ -108,14 +114,14 @@ class Execution:
         self.waiting: list[Waiting] = []
 
     def __iter__(self) -> Iterator[Done]:
-        """Yield the actions, each in constant time."""
+        """Yield the actions, each in constant time: a sleeping worker is woken, never polled."""
         plan, orders, look = self._plan, self._orders, self._look
         ways = _Ways(plan)
         given, sleeps, targets = ways.given, ways.sleeps, ways.targets
         only = {worker: plan.first_of(worker) for worker in range(plan.workers)}
         only[COORDINATOR] = COORDINATOR
-        # By address, of which the coordinator's is the last, and by kind; with replicas also by the
-        # place in the cycle.
+        # By address and kind, with replicas also by the place in the cycle. The coordinator's entry
+        # is the last, where its address -1 finds it.
         found: list[dict[Any, _Rows]] = [{} for _ in range(len(plan.addresses) + 1)]
         cycles = [plan.cycle(a) for a in (*plan.addresses, COORDINATOR)] if plan.replicated else []
         held: dict[int, tuple[Action, int] | None] = dict.fromkeys(orders)
@@ -127,7 +133,7 @@ class Execution:
             for action in chain(() if again is None else (again[0],), orders[worker]):
                 kind, m, named = action
                 address = first if named is None else named
-                if again is not None:
+                if again is not None:  # it has waited, so `look` has seen it
                     again = None
                 elif look is not None:
                     look(worker, address, action)
@@ -157,6 +163,7 @@ class Execution:
                                 sleeps[edge] = False
                                 ready.append(targets[edge])
                         continue
+                # A loop above was left: `edge` is the first one whose message is missing.
                 sleeps[edge] = True
                 held[worker] = action, edge
                 break
@@ -169,7 +176,7 @@ class Execution:
                 self.waiting.append(Waiting(worker, address, action, need))
 
     def _rows(self, ways: _Ways, action: Action, address: Address) -> _Rows:
-        """Return the rows of an action."""
+        """Return the rows of an action, apart by whether their number is the action's index."""
         needs, gives = self._plan.rows(action, address)
         return _Rows(
             needs=tuple(ways[row] for row in needs if row.number is None),
@@ -179,7 +186,7 @@ class Execution:
         )
 
     def _flushed(self, row: Row, update: int) -> bool:
-        """Whether a flush comes in the place of the message that an update would peek at."""
+        """Whether a flush comes before the micro-batch that an update would peek at."""
         assert row.number is not None
         after = bisect_right(self._bounds, update * self._plan.per_update)
         return row.number(update) >= self._bounds[after]
@@ -193,11 +200,12 @@ _HINTS = {
     "of an update: let the later stage end its backwards earlier, or put the layers that use the "
     "weight into one stage",
 }
-"""What to do about a deadlock, by the kind of message that is waited for."""
+"""What to do about a deadlock, by the kind of the missing message."""
 
 
 def deadlock_of(waiting: Sequence[Waiting], titles: Titles) -> str:
-    """Return who waits for what, for people, and what to do; empty if no stage waits."""
+    """Return who waits for what, and what to do; empty if no stage waits."""
+    # The coordinator waits only because a stage does.
     stages = [each for each in waiting if each.worker != COORDINATOR]
     if not stages:
         return ""

@@ -20,11 +20,11 @@ class Grid:
         self._rows: list[dict[int, str]] = [{} for _ in names]
 
     def place(self, worker: int, time: int, text: str) -> None:
-        """Draw the text of an action in the row of a worker and the column of a time."""
+        """Write a text into the row of a worker and the column of a time."""
         self._rows[worker][time] = text
 
     def render(self, last: int | None = None) -> str:
-        """Return the drawing."""
+        """Return the drawing, or its ``last`` columns alone."""
         end = max((max(row, default=-1) for row in self._rows), default=-1) + 1
         begin = 0 if last is None else max(0, end - last)
         cells = [[row.get(t, ".") for t in range(begin, end)] for row in self._rows]

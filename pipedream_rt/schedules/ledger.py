@@ -1,6 +1,6 @@
 """The ledger: which micro-batch reads which weight version, in integers, without tensors.
 
-Stages, the checker and the simulator use it.
+Stages, the checker and the simulator share it, so that what is proved and simulated is what runs.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from pipedream_rt.errors import VersionError
 
 
 class VersionLedger:
-    """The list of which micro-batch reads which version, and of the versions to keep.
+    """Which micro-batch reads which version, and which versions are kept.
 
-    A version is kept while a micro-batch in flight reads it, while a forward to come may read it,
-    and while it is the newest. Over a run every method takes constant time on average. The thread
-    that runs the stage owns the ledger.
+    A version is kept while a micro-batch in flight reads it, while a later forward may read it, and
+    while it is the newest. Every method takes constant time on average over a run. The thread that
+    runs the stage owns the ledger.
 
     Args:
         stage: Index of the stage, for messages.
@@ -34,9 +34,9 @@ class VersionLedger:
         self.kept_most = 1
         self._pins: dict[int, int] = {}
         self._readers = {floor: 0}
-        # No forward to come reads a version older than `_swept`. `release` has dropped those
+        # No later forward reads a version older than `_swept`. `release` has dropped those of them
         # without a reader; `unpin` puts each of the others into `_to_drop` when its last reader
-        # ends.
+        # ends. `_swept` only rises, so that each version is looked at once in a run.
         self._swept = floor
         self._to_drop: list[int] = []
 
@@ -51,12 +51,11 @@ class VersionLedger:
         return self._pins.keys()
 
     def read(self, micro_batch: int, version: int) -> list[int]:
-        """Begin the forward of a micro-batch: pin its version, and release the older ones.
+        """Begin the forward of a micro-batch: pin its version, and release older ones.
 
         Args:
             micro_batch: Number of the micro-batch.
-            version: The version that the policy names. If it is below the floor, the micro-batch
-                reads the floor.
+            version: The version that the policy names; the floor is read in place of an older one.
 
         Returns:
             The versions dropped, oldest first.
@@ -70,14 +69,14 @@ class VersionLedger:
         return dropped
 
     def update(self, next_read: int) -> tuple[list[int], bool]:
-        """Do an update: release the versions that no forward to come reads, and advance.
+        """Do an update: release the versions that no later forward reads, and advance.
 
         Args:
             next_read: The version that the policy names for the next forward.
 
         Returns:
-            The versions dropped, oldest first; and whether the new version takes the place of the
-            newest one, as `advance` returns it.
+            The versions dropped, oldest first; and whether the new version overwrites the newest
+            one, as `advance` returns it.
         """
         next_read = max(self.floor, next_read)
         return self.release(next_read), self.advance(next_read)
@@ -112,7 +111,7 @@ class VersionLedger:
         return self._pins[micro_batch]
 
     def unpin(self, micro_batch: int) -> int:
-        """Let a micro-batch read its version no more.
+        """End the reading of a micro-batch.
 
         Returns:
             The version that it read.
@@ -137,7 +136,7 @@ class VersionLedger:
         return next_read > self.newest and not self._readers[self.newest]
 
     def release(self, next_read: int) -> list[int]:
-        """Drop the versions that no micro-batch reads, now or in a forward to come.
+        """Drop the versions that no micro-batch reads, now or later.
 
         Args:
             next_read: The version that the next forward reads; later ones read no older one.
@@ -148,9 +147,9 @@ class VersionLedger:
         if next_read <= self._swept and not self._to_drop:
             return []  # most calls: one for each forward, one for each step
         dropped, self._to_drop = self._to_drop, []
-        readers, end = self._readers, min(next_read, self.newest)
+        readers, end = self._readers, min(next_read, self.newest)  # the newest always stays
         for version in range(self._swept, end):
-            # A version that an update has overwritten is not in the list any more.
+            # `get`, since a version that was overwritten is not there any more.
             if readers.get(version) == 0:
                 dropped.append(version)
         self._swept = max(self._swept, end)
@@ -181,7 +180,7 @@ class VersionLedger:
 
         Args:
             newest: The newest version, which is the number of updates done.
-            older: The versions before it that are there.
+            older: The older versions that the checkpoint has.
 
         Raises:
             VersionError: A micro-batch is in flight.
@@ -194,7 +193,7 @@ class VersionLedger:
         self.kept_most = max(self.kept_most, len(kept))
 
     def reset(self) -> list[int]:
-        """Forget every version but the newest, which becomes the floor, since weights are loaded.
+        """Forget all versions but the newest, which becomes the floor: new weights are loaded.
 
         Returns:
             The versions dropped, oldest first.

@@ -1,4 +1,4 @@
-"""The orders: the endless sequences of actions that the workers do, one class for each.
+"""The orders: the endless sequences of actions of the workers, one class for each.
 
 The letters are those of the papers: n workers, v stages on each, s a stage, k micro-batches per
 update, m a micro-batch, r the replicas of a stage, and w(s) the warm-up forwards of a stage:
@@ -72,9 +72,8 @@ def one_forward_one_backward(warm_up: int, per_update: int, start: int) -> Itera
 def replicated_1f1b(worker: int, shape: Shape, start: int) -> Iterator[Action]:
     """Yield what one of several replicas does: 1F1B over its own micro-batches, and the updates.
 
-    It hands its gradients over as soon as it has them, and reads an update one micro-batch later
-    than a stage alone would, so that there is time to reduce them. Replica 0 of two on the first
-    of two stages, k = 2::
+    It sends its gradients as soon as it has them, and steps one own micro-batch later, so that
+    there is time to reduce them. Replica 0 of two on the first of two stages, k = 2::
 
         F0 | F2 B0 R0 | F4 B2 R1 S0 | F6 B4 R2 S1 ...
     """
@@ -86,36 +85,37 @@ def replicated_1f1b(worker: int, shape: Shape, start: int) -> Iterator[Action]:
     for m in range(first, sys.maxsize, count):
         yield forward(m + ahead)
         yield backward(m)
-        if (m + count) // k > m // k:
+        if (m + count) // k > m // k:  # the last own micro-batch of its update
             yield reduce(m // k)
-        for update in range(applied, m // k):  # of which all micro-batches are before m
+        # All micro-batches of these are before m. With r > k there may be several.
+        for update in range(applied, m // k):
             yield from _applied(shape, stage, update)
         applied = m // k
 
 
 def flushed_update(worker: int, shape: Shape, first: int, warm_up: int) -> Iterator[Action]:
-    """Yield the forwards, the backwards and the update of one mini-batch, with an empty pipe."""
+    """Yield one mini-batch from micro-batch ``first`` on: forwards, backwards and the update."""
     stage, _, count = shape.place_of(worker)
     update, end = first // shape.per_update, first + shape.per_update
     own = range(shape.first_own(worker, first), end, count)
     yield from map(forward, own[:warm_up])
     for i, m in enumerate(own):
-        yield from map(forward, own[i + warm_up : i + warm_up + 1])
+        yield from map(forward, own[i + warm_up : i + warm_up + 1])  # none in the drain
         yield backward(m)
-    if count > 1 and own:
+    if count > 1 and own:  # with r > k, some replicas have no micro-batch
         yield reduce(update)
     yield from _applied(shape, stage, update)
 
 
 def _applied(shape: Shape, stage: int, update: int) -> Iterator[Action]:
-    """Yield the step of an update, and what follows if the optimizer is divided."""
+    """Yield the step of an update, and with a sharded optimizer the take."""
     yield step(update)
     if shape.shards(stage):
         yield take(update)
 
 
 def refuse_slack(name: str, shape: Shape) -> None:
-    """Refuse slack for an order that does not use it."""
+    """Refuse slack for an order that would ignore it."""
     if shape.slack:
         raise ConfigError(
             f"{name} has no warm-up that slack could lengthen; slack is for async-1f1b, 2bw and "
@@ -167,8 +167,7 @@ class Flushed1F1B(_OneStageEach):
 class Async1F1B(_OneStageEach):
     """1F1B without a flush: mini-batches and epochs follow each other without a bubble.
 
-    The first updates of a run may be synchronous (`Shape.synchronous`): then the pipe is flushed
-    after each of them.
+    After each of the first `Shape.synchronous` updates, the pipe is flushed.
 
     Sources: Narayanan et al., PipeDream: Generalized Pipeline Parallelism for DNN Training
     (SOSP 2019), section 3.2 (1F1B); Yang et al., PipeMare (MLSys 2021), technique T3 (synchronous
@@ -197,8 +196,8 @@ class Async1F1B(_OneStageEach):
 class GPipe(_OneStageEach):
     """All forwards of a mini-batch, then all its backwards, then the update.
 
-    It departs from the paper in one point: backwards run in the order of the forwards, not in the
-    reverse order, so that gradients are summed in the order of plain gradient accumulation.
+    One departure from the paper: backwards run in the order of the forwards, not in reverse, so
+    that gradients are summed in the order of plain gradient accumulation.
 
     Source: Huang et al., GPipe (NeurIPS 2019).
     """
@@ -238,7 +237,7 @@ class Interleaved1F1B:
         warm_up = min(2 * (n - 1 - worker) + (v - 1) * n if v > 1 else n - 1 - worker, v * k)
 
         def place(i: int) -> tuple[int, int]:
-            """Return the micro-batch of the i-th forward, and the number of its stage here."""
+            """Return the micro-batch of the i-th forward, and which stage of this worker it is."""
             group, rest = divmod(i, n * v)
             return group * n + rest % n, rest // n
 
@@ -250,11 +249,13 @@ class Interleaved1F1B:
                 if i >= warm_up:
                     m, chunk = place(i - warm_up)
                     yield backward(first + m, stages[v - 1 - chunk])
-            for stage in reversed(stages):  # so that norms can go from the last stage to the first
+            # From the last stage to the first, as norms go; in another order a step would wait for
+            # the norm of a later step of the same worker.
+            for stage in reversed(stages):
                 yield step(first // k, stage)
 
     def in_flight(self, stage: int, shape: Shape) -> int:
-        """Return the number counted over one mini-batch, since there is no simple formula."""
+        """Count it over one mini-batch, since there is no simple formula."""
         order, k = self.order(shape.worker_of(stage), shape, 0), shape.per_update
         return most_in_flight(until(order, k, k, shape.work(0, 0, k)), stage)
 
@@ -291,8 +292,7 @@ class ZeroBubbleH1(_OneStageEach):
 
     Stage s does each weight half s micro-batches late, so that w(s) + 1 + s = n micro-batches are
     in flight, as many as on the first stage of 1F1B. In the drain a weight half follows each input
-    half as long as there are input halves. If F, I and W take the same time, the bubble is a third
-    of that of 1F1B::
+    half. If F, I and W take the same time, the bubble is a third of that of 1F1B::
 
         worker 2 of 3, k = 4    F0 I0 F1 I1 | F2 I2 W0 | F3 I3 W1 | W2 W3 S0
 

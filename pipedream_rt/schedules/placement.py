@@ -1,9 +1,8 @@
 """Where the stages are: their workers and replicas, what joins them, and the versions they read.
 
-Address, stage and worker are three things: a message goes to an address; the placement says which
-addresses a stage has, one for each of its replicas, and which worker hosts an address. Addresses
-are counted stage by stage, so that each stage's own index is its address as long as all have one
-replica.
+Address, stage and worker are three numberings. A message goes to an address. A stage has one
+address for each of its replicas, and a worker hosts an address. Addresses are counted stage by
+stage, so without replicas the address of a stage is its index.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from pipedream_rt.schedules.shape import Shape
 T = TypeVar("T")
 
 LOSS_LAYER = "(loss)"
-"""The name under which a loss that is a module stands behind the layers of its stage. No layer of
-a user's has it, so the keys of the loss's weights are apart from those of the model."""
+"""The name of a loss that is a module, behind the layers of its stage. No layer of a model has this
+name, so the keys of the loss's weights never collide with the model's."""
 
 
 class Tie(NamedTuple):
@@ -40,8 +39,8 @@ class Tie(NamedTuple):
 
 
 Norms: TypeAlias = Literal["none", "estimated", "exact"]
-"""By which norm of all gradients an update is clipped: by none, by one that is estimated from an
-update before, or by its own, for which it may have to wait."""
+"""Which norm of all gradients clips an update: none, one estimated from an earlier update, or its
+own, for which it may have to wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,16 +50,23 @@ class Placement:
     It is a `Plan` without the table of channels and without orders.
 
     Attributes:
+        name: The name of the schedule.
         shape: The numbers of workers, stages, replicas and micro-batches per update, and the slack.
         recipe: The order and the version policy; None if a user wrote the schedule and only its
             name is known, as in a trace that was read from a file.
         layers: By stage, the names of its layers in the unsplit model, and of the parameters and
             buffers that it has beside them; empty if there is no model, as in a simulation.
+        hosts: By address, the worker that hosts it; if not given, as `Shape.worker_of` deals them.
         links: The pairs of a producer and a consumer of its activations; if not given, a chain. A
             producer has a lower index than its consumers.
+        entries: The stages that take inputs of the model; those without a producer always do.
+        ties: The trainable weights that several stages use.
+        norms: Which norm of all gradients updates need; see `with_norms`.
         ahead: The number of mini-batches that the coordinator injects before it waits for the
             first result; 0 for as many as keep the first stage from waiting. See `credits`.
+        addresses: All addresses but the coordinator's, stage by stage.
         replicas: By stage, the number of its replicas.
+        replicated: Whether a stage has several.
     """
 
     name: str
@@ -84,6 +90,7 @@ class Placement:
     _weights: dict[Edge, tuple[Tie, ...]] = field(init=False, repr=False, compare=False)
     _shares: dict[Edge, tuple[Tie, ...]] = field(init=False, repr=False, compare=False)
     _cycles: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    # Caches in containers, since a frozen instance cannot set a field later.
     _rows: dict[Any, Any] = field(init=False, repr=False, compare=False)
     _delay: list[int] = field(init=False, repr=False, compare=False)
 
@@ -124,17 +131,18 @@ class Placement:
             for before, user in pairwise(tie.stages):
                 _append(self._shares, Edge(EdgeKind.SHARE, user, before), tie)
         near = [{s, *producers[s], *consumers[s]} for s in stages]
-        if self.norms != "none":  # they go to the stage before, and the total from the first
+        # Norms go to the stage before, and totals from stage 0 to all.
+        if self.norms != "none":
             near = [
                 {*around, 0, max(0, s - 1), min(s + 1, stages[-1])} for s, around in enumerate(near)
             ]
+        # Micro-batch m goes to replica m mod r of each neighbour, so routes repeat with their lcm.
         cycles = tuple(math.lcm(*(counts[s] for s in around)) for around in near)
         put(self, "_cycles", cycles)
         put(self, "_rows", {})
         put(self, "_delay", [])
 
     def _refuse_misfits(self) -> None:
-        """Refuse parts that do not fit each other."""
         assert self.links is not None
         count, workers = self.num_stages, self.shape.workers
         if len(self.hosts) != len(self.addresses):
@@ -166,13 +174,13 @@ class Placement:
         return self._stages[address]
 
     def replica_of(self, address: Address) -> int:
-        """Return the number of a replica among those of its stage."""
+        """Return the number of an address among the replicas of its stage."""
         return address - self._firsts[self._stages[address]]
 
     def address_of(self, stage: int, micro_batch: int = 0) -> Address:
         """Return the address of the replica of a stage that a micro-batch goes to.
 
-        Evaluation, inference, and what is asked of a stage, goes to replica 0.
+        It is replica 0 by default: evaluation, inference and questions to a stage go there.
         """
         return self.addresses[self._firsts[stage] + micro_batch % self.replicas[stage]]
 
@@ -187,7 +195,7 @@ class Placement:
         return tuple(other for other in every if other != address)
 
     def contributors(self, stage: int, update: int) -> tuple[Address, ...]:
-        """Return the addresses of those replicas that have micro-batches of an update."""
+        """Return the addresses of the replicas that have micro-batches of an update."""
         first, k = update * self.per_update, self.per_update
         count = min(k, self.replicas[stage])
         return tuple(sorted(self.address_of(stage, m) for m in range(first, first + count)))
@@ -196,14 +204,16 @@ class Placement:
         """Return the first micro-batch from a number on that goes to an address."""
         if not self.replicated:
             return micro_batch
+        # With replicas, the shape counts workers as addresses are counted here.
         return self.shape.first_own(address, micro_batch)
 
     def next_of_stage(self, address: Address, next_own: int, update: int) -> int:
-        """Return a micro-batch from which on a stage reads versions, when a replica steps.
+        """Return the oldest micro-batch that may still read a version, after a replica's update.
 
-        A version that it reads must stay, also if the replica itself reads a later one next: after
-        a flush, replica 0 writes it to checkpoints for all replicas.
+        ``next_own`` is the next forward of the replica itself.
         """
+        # Versions are kept for the other replicas too: after a flush, replica 0 writes them to
+        # checkpoints for all.
         if not self.replicated:
             return next_own
         count = self.replicas[self.stage_of(address)]
@@ -248,7 +258,7 @@ class Placement:
         return tuple(a for a in self.addresses if self.hosts[a] == worker)
 
     def name_of(self, worker: int) -> str:
-        """Return a worker's name: ``"stage 2"`` if it hosts one stage, else ``"worker 1"``."""
+        """Return the name of a worker: ``"stage 2"`` if it hosts one, else ``"worker 1"``."""
         hosted = self.stages_of(worker)
         return self.title_of(hosted[0]) if len(hosted) == 1 else f"worker {worker}"
 
@@ -273,14 +283,14 @@ class Placement:
         return f"{self.num_stages} stages{replicas} on {self.workers} workers"
 
     def first_of(self, worker: int) -> Address:
-        """Return the first address that a worker hosts: the one of actions that name no stage."""
+        """Return the first address of a worker, which does the actions that name no stage."""
         return self.addresses[self.hosts.index(worker)]
 
     def part(self, named: Mapping[str, T]) -> list[dict[str, T]]:
-        """Return, by stage, the entries of a dictionary whose keys are names of or in its layers.
+        """Return, by stage, the entries whose keys name its layers or what is in them.
 
-        The stage that computes the loss has a layer more, `LOSS_LAYER`. An entry with an empty key
-        is for every stage.
+        Keys are as in the unsplit model: ``"3.weight"``. The stage that computes the loss also has
+        `LOSS_LAYER`. An entry with an empty key is for every stage.
         """
         of_stages = [
             (*names, LOSS_LAYER) if stage in self.exits else names
@@ -296,7 +306,7 @@ class Placement:
         ]
 
     def cycle(self, address: Address) -> int:
-        """Return after how many micro-batches, or updates, the edges of an address are the same."""
+        """Return the period, in micro-batches or updates, after which an address's edges repeat."""
         if address == COORDINATOR:
             return math.lcm(*(self.replicas[s] for s in (*self.entries, *self.exits)))
         return self._cycles[self._stages[address]]
@@ -321,7 +331,6 @@ class Placement:
 
     @property
     def _known(self) -> Recipe:
-        """The recipe."""
         if self.recipe is None:
             raise ScheduleError(
                 f"of the schedule {self.name!r}, which a user wrote, only the name is known; give "
@@ -342,18 +351,19 @@ class Placement:
         return f"{title} after {count} synchronous updates" if count else title
 
     def applied_by(self, address: Address) -> Kind:
-        """Return the kind of the action by which an address applies an update.
+        """Return the kind of the action that applies an update: the step, or an ``A`` after it.
 
-        It is an action of its own, ``A``, where the update waits for a norm that comes later than
-        its step. Stage 0 makes that norm, so it need not wait.
+        It is ``A`` where the update waits for a norm that comes after its step. Stage 0 makes that
+        norm, so it never waits.
         """
         waits = self.norms == "exact" and self.stage_of(address) > 0
         return Kind.APPLY if waits else Kind.STEP
 
     @property
     def delay(self) -> int:
-        """D: an update that cannot wait for its norm has it estimated from the update D before."""
-        if not self._delay:  # counted once, since a user's order may have to be gone through
+        """D, the pipeline's depth in updates: an estimate for update u uses the total of u - D."""
+        # Computed once: to count what is in flight, a user's order may have to be executed.
+        if not self._delay:
             self._delay.append(-(-self.in_flight(0) // self.per_update))
         return self._delay[0]
 
@@ -361,9 +371,9 @@ class Placement:
     def reads_late(self) -> bool:
         """Whether every update is first read when the norm of its gradients is known everywhere.
 
-        That is from the micro-batch k (t+1) + w(0) on, for update t, of which the first stage does
-        the forward after the last backward of the mini-batch. Updates that flush the pipe always
-        are read so late.
+        The norm of update t is known from micro-batch k (t+1) + w(0) on, since stage 0 does that
+        forward after the last backward of the mini-batch. An update that flushes is always read so
+        late.
         """
         if self.flushes:
             return True
@@ -382,11 +392,12 @@ class Placement:
     def staleness(self, stage: int) -> int:
         """Return the most updates by which a gradient is behind the weights that it is applied to.
 
-        It is that of the steady phase; at the start of a run, and after synchronous updates, the
-        first gradients are less stale.
+        That is in the steady phase. At the start of a run, and after synchronous updates, gradients
+        are less stale.
         """
         k = self.per_update
         ahead = max(self.in_flight(stage), self.shape.lag(stage))
+        # Past the warm-up, which reads newer versions than the steady phase.
         first = self.shape.first_asynchronous + k * (4 + -(-ahead // k))
         return max(m // k - self.reads(stage, m) for m in range(first, first + k))
 
@@ -397,9 +408,9 @@ class Placement:
     def credits(self) -> int:
         """Return the number of mini-batches to inject before waiting for the first result.
 
-        In asynchronous schedules there are so many that the first stage never waits for the
-        coordinator. In schedules that flush there is one, so that a learning rate that is set after
-        a result applies to the next mini-batch, as in a plain training loop.
+        In asynchronous schedules, enough that the first stage never waits for the coordinator. In
+        schedules that flush, one: then a learning rate that is set after a result applies to the
+        next mini-batch, as in a plain training loop.
         """
         if self.ahead:
             return self.ahead
@@ -410,5 +421,4 @@ class Placement:
 
 
 def _append(ways: dict[Edge, tuple[Tie, ...]], edge: Edge, tie: Tie) -> None:
-    """Add a tie to those of an edge."""
     ways[edge] = (*ways.get(edge, ()), tie)

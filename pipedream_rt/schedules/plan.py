@@ -1,16 +1,15 @@
 """The plan: the stages, the workers that host them, the edges between them, and the schedule.
 
 A plan is a pure value. It alone knows which stages come first and last, which worker hosts a stage,
-which messages an action needs, and which ones it gives. The worker's loop, the checker, the
-simulator, the summary and the drawings read that here. A chain of three stages has these edges for
-micro-batches::
+and which messages an action needs and gives. The worker's loop, the checker, the simulator, the
+summary and the drawings ask it. A chain of three stages has these edges for micro-batches::
 
     coordinator ──activation──► 0 ──activation──► 1 ──activation──► 2 ──loss──► coordinator
     coordinator ──────────────────────target──────────────────────► 2
                                 0 ◄───gradient─── 1 ◄───gradient─── 2
 
-`placement.py` says where the stages are, and `channels.py`, a table, what an action needs and
-gives. A plan is a placement with orders.
+A plan is a placement (`placement.py`, where the stages are) with orders and with the table of
+channels (`channels.py`, what an action needs and gives).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from pipedream_rt.schedules.recipes import (
 from pipedream_rt.schedules.shape import Shape, slack_of
 
 _Rows: TypeAlias = tuple[tuple[Row, ...], tuple[Row, ...]]
-"""What an action needs, and what it gives."""
+"""What an action needs, then what it gives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +59,7 @@ class Plan(Placement):
     def gives(self, action: Action, address: Address | None = None) -> tuple[Need, ...]:
         """Return the messages that an action sends, as the table of channels says.
 
-        Those with a number that was sent before, or below 0, are not sent again.
+        A message whose number is below 0, or was sent before, is not sent.
 
         Args:
             action: The action.
@@ -70,10 +69,11 @@ class Plan(Placement):
         return tuple(row.of(index) for row in self.rows(action, address)[1])
 
     def rows(self, action: Action, address: Address | None = None) -> _Rows:
-        """Return the rows of the table of channels for an action: what it needs, and gives."""
+        """Return the rows of the table of channels for an action, each made once."""
         kind, index, named = action
         doer = named if address is None else address
         assert doer is not None
+        # Without replicas every index has the same edges.
         place = index % self.cycle(doer) if self.replicated else 0
         found = self._rows.get((kind, doer, place))
         if found is None:
@@ -96,6 +96,7 @@ class Plan(Placement):
             for address in (COORDINATOR, *self.addresses)
             for action in ((Kind.INJECT,) if address == COORDINATOR else OF_STAGES)
             for place in range(self.cycle(address))
+            # Every update concerns each replica; of micro-batches, only its own do.
             if action is Kind.INJECT
             or action in OF_UPDATES
             or self.next_own(address, place) == place
@@ -108,8 +109,8 @@ class Plan(Placement):
     def with_norms(self) -> Plan:
         """Return this plan with updates that need the norm of all gradients of the model.
 
-        It is exact where every update is read late enough for that, else estimated. One stage has
-        all gradients itself.
+        The norm is exact where every update is read late enough for that, else estimated. A single
+        stage has all gradients itself, so its plan stays the same.
         """
         if self.num_stages == 1:
             return self
@@ -117,7 +118,7 @@ class Plan(Placement):
 
     @property
     def cuts_backward(self) -> bool:
-        """Whether a backward is computed in two halves, for the inputs and for the weights."""
+        """Whether backwards are computed in two halves, for the inputs and for the weights."""
         return any(action.kind is Kind.INPUT for action in self.order(0, 0, self.per_update))
 
     def order(self, worker: int, start: int = 0, stop: int | None = None) -> Iterator[Action]:
@@ -142,9 +143,9 @@ class Plan(Placement):
         return self.rest(endless, worker, stop, self.work(worker, start, stop))
 
     def rest(self, order: Iterator[Action], worker: int, stop: int, left: int) -> Iterator[Action]:
-        """Yield the rest of a worker's endless order when the micro-batches end: see `until`.
+        """Yield the rest of a worker's endless order when the micro-batches end: the drain.
 
-        With the last action nothing is in flight; then each of its stages ends the flush.
+        With the last action nothing is in flight; then each stage of the worker ends the flush.
 
         Args:
             order: The rest of the order.
@@ -158,7 +159,7 @@ class Plan(Placement):
             yield drain(stop // self.per_update, address if len(hosted) > 1 else None)
 
     def work(self, worker: int, start: int, stop: int) -> int:
-        """Return how many steps, ``T``, ``A``, and ends of micro-batches a worker has to do.
+        """Return how many steps, ``T``, ``A`` and ends of micro-batches a worker has to do.
 
         Args:
             worker: Index of the worker.
@@ -192,9 +193,9 @@ class Plan(Placement):
 
     @staticmethod
     def unpacked(data: Mapping[str, Any]) -> Plan:
-        """Return the plan of which `packed` returned the data.
+        """Return the plan that `packed` has turned into data.
 
-        Of a schedule that a user wrote, only the name is known then.
+        Of a schedule that a user wrote, the data have only the name.
 
         Raises:
             KeyError: The data are no plan.
@@ -219,7 +220,7 @@ class Plan(Placement):
             links=tuple((producer, consumer) for producer, consumer in data["links"]),
             entries=tuple(data.get("entries", ())),
             ties=tuple(Tie(name, tuple(stages)) for name, stages in data.get("ties", ())),
-            # "delayed" is what there was before norms were estimated.
+            # Data from before norms were estimated may say "delayed".
             norms="estimated" if data.get("norms") == "delayed" else data.get("norms", "none"),
         )
 
@@ -280,7 +281,7 @@ def chain(
     replicas: int | Sequence[int] = (),
     shard_optimizer: bool = False,
 ) -> Plan:
-    """Return the plan of a chain of stages with a recipe."""
+    """Return the plan of a chain of stages with a recipe; arguments as in `plan_for`."""
     counts = replicas_of(replicas, num_stages)
     if synchronous and recipe.flushes:
         raise ConfigError(
@@ -292,7 +293,7 @@ def chain(
             f"{num_stages} stages cannot be dealt to workers with {each} each; choose a multiple "
             f"of {each}, or another stages_per_worker"
         )
-    # Checks both numbers, under the names that the caller gave them.
+    # Checked before they are divided, so that errors show the numbers that the caller gave.
     Shape(workers=num_stages, stages_per_worker=each)
     shape = Shape(
         workers=sum(counts) or num_stages // each,
@@ -317,7 +318,7 @@ def chain(
 
 
 def replicas_of(replicas: int | Sequence[int], num_stages: int) -> tuple[int, ...]:
-    """Return the replicas of every stage; none if each has one."""
+    """Return the numbers of replicas by stage, checked; empty if each stage has one."""
     given = tuple(replicas) if isinstance(replicas, Sequence) else (replicas,) * num_stages
     if any(not isinstance(r, int) or isinstance(r, bool) or r < 1 for r in given):
         raise ConfigError(f"replicas must be integers of at least 1, not {replicas!r}")

@@ -1,7 +1,7 @@
 """The version policies: the formulas for the weight version that a forward reads.
 
-The backward of a micro-batch reads the version that its forward read. Policies are separate from
-orders, so that a schedule is an order with a policy and needs no class for each pair.
+The backward of a micro-batch reads the version that its forward read. A schedule is an order with a
+policy, so no pair of them needs a class of its own.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pipedream_rt.schedules.shape import Shape
 
 
 class VersionPolicy(Protocol):
-    """A formula for the version that a forward reads, and for the number of versions kept."""
+    """The formulas for the version that a forward reads, and for the number of versions kept."""
 
     def reads(self, stage: int, shape: Shape, micro_batch: int) -> int:
-        """Return the version that a micro-batch reads, no older than that of the one before."""
+        """Return the version that a micro-batch reads; it never falls from one to the next."""
 
     def kept(self, stage: int, shape: Shape) -> int:
         """Return the largest number of versions that a stage keeps at a time."""
@@ -39,9 +39,9 @@ class _AnyShape:
 
 
 def _behind(lag: int, shape: Shape, micro_batch: int) -> int:
-    """Return the version that an order with such a lag has made for a forward.
+    """Return the version that an order with a lag has made by the forward of a micro-batch.
 
-    After T synchronous updates, which read the newest version, that is max(T, (m - lag) // k).
+    After T synchronous updates, which read the newest version, it is max(T, (m - lag) // k).
     """
     if micro_batch < shape.first_asynchronous:
         return micro_batch // shape.per_update
@@ -52,10 +52,9 @@ def _behind(lag: int, shape: Shape, micro_batch: int) -> int:
 class WeightStashing(_AnyShape):
     """The newest version that the stage's own 1F1B order has made by the time of the forward.
 
-    Micro-batch m reads version max(0, (m - lag) // k), with the lag as `Shape.lag` returns it,
-    which is w(s) for one replica: when its forward comes in the steady phase, the backwards of all
-    micro-batches before m - w(s) are done. The version depends on m alone, not on when the pipe was
-    flushed.
+    Micro-batch m reads version max(0, (m - lag) // k). The lag (`Shape.lag`) is w(s) for one
+    replica: at the forward of m in the steady phase, the backwards of all micro-batches before
+    m - w(s) are done. The version depends on m alone, not on when the pipe was flushed.
 
     Source: Narayanan et al., PipeDream (SOSP 2019), section 3.3 (weight stashing).
     """
@@ -73,7 +72,7 @@ class VerticalSync(_AnyShape):
     """The version that the first stage reads, at every stage, so that one model sees a micro-batch.
 
     Micro-batch m reads version max(0, (m - w(0)) // k). All stages keep as many versions as the
-    first. With replicas the longest lag of a stage takes the place of w(0).
+    first. With replicas, w(0) becomes the longest lag of a stage.
 
     Source: Narayanan et al., PipeDream (SOSP 2019), section 3.3 (vertical sync).
     """

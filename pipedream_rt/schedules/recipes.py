@@ -1,4 +1,4 @@
-"""The recipes: an order with a version policy under a name, and a line about it for people."""
+"""The recipes: an order with a version policy under a name, and a line of help about it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from pipedream_rt.schedules.policies import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """An order together with a version policy, which has a name in `RECIPES`.
+    """An order with a version policy, under a name in `RECIPES`.
 
-    The texts use n for the workers, k for the micro-batches per update, v for the stages on each
-    worker and w for w(s).
+    In the formulas n is the workers, k the micro-batches per update, v the stages on each worker,
+    and w is w(s), the warm-up forwards of stage s.
 
     Attributes:
         order: The order of actions.
@@ -35,7 +35,7 @@ class Recipe:
         flushes: Whether the pipe is empty at every update.
         summary: The schedule in a few words.
         kept_text: The number of versions kept at stage s, as a formula.
-        bubble_text: The share of the time for which a worker stands idle, as a formula.
+        bubble_text: The share of the time for which a worker is idle, as a formula.
         staleness_text: The staleness, as a formula.
         stages_per_worker: The number of stages on each worker where the user gives none.
     """
@@ -50,7 +50,7 @@ class Recipe:
     stages_per_worker: int = 1
 
     def line(self) -> str:
-        """Return the line about this schedule for people."""
+        """Return the line of help about this schedule."""
         return (
             f"{self.summary}; versions kept {self.kept_text}; bubble {self.bubble_text}; "
             f"staleness {self.staleness_text}"
@@ -58,7 +58,7 @@ class Recipe:
 
 
 VERTICAL_SYNC = "+vertical-sync"
-"""The end of a name whose schedule lets every stage read the version that the first one reads."""
+"""The end of the name of a schedule whose stages all read the version that the first one reads."""
 
 ScheduleName: TypeAlias = Literal[
     "async-1f1b",

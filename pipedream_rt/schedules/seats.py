@@ -1,9 +1,8 @@
-"""Which worker process does the work of which workers of a plan, where there may be fewer of them.
+"""Seats: which process does the work of which workers of a plan.
 
-A plan has as many workers as its schedule has places. As a rule each is a process of its own. In an
-elastic job there may be fewer processes: then some take several places, and do the work of each in
-turn on one thread. The stages, their order and their versions stay those of the plan, and so do all
-bits; only the time differs.
+As a rule each worker is a process of its own. In an elastic job there may be fewer processes: then
+some have several seats, and do the work of each in turn on one thread. The stages, their order and
+their versions stay those of the plan, and so do all bits; only the time differs.
 """
 
 from __future__ import annotations
@@ -21,9 +20,10 @@ class Crew:
     """How many worker processes there are to be.
 
     Attributes:
-        most: How many there are at most.
-        seats: The workers of the plan whose work each process does, where that is given; empty for
-            neighbours.
+        fewest: With how many a generation may begin.
+        wait: How long to wait for more, once there are enough to begin.
+        stays_open: Whether late workers may wait for the next generation.
+        seats: By process, the workers of the plan whose work it does; empty for neighbours.
     """
 
     fewest: int
@@ -33,11 +33,11 @@ class Crew:
     seats: tuple[tuple[int, ...], ...] = ()
 
     def seated(self, workers: int, processes: int) -> Sequence[Sequence[int]]:
-        """Return the workers of a plan whose work each of so many processes does; see `seated`."""
+        """Return, by process, the workers of a plan whose work it does."""
         return self.seats or seated(workers, processes)
 
     def within(self, there: int) -> Crew:
-        """Return this crew where only so many processes can come, if those are enough."""
+        """Cap the maximum at ``there``, but never below the minimum."""
         return replace(self, most=min(self.most, max(self.fewest, there)))
 
 
@@ -47,7 +47,10 @@ def crew_for(
     wait: timedelta,
     seats: tuple[tuple[int, ...], ...] = (),
 ) -> Crew:
-    """Return how many processes do the work of a plan."""
+    """Return the crew of a plan: one process for each worker, unless elastic or seated.
+
+    ``elastic`` is the fewest and the most processes.
+    """
     if seats and elastic is not None:
         raise ConfigError(
             "workers that share a device share a process, so their number is fixed; leave elastic "
@@ -66,12 +69,9 @@ def crew_for(
 
 
 def seated(workers: int, processes: int) -> list[range]:
-    """Return the workers of a plan whose work each process does.
-
-    Neighbours share a process, so that what passes between them does not leave it. The numbers
-    differ by one at most; the first processes have the larger ones, since the last stage has the
-    loss to compute too.
-    """
+    """Return, by process, the workers of a plan whose work it does."""
+    # Neighbours share a process, so that what passes between them does not leave it. The first
+    # processes have one more, since the last stage has the loss to compute too.
     each, more = divmod(workers, processes)
     ends = accumulate([each + (p < more) for p in range(processes)], initial=0)
     return [range(begin, end) for begin, end in pairwise(ends)]

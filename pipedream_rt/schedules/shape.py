@@ -1,4 +1,4 @@
-"""The numbers that an order and a version policy depend on."""
+"""The shape of a schedule: the numbers that an order and a version policy depend on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipedream_rt.errors import ConfigError
 from pipedream_rt.schema import is_count, printable
 
 MOST_STAGES = 1 << 16
-"""Stages of a model at the most, and workers of a job."""
+"""The most stages of a model, and the most workers of a job."""
 
 _MOST_MICRO_BATCHES = 1 << 20
 _MOST_SLACK = 1 << 16
@@ -20,8 +20,8 @@ _MOST_SLACK = 1 << 16
 class Shape:
     """The numbers of workers, stages and micro-batches that a schedule is for, and its slack.
 
-    The stages are dealt to the workers in turn, as in Megatron's interleaving, so that the stage
-    after one is on the next worker, and after the last worker on the first again::
+    The stages are dealt to the workers in turn, as in Megatron's interleaving: the next stage is on
+    the next worker, and after the last worker on the first again::
 
         3 workers, 2 stages each     worker 0   worker 1   worker 2
                                      stage 0    stage 1    stage 2
@@ -39,8 +39,8 @@ class Shape:
         stages_per_worker: The number of stages on each worker, v.
         slack: The extra warm-up forwards e_j before the hop from stage j to stage j+1, one number
             for each of the n-1 hops; empty for none. Only with one stage on each worker.
-        synchronous: The number of updates at the start of a run of which each flushes the pipe, in
-            a schedule that flushes no more after them.
+        synchronous: The number of updates at the start of a run that flush the pipe, in a schedule
+            that never flushes after them.
         replicas: By stage, the number of its replicas, r; empty if each stage has one.
         shard_optimizer: Whether each of several replicas steps its own part of the weights.
 
@@ -94,7 +94,7 @@ class Shape:
         put(self, "_lags", tuple(lag_of(r, after) for r, after in pairs))
 
     def _checked_replicas(self) -> tuple[int, ...]:
-        """Return the numbers of replicas; none if each stage has one."""
+        """Return the numbers of replicas; empty if each stage has one."""
         for count in self.replicas:
             if not isinstance(count, int) or isinstance(count, bool) or count < 1:
                 raise ConfigError(f"replicas must be integers of at least 1, not {count!r}")
@@ -114,9 +114,9 @@ class Shape:
         return len(self.replicas) or self.workers * self.stages_per_worker
 
     def warm_up(self, stage: int) -> int:
-        """Return w(s), the warm-up forwards of a stage; see `warm_up_of`.
+        """Return w(s), the warm-up forwards of a stage.
 
-        Without replicas it is (n-1-s) + sum of e_j for j >= s.
+        Without replicas it is (n-1-s) + sum of e_j for j >= s; with replicas see `warm_up_of`.
         """
         return self._warm_ups[stage]
 
@@ -130,10 +130,7 @@ class Shape:
         return max(self._lags)
 
     def place_of(self, worker: int) -> tuple[int, int, int]:
-        """Return a worker's stage, its replica, and the replicas of that stage.
-
-        Of several stages on a worker it is the first.
-        """
+        """Return the first stage of a worker, which replica of it, and how many it has."""
         stage, replica = self._places[worker]
         return stage, replica, self.replicas[stage] if self.replicas else 1
 
@@ -157,16 +154,16 @@ class Shape:
         """
         stage, _, count = self.place_of(worker)
         own = len(range(self.first_own(worker, start), stop, count))
-        each = 2 if self.shards(stage) else 1
+        each = 2 if self.shards(stage) else 1  # S and T, or S
         return self.stages_per_worker * (own + each * ((stop - start) // self.per_update))
 
     def shards(self, stage: int) -> bool:
-        """Whether the optimizer of a stage is divided among its replicas."""
+        """Whether the optimizer of a stage is sharded over its replicas."""
         return self.shard_optimizer and bool(self.replicas) and self.replicas[stage] > 1
 
     @property
     def num_places(self) -> int:
-        """The number of stages on all workers, in which each replica counts."""
+        """The number of stages on all workers, where each replica counts."""
         return self.workers * self.stages_per_worker
 
     def worker_of(self, place: int) -> int:
@@ -179,10 +176,10 @@ class Shape:
 
 
 def warm_up_of(replicas: int, after: int) -> int:
-    """Return the forwards that a 1F1B order does before it alternates with backwards.
+    """Return the forwards of each replica before its order alternates with backwards.
 
-    That is ceil(after / replicas) on each replica; one micro-batch more is then in flight there at
-    most.
+    It is ceil(after / replicas), where ``after`` counts the workers on later stages and the slack
+    of the hops up to there. At most one micro-batch more is then in flight.
 
     Source: Narayanan et al., PipeDream (SOSP 2019), section 3.2 (1F1B-RR).
     """
@@ -190,17 +187,14 @@ def warm_up_of(replicas: int, after: int) -> int:
 
 
 def lag_of(replicas: int, after: int) -> int:
-    """Return the micro-batches from a forward back to the newest update that it may read.
-
-    That is w on a stage with one replica. Of several replicas, each does one micro-batch more
-    before it reads an update, while their gradients are reduced: r (w + 1).
-    """
+    """Return by how many micro-batches the newest update that a forward may read is behind it."""
+    # Each of several replicas does one more micro-batch, while gradients are reduced: r (w + 1).
     warm_up = warm_up_of(replicas, after)
     return warm_up if replicas == 1 else replicas * (warm_up + 1)
 
 
 def slack_of(slack: int | Sequence[int], num_stages: int) -> tuple[int, ...]:
-    """Return the slack of every hop."""
+    """Return the slack of every hop, from one number for all or a number for each."""
     hops = num_stages - 1
     given = list(slack) if isinstance(slack, Sequence) else [slack]
     for value in given:
@@ -219,7 +213,7 @@ def slack_of(slack: int | Sequence[int], num_stages: int) -> tuple[int, ...]:
 
 
 def parse_slack(texts: Sequence[str]) -> int | tuple[int, ...]:
-    """Return slack from the texts of its numbers."""
+    """Return slack from texts: one number for all hops, or a number for each."""
     for text in texts:
         if not is_count(text.strip()):
             raise ConfigError(

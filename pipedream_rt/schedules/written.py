@@ -1,4 +1,7 @@
-"""Schedules that a user wrote: `plan_for` proves them, and each action is checked as it comes."""
+"""Schedules that a user wrote: `plan_for` proves them, and each action is checked as it comes.
+
+A proof covers a finite number of micro-batches, and an order may go on differently after them.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +35,17 @@ class WrittenSchedule(Protocol):
     """
 
     def order(self, worker: int, shape: Shape, start: int) -> Iterator[Action]:
-        """Yield a worker's sequence of actions."""
+        """Yield a worker's actions from micro-batch ``start`` on, with an empty pipe."""
 
 
 class _Written:
-    """The order of a schedule that a user wrote, which need have no method but ``order``."""
+    """The `Order` of a user's object, which needs no method but ``order``."""
 
     def __init__(self, written: Any) -> None:
         self._written = written
 
     def order(self, worker: int, shape: Shape, start: int) -> Iterator[Action]:
-        """Yield the actions of the user's order, after a check that the worker can do each."""
+        """Yield the actions of the user's order, each checked."""
         where = f"the order of worker {worker}"
         try:
             actions = iter(self._written.order(worker, shape, start))
@@ -78,11 +81,7 @@ class _Written:
             )
 
     def in_flight(self, stage: int, shape: Shape) -> int:
-        """Return the number that the user's object gives, or else one that is counted.
-
-        It is counted over `proof_length` micro-batches, from the start, and from the middle, as
-        after a flush.
-        """
+        """Return the number that the user's object gives, or else count it."""
         if hasattr(self._written, "in_flight"):
             said = self._written.in_flight(stage, shape)
             if type(said) is not int:
@@ -90,11 +89,12 @@ class _Written:
             return said
         stop, k = proof_length(shape, self._written), shape.per_update
         most = 0
+        # From the start, and from the middle as after a flush: an order may differ there.
         for start in {0, stop // 2 // k * k}:
             worker = shape.worker_of(stage)
             left = shape.work(worker, start, stop)
             order = self.order(worker, shape, start)
-            # The slice ends a wrong order that goes on without ever ending a micro-batch.
+            # The slice ends a wrong order that never ends a micro-batch.
             actions = islice(until(order, stop, k, left), 8 * (left + stop))
             most = max(most, most_in_flight(actions, stage))
         return most
@@ -111,7 +111,10 @@ class _Written:
 
 
 def proof_length(shape: Shape, written: object) -> int:
-    """Return a number of micro-batches that shows a schedule's warm-up, steady phase and drain."""
+    """Return a number of micro-batches that shows a schedule's warm-up, steady phase and drain.
+
+    It is a multiple of k, and no larger than a ``micro_batches`` of the user's schedule.
+    """
     k = shape.per_update
     deepest = max(shape.num_stages, shape.warm_up(0) + 1)
     enough = k * max(3, -(-4 * deepest // k))
@@ -132,7 +135,7 @@ def plan_written(
     stages_per_worker: int | None = None,
     slack: int | Sequence[int] = 0,
 ) -> Plan:
-    """Return the plan of a chain of stages with a schedule that a user wrote, not yet checked."""
+    """Return the plan of a chain of stages with a user's schedule, not yet proved."""
     if isinstance(written, type) or not callable(getattr(written, "order", None)):
         raise ConfigError(
             "schedule must be a name or an object with a method order(worker, shape, start), not "

@@ -14,13 +14,13 @@ from pipedream_rt.errors import ConfigError
 from pipedream_rt.schema import printable, read_file, write_file
 
 Samples: TypeAlias = tuple[float, ...]
-"""The seconds that an action takes on each micro-batch (or update) in turn, which repeat."""
+"""The seconds of an action, for each micro-batch (or update) in turn; they repeat cyclically."""
 
 _MOST = 1e15
-"""The largest time, size or speed; a larger one is a mistake, and may exceed 64 bits in ns."""
+"""The largest time, size or speed: a larger one is a mistake, and in ns may exceed 64 bits."""
 
 _LARGEST = 1 << 24
-"""Bytes that a file of costs may have."""
+"""The most bytes of a file of costs."""
 
 _PER_STAGE = ("forward", "backward", "input_gradient", "weight_gradient", "step")
 _BYTES = {
@@ -32,40 +32,44 @@ _BYTES = {
 
 
 class Correcting(Protocol):
-    """The part of a correction for staleness that costs depend on."""
+    """The part of a correction for staleness that costs depend on.
+
+    Attributes:
+        passes: How often it reads or writes all weights in an update.
+    """
 
     passes: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """The costs of a run. In a tuple by stage or worker, a single entry stands for all.
+    """The costs of a run. In a tuple by stage, hop or worker, a single entry stands for all.
 
     Attributes:
         forward: By stage, the seconds of a forward.
-        backward: By stage, the seconds of a backward; the sum of its halves if not given.
-        input_gradient: By stage, the seconds of the input half of a split backward; half of
-            ``backward`` if not given.
-        weight_gradient: By stage, the seconds of the weight half of a split backward; half of
-            ``backward`` if not given.
+        backward: By stage, the seconds of a backward; by default the sum of its halves.
+        input_gradient: By stage, the seconds of the input half of a split backward; by default half
+            of ``backward``.
+        weight_gradient: By stage, the seconds of the weight half of a split backward; by default
+            half of ``backward``.
         step: By stage, the seconds of a step.
         activation_bytes: By stage, the bytes that a forward sends to a consumer.
-        gradient_bytes: By stage, the bytes that a backward sends to a producer; if not given, as
-            many as the stage before sent.
+        gradient_bytes: By stage, the bytes that a backward sends to a producer; by default as many
+            as the stage before sends forward.
         stash_bytes: By stage, the bytes that it holds for each micro-batch in flight.
         weight_bytes: By stage, the bytes of one weight version, and so of the gradients that a
             replica sends to each other one.
         latency: The seconds that every message is under way, besides its transmission.
-        hop_latency: By hop, from each stage to the next and back, the seconds that a message is
-            under way besides; one entry for each of the n-1 hops, or one for all.
-        peer_latency: By stage, the seconds that a message between replicas of it is under way
-            besides.
-        bandwidth: The bytes per second of each link, which goes from one worker to another and on
-            which messages queue; infinite if not given.
+        hop_latency: By hop, between a stage and the next, in both directions: the seconds that a
+            message takes besides ``latency``; one entry for each of the n-1 hops, or one for all.
+        peer_latency: By stage, the seconds that a message between its replicas takes besides
+            ``latency``.
+        bandwidth: The bytes per second of each link. A link goes from one worker to another, and
+            messages queue for it. Infinite by default.
         overhead: The seconds that a worker spends on sending a message.
         injection: The seconds that the coordinator spends on injecting a micro-batch.
-        turnaround: The seconds from the loss that gives a credit back to the next injection, for
-            the user's loop and loader.
+        turnaround: The seconds from the loss that gives a credit back to the next injection, spent
+            in the user's loop and loader.
         speed: By worker, its speed; at 2.0 every action takes half the time.
 
     Raises:
@@ -147,6 +151,7 @@ class Costs:
         spread["gradient_bytes"] = (
             _spread("gradient_bytes", self.gradient_bytes, num_stages, "stages")
             if self.gradient_bytes
+            # A gradient is as large as its activation, which the stage before has sent.
             else (0.0, *sent[:-1])
         )
         hops = max(num_stages - 1, 1)  # with one stage too there is an entry, which nothing uses
@@ -161,8 +166,8 @@ class Costs:
         """Cut every stage into several stages of equal cost, for interleaving.
 
         Args:
-            pieces: The number of stages to make of each; each one sends as many bytes as the stage
-                that it is a piece of.
+            pieces: The number of stages to make of each. Each piece sends as many bytes as the
+                whole stage did.
 
         Returns:
             Costs with an entry for each of the new stages.
@@ -189,6 +194,7 @@ class Costs:
         sizes: dict[str, Any] = {
             name: repeated(getattr(self, name), shares[name]) for name in _BYTES
         }
+        # Stages with replicas are never cut, so no message goes between peers.
         return replace(
             self, **times, **sizes, hop_latency=self.hop_latency[:1], peer_latency=(0.0,)
         )
@@ -196,7 +202,7 @@ class Costs:
     def changed(self, **changes: Any) -> Costs:
         """Return these costs with other values for some attributes.
 
-        If ``backward`` changes, its halves become half of it each, unless they are given too.
+        If ``backward`` changes, each of its halves becomes half of it, unless given too.
         """
         if "backward" in changes:
             changes = {"input_gradient": (), "weight_gradient": (), **changes}
@@ -206,9 +212,9 @@ class Costs:
         """Return these costs with the time that corrections for staleness take in a step.
 
         A correction that passes over the weights ``passes`` times in an update takes
-        ``passes * weight_bytes / memory_bandwidth`` seconds in the step of every stage, also where
-        gradients are fresh and it may do nothing. Corrections of gradients take that in backwards,
-        which comes to the same for one micro-batch per update.
+        ``passes * weight_bytes / memory_bandwidth`` seconds in the step of every stage, even where
+        gradients are fresh and it may do nothing. Corrections of gradients really take their time
+        in backwards, which is the same for one micro-batch per update.
 
         Args:
             corrections: Objects of `pipedream_rt.corrections`.
@@ -238,7 +244,7 @@ class Costs:
             ConfigError: The file cannot be written.
         """
         plain = {k: v for k, v in asdict(self).items() if v != ()}
-        if math.isinf(self.bandwidth):
+        if math.isinf(self.bandwidth):  # JSON has no infinity
             del plain["bandwidth"]
         try:
             write_file(path, f"{json.dumps(plain, indent=1)}\n".encode())
@@ -283,7 +289,7 @@ def costs_of(found: Mapping[str, Any]) -> Costs:
 
 
 def parsed(name: str, value: Any) -> Any:
-    """Return the value of one attribute of `Costs` from a plain value."""
+    """Return one attribute of `Costs` from a number, a text with a unit, or a list of these."""
     known = [field.name for field in fields(Costs)]
     if name not in known:
         raise ConfigError(f"costs: {printable(repr(name), 60)} is none of {', '.join(known)}")
@@ -304,7 +310,7 @@ def parsed(name: str, value: Any) -> Any:
 
 
 def _check(name: str, value: float) -> None:
-    """Refuse a value that is no cost."""
+    """Refuse what is no number of at least 0 and at most `_MOST`."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
         raise ConfigError(f"costs: {name} must be a number of at least 0, not {value!r}")
     if value > _MOST:
@@ -312,7 +318,7 @@ def _check(name: str, value: float) -> None:
 
 
 def _added(first: tuple[Samples, ...], second: tuple[Samples, ...]) -> tuple[Samples, ...]:
-    """Return the sums of samples, entry by entry."""
+    """Return the costs of whole backwards from those of their halves, entry by entry."""
     count = max(len(first), len(second))
     pairs = zip(
         _spread("input_gradient", first, count, "entries"),
@@ -323,7 +329,7 @@ def _added(first: tuple[Samples, ...], second: tuple[Samples, ...]) -> tuple[Sam
 
 
 def _spread(name: str, entries: Sequence[Any], count: int, what: str) -> tuple[Any, ...]:
-    """Return ``count`` entries, which are the given ones or repeat the only one."""
+    """Return ``count`` entries: the given ones, or the only one repeated."""
     if len(entries) == 1:
         return tuple(entries) * count
     if len(entries) != count:

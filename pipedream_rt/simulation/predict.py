@@ -29,7 +29,7 @@ from pipedream_rt.simulation.simulator import simulate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """The measured throughput of a run, and the one that a simulation of its schedule gives.
+    """The measured throughput of a run, and the simulated one.
 
     Attributes:
         measured: The measured number of micro-batches per second in the steady phase.
@@ -48,7 +48,7 @@ class Prediction:
 
 
 def plan_of(trace: Trace) -> Plan:
-    """Return the plan of a trace, with a replay as its schedule if only the name is known."""
+    """Return the plan of a trace; a schedule of which only the name is known becomes a replay."""
     plan = trace.plan
     if plan.recipe is not None:
         return plan
@@ -63,17 +63,19 @@ def plan_of(trace: Trace) -> Plan:
 
 
 def _stretches(trace: Trace) -> list[Spans]:
-    """Return the spans of each address in the stretch without a flush that has the most updates."""
+    """Return, by address, the spans of the stretch between flushes that has the most updates."""
     stages = trace.by_stage()
     first = longest_stretch(stages[0])
     if not len(first):
         raise TraceError("there is no action in the trace")
-    # All stages are flushed between the same micro-batches.
+    # All stages are flushed between the same micro-batches, so the limits found on one are those of
+    # all.
     forwards = first["index"][first["kind"] == CODES[Kind.FORWARD]]
     if not len(forwards):
         raise TraceError("there is no forward in the trace; no costs can be fitted")
     low, high = int(forwards.min()), int(forwards.max())
     k = trace.plan.per_update
+    # Whole updates alone: a ring of spans may have lost the beginning of the first one.
     low, high = -(-low // k) * k, (high + trace.plan.replicas[0]) // k * k
     found = []
     for spans in stages:
@@ -85,9 +87,10 @@ def _stretches(trace: Trace) -> list[Spans]:
 
 
 def _samples(trace: Trace, stretches: list[Spans], stage: int, kind: Kind) -> Samples:
-    """Return the seconds that each action took, from when it could begin, waking up included.
+    """Return the seconds that each action took, in the order of the micro-batches or updates.
 
-    Those of replicas come in the order of the micro-batches; of updates, replica 0 counts.
+    An action counts from when it could begin, so the time to wake up is included. Of actions on
+    updates, those of replica 0 count.
     """
     first = trace.plan.address_of(stage)
     kind = trace.plan.applied_by(first) if kind is Kind.STEP else kind
@@ -102,14 +105,14 @@ def _samples(trace: Trace, stretches: list[Spans], stage: int, kind: Kind) -> Sa
 def fit(trace: Trace) -> Costs:
     """Return the costs of the actions and messages of a trace.
 
-    Every action keeps its own measured time, in the order of the micro-batches. The latency is the
+    Each action keeps its own measured time, in the order of the micro-batches. The latency is the
     mean over the messages that a stage waited for.
 
     Args:
         trace: A trace, measured or simulated.
 
     Returns:
-        The costs. Their bandwidth is infinite, because the latency includes the transmissions.
+        The costs. Their bandwidth is infinite, because the latency includes the transmission.
 
     Raises:
         TraceError: The trace is too short.
@@ -144,12 +147,12 @@ def fit(trace: Trace) -> Costs:
 
 
 def _mean(nanoseconds: Any) -> float:
-    """Return the mean in seconds, at least 0; 0 for no values."""
+    """Return the mean of nanoseconds in seconds, at least 0; 0 for no values."""
     return max(float(np.mean(nanoseconds)) / 1e9, 0.0) if len(nanoseconds) else 0.0
 
 
 def _bytes(plan: Plan, stretches: list[Spans], kinds: tuple[Kind, ...]) -> tuple[float, ...]:
-    """Return the mean number of bytes that each stage sends in an action of some kinds."""
+    """Return, by stage, the mean bytes that an action of some kinds sends."""
     codes = [CODES[kind] for kind in kinds]
     of_stages = (stretches[plan.address_of(stage)] for stage in range(plan.num_stages))
     sizes = (stretch["bytes"][np.isin(stretch["kind"], codes)] for stretch in of_stages)
@@ -157,11 +160,8 @@ def _bytes(plan: Plan, stretches: list[Spans], kinds: tuple[Kind, ...]) -> tuple
 
 
 def _latency(plan: Plan, stretches: list[Spans]) -> float:
-    """Return the mean seconds under way of the messages that a stage waited for.
-
-    Other messages do not count, because a busy receiver notes their arrival late, which delays
-    nothing.
-    """
+    """Return the mean seconds that the messages that a stage waited for were under way."""
+    # Others do not count: a busy receiver notes their arrival late, which delays nothing.
     waited = [stretch[stretch["arrived"] > stretch["ready"]] for stretch in stretches]
     found = [np.zeros(0)]
     found += [hop_times(e, stretches[e.source], waited[e.target]) for e in hops_between(plan)]
@@ -171,6 +171,8 @@ def _latency(plan: Plan, stretches: list[Spans]) -> float:
 
 def _turnaround(trace: Trace, coordinator: Spans, injected: Spans) -> float:
     """Return the mean seconds from the loss that gives a credit back to the next injection."""
+    # It counts from the later of that loss and the end of the injection before. An injection after
+    # a flush waits for the flush, so it does not count.
     k = trace.plan.per_update
     ahead = trace.credits * k
     losses = coordinator[coordinator["kind"] == LOSS_CAME]
@@ -210,7 +212,7 @@ def predict(trace: Trace) -> Prediction:
             "there are fewer than two updates without a flush between them; record a longer run"
         )
     costs = fit(trace)
-    # As many micro-batches as there are samples, so that each one has its own.
+    # As many micro-batches as there are samples, so that each has its own measured time.
     made = simulate(plan_of(trace), costs, len(costs.forward[0]), credits=trace.credits)
     return Prediction(measured=measured, predicted=summarize(made).throughput, trace=made)
 
@@ -236,7 +238,7 @@ def changes_of(text: str) -> dict[str, Any]:
                 raise ConfigError(f"{name} must be an integer of at least 1, not {value!r}")
             changes[name] = int(value)
         else:
-            # Commas separate the changes, so colons separate the entries of a list.
+            # Commas already separate the changes, so colons separate the entries of a list.
             changes[name] = value.split(":") if name in _LISTS else value
     return changes
 
@@ -246,8 +248,8 @@ def what_if(trace: Trace, changes: Mapping[str, Any]) -> Trace:
 
     Micro-batches keep their size. The number of workers stays the same unless ``stages`` changes;
     for a schedule that interleaves, the stage of each worker is cut into several. With another
-    number of stages, the simulation assumes that all layers' work divides evenly, and that every
-    hop carries as much as the mean hop.
+    number of stages, the simulation assumes that the work of all layers divides evenly, and that
+    every hop carries as much as the mean hop.
 
     Args:
         trace: The trace of a measured run.
@@ -304,7 +306,7 @@ def _changed_plan(plan: Plan, changes: Mapping[str, Any]) -> Plan:
 def regrouped(costs: Costs, before: Shape, after: Shape) -> Costs:
     """Return the costs of the same model with other stages.
 
-    If the workers stay the same and had one stage each, every stage is cut into equal parts; else
+    If the workers stay the same and had one stage each, each stage is cut into equal pieces; else
     the work of all stages is spread evenly.
     """
     if before.num_stages == after.num_stages and before.workers == after.workers:
@@ -316,7 +318,7 @@ def regrouped(costs: Costs, before: Shape, after: Shape) -> Costs:
 
 
 def evenly(costs: Costs, stages: int) -> Costs:
-    """Spread the work of all stages evenly over another number of stages."""
+    """Spread the work of all stages evenly over ``stages``; one entry then stands for all."""
 
     def spread(by_stage: tuple[Samples, ...]) -> tuple[Samples, ...]:
         longest = max(map(len, by_stage))
@@ -326,7 +328,7 @@ def evenly(costs: Costs, stages: int) -> Costs:
     def mean(sizes: tuple[float, ...]) -> tuple[float, ...]:
         return (sum(sizes) / max(len(sizes), 1),)
 
-    # The last stage sends no activation to another one, and the first stage no gradient.
+    # Means are over hops: the last stage sends no activation, and the first one no gradient.
     return replace(
         costs,
         forward=spread(costs.forward),

@@ -1,10 +1,10 @@
 """The simulator: it executes the orders of a plan, and computes times from costs.
 
 The time of an action follows from the times of the actions whose messages it needs, and the order
-fixes the sequence of what a worker or a link does. So nothing has to be sorted by time: actions are
-executed in any order in which they can happen (`schedules/execution.py`), each in constant time. A
-run of A actions takes O(A) time, and O(A) memory for its trace, 64 bytes for each action. Times are
-whole nanoseconds, so that no rounding depends on the order of a sum.
+fixes the sequence of what a worker or a link does. So no queue of events sorted by time is needed:
+actions are executed in any order in which they can happen (`schedules/execution.py`), each in
+constant time. A run of A actions takes O(A) time, and O(A) memory for its trace, 64 bytes for each
+action. Times are whole nanoseconds, so that no rounding depends on the order of a sum.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from pipedream_rt.simulation.costs import Costs, Samples
 
 _FREE: Samples = (0.0,)
 
-# Names of their own, because to look a member up in its class takes long where it is done for every
-# action.
+# Module globals, because looking a member up in its class takes long if done for every action.
 _FORWARD, _BACKWARD, _INPUT, _WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT
 
 _COUNTED = (EdgeKind.LOSS, EdgeKind.WEIGHT, EdgeKind.SHARE, EdgeKind.TOTAL)
-"""The kinds of messages of which an action may need several at a time, or none."""
+"""The kinds of messages of which one action may need several, or none."""
 
 
 def simulate(plan: Plan, costs: Costs, micro_batches: int, *, credits: int | None = None) -> Trace:
@@ -76,13 +75,13 @@ def simulate(plan: Plan, costs: Costs, micro_batches: int, *, credits: int | Non
 
 
 def _ns(seconds: float) -> int:
-    """Return seconds as whole nanoseconds."""
+    """Return whole nanoseconds."""
     return round(seconds * 1e9)
 
 
 @dataclass(slots=True)
 class _Link:
-    """The link from one worker to another, for which messages queue.
+    """The link from one worker to another, for which the messages of all its edges queue.
 
     Attributes:
         free: The time when the last message will have left, in ns.
@@ -96,10 +95,14 @@ class _Way:
     """An edge between two addresses with the costs of its messages. Times are in nanoseconds.
 
     Attributes:
+        source: The address that sends.
+        transmission: The time for which a message occupies the link.
+        latency: The time from the end of the transmission to the arrival.
         link: The link between the two workers; None if one worker hosts both stages.
         size: The size of a message in bytes.
-        arrivals: The times of arrival of the messages that are sent and not used yet, oldest first.
-        last: The number of the last message that was sent, of the same kinds.
+        arrivals: When the messages that are sent and not taken yet arrive, oldest first.
+        numbers: Of the kinds `_COUNTED`, the numbers of these messages.
+        last: Of the kinds `_COUNTED`, the number of the last message that was sent.
     """
 
     source: int
@@ -112,7 +115,7 @@ class _Way:
     last: int = -1
 
     def send(self, now: int) -> None:
-        """Send a message; if there is no link, it arrives at once."""
+        """Send a message; without a link it arrives at once."""
         link = self.link
         if link is None:
             self.arrivals.append(now)
@@ -129,7 +132,7 @@ class _Way:
             self.send(now)
 
     def take_up_to(self, number: int) -> int:
-        """Use all messages up to a number; return when the last of them came, -1 for none."""
+        """Take all messages up to a number; return when the last of them came, -1 for none."""
         came = -1
         while self.numbers and self.numbers[0] <= number:
             self.numbers.popleft()
@@ -143,8 +146,14 @@ class _Doing:
 
     Attributes:
         code: The number of the kind in a span.
-        peeks: The edges on which a message must have come that stays for a later forward.
-        loss: That to the coordinator; None if it gives no loss.
+        samples: The times that it takes, in nanoseconds, by micro-batch or update in turn.
+        comes: The edges of which it needs one message.
+        counted_in: Those of the kinds `_COUNTED`, with the row that says up to which number.
+        peeks: The edges on which a message must have come, but is left for a later forward.
+        goes: The edges on which it sends one message.
+        counted_out: Those of the kinds `_COUNTED`, with the row that says which number.
+        loss: The edge of its loss to the coordinator; None if it gives none.
+        plain: Whether all its messages are in `comes` and `goes`, and it is no injection.
         size: The bytes that it sends in all.
     """
 
@@ -161,24 +170,20 @@ class _Doing:
 
 
 class _Doings(dict[int, _Doing]):
-    """The costs and the messages of a kind of action on a replica, by micro-batch or update.
-
-    With replicas, messages go to others for each micro-batch, until they are the same again. There
-    may be many ways until then, so an entry is made when it is asked for.
-    """
+    """The costs and the messages of a kind of action on a replica, by its place in the cycle."""
 
     def __init__(self, make: Callable[[int], _Doing]) -> None:
         super().__init__()
         self._make = make
 
     def __missing__(self, number: int) -> _Doing:
-        """Make an entry."""
+        # Made when first asked for, since a cycle (`Placement.cycle`) may be long.
         made = self[number] = self._make(number)
         return made
 
 
 class _Run:
-    """One simulation."""
+    """One simulation; its spans are in `recorder`."""
 
     def __init__(self, plan: Plan, costs: Costs, micro_batches: int, credits: int) -> None:
         self._plan = plan = replace(plan, ahead=credits)
@@ -186,7 +191,7 @@ class _Run:
         self._latency, self._turnaround = _ns(costs.latency), _ns(costs.turnaround)
         self._links: dict[tuple[int, int], _Link] = {}
         self._ways: dict[Edge, _Way] = {}
-        # By address, and the coordinator, which comes last, where an index of -1 finds it.
+        # By address; the coordinator comes last, where its address -1 finds it.
         places = [*plan.addresses, COORDINATOR]
         self._doings = {kind: [self._doings_of(kind, a) for a in places] for kind in Kind}
         self._ledgers = [VersionLedger(plan.stage_of(a)) for a in plan.addresses]
@@ -194,6 +199,7 @@ class _Run:
         self._next = [plan.next_own(a, 0) for a in plan.addresses]
         self._stage_of = [plan.stage_of(a) for a in plan.addresses]
         self._applied_by = [plan.applied_by(a) for a in plan.addresses]
+        # At least as many spans as the run has, since a recorder overwrites the oldest.
         each = micro_batches * (3 if self._splits() else 2)
         updates = micro_batches // plan.per_update * (3 if plan.replicated else 2) + 1
         most = each * plan.num_stages + updates * len(plan.addresses)
@@ -207,12 +213,12 @@ class _Run:
         return found
 
     def _made(self, edge: Edge) -> _Way:
-        """Make an edge with its costs; those of the coordinator have a latency alone."""
+        """Make an edge with its costs; to and from the coordinator they are a latency alone."""
         costs, plan = self._costs, self._plan
         if COORDINATOR in (edge.source, edge.target):
             return _Way(edge.source, 0, self._latency, _Link(), 0)
         source, target = plan.stage_of(edge.source), plan.stage_of(edge.target)
-        sizes = {  # norms are a few bytes; how large tied weights are, costs do not say
+        sizes = {  # others count as 0: norms are small, and costs do not tell of tied weights
             EdgeKind.ACTIVATION: costs.activation_bytes[source],
             EdgeKind.GRADIENT: costs.gradient_bytes[source],
             EdgeKind.PARTIAL: costs.weight_bytes[source],
@@ -247,7 +253,7 @@ class _Run:
             took: Samples = (costs.injection,)
             speed, sending = 1.0, 0.0
             if address != COORDINATOR:
-                # The gradients are applied by one of the two actions.
+                # The time of a step is spent where gradients are applied: in S, or in A.
                 idle = kind is Kind.STEP and plan.applied_by(address) is not Kind.STEP
                 of_stages = seconds.get(kind, ())
                 took = of_stages[plan.stage_of(address)] if of_stages and not idle else _FREE
@@ -280,10 +286,8 @@ class _Run:
         )
 
     def execute(self) -> None:
-        """Execute every action: find its start and its version, write its span, send its messages.
-
-        The loop uses local names, because it runs millions of times.
-        """
+        """Execute every action: find its start and version, write its span, send its messages."""
+        # The loop uses local names, because it runs millions of times.
         plan, ledgers = self._plan, self._ledgers
         clocks = [0] * (plan.workers + 1)  # the last is the coordinator's
         cycles = [plan.cycle(a) for a in plan.addresses] if plan.replicated else []
@@ -333,7 +337,7 @@ class _Run:
         self, doing: _Doing, address: Address, kind: Kind, index: int,
         arrived: int, waited_for: int, start: int,
     ) -> tuple[int, int, int, int]:  # fmt: skip
-        """Take messages of which there may be several, or none."""
+        """Take the messages that are not plain; return (arrived, waited_for, start, version)."""
         last = -1
         for way, of_way in doing.counted_in:
             came = way.take_up_to(of_way.of(index).number)
@@ -341,17 +345,17 @@ class _Run:
             if came > arrived:
                 arrived, waited_for = came, way.source
         for way, of_way in doing.peeks:
-            # Unless its forward is done, or a flush comes in its place.
+            # Nothing to peek at if its forward is done, or a flush comes before it.
             if way.arrivals and of_way.of(index).number >= self._next[address]:
                 arrived, waited_for = max((arrived, waited_for), (way.arrivals[0], way.source))
         if address != COORDINATOR:
             return arrived, waited_for, start, self._version_of(kind, address, index)
-        if last >= 0:  # a credit that the last loss of a mini-batch gives back
+        if last >= 0:  # the last loss of a mini-batch has given a credit back
             start = max(start, last) + self._turnaround
         return 0, NOBODY, start, 0
 
     def _others_go(self, doing: _Doing, address: Address, index: int, end: int) -> None:
-        """Send messages that are counted, and note the loss that arrives at the coordinator."""
+        """Send the counted messages, and record when a loss arrives at the coordinator."""
         for way, of_way in doing.counted_out:
             way.send_up_to(of_way.of(index).number, end)
         if doing.loss is not None:

@@ -1,1 +1,1 @@
-"""Rules: what each feature does to the updates of a stage. A feature is one file here."""
+"""Rules: what each feature does to the training of a stage. A feature is one file here."""

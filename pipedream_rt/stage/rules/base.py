@@ -1,8 +1,9 @@
 """The two protocols of rules, and the update that they change.
 
 A rule is what one feature does to the training of a stage: it takes tensors and returns what goes
-to other stages. There are two kinds, since some features act before an update exists. A rule has
-the methods that it needs, and a stage calls no others, so a rule that is not there costs nothing.
+to other stages. There are two kinds, since some features act before an update exists. A rule
+overrides the methods that it needs, and a stage calls those alone, so a feature that is not used
+costs nothing.
 
 The life of an update t on a stage, with the methods of `UpdateRule`::
 
@@ -10,7 +11,7 @@ The life of an update t on a stage, with the methods of `UpdateRule`::
     S t         collect     complete and measure them
     A t         change      the last change of gradients, or the update is skipped
                 around      around the step of the torch optimizer, unless it is skipped
-                after       the version is made, also by an update that was skipped
+                after       the version is made, even if the update was skipped
 """
 
 from __future__ import annotations
@@ -38,7 +39,11 @@ class Update:
     """An update from its step until it is applied.
 
     Attributes:
+        number: Number of the update, which makes version ``number + 1``.
         gradients: The gradients of the stage's own weights, in their order.
+        hyper: By parameter group of the whole model, its hyper-parameters.
+        read: The versions that its micro-batches with samples have read.
+        skipped: Whether no stage applies it.
     """
 
     number: int
@@ -49,7 +54,7 @@ class Update:
 
     @property
     def mean_read(self) -> float:
-        """The mean of the versions that its micro-batches have read; its own number if none has."""
+        """The mean of the versions that its micro-batches have read; its own number if none did."""
         return sum(self.read) / len(self.read) if self.read else self.number
 
 
@@ -58,7 +63,9 @@ class Context:
     """What rules know of the stage that they belong to.
 
     Attributes:
+        numbers: By name, the place of each trainable parameter of the stage in the unsplit model.
         norm_dtype: The dtype of the norm of all gradients of the model.
+        totals: The rule that makes that norm (`totals.py`); None if no rule needs it.
     """
 
     plan: Plan
@@ -76,23 +83,31 @@ class Context:
 
 
 class Rule:
-    """What rules of both kinds may have."""
+    """What rules of both kinds may have.
+
+    Attributes:
+        channels: The kinds of messages that `receive` takes.
+        names: The names under which it keeps something, besides those of parameters.
+    """
 
     channels: ClassVar[tuple[EdgeKind, ...]] = ()
     names: Sequence[str] = ()
 
     def receive(self, kind: EdgeKind, sender: Address, value: Any) -> None:
-        """Take a message of one of its channels, which a later method will use."""
+        """Take a message of one of its channels, for a later method to use."""
 
     def state(self) -> StepState:
-        """Return what is to be kept in a checkpoint, as of the newest version; see `Key`.
+        """Return what a checkpoint keeps, as of the newest version.
 
         The part of its keys is the rule's name.
         """
         return {}
 
     def load_state(self, state: Mapping[Key, Any], step: int) -> None:
-        """Go on with what `state` returned, here or, after another split, on other stages."""
+        """Go on with what `state` returned; ``step`` is the number of updates that are done.
+
+        ``state`` is the whole checkpoint's, since the model may have been split otherwise.
+        """
 
     def statistics(self) -> dict[str, Any]:
         """Return counters for `Pipeline.statistics`."""
@@ -100,13 +115,17 @@ class Rule:
 
 
 class RuleOption:
-    """An option of the pipeline of which each stage makes a rule. It is pickled for the workers."""
+    """An option of the pipeline of which each stage makes a rule. It is pickled for the workers.
+
+    Attributes:
+        called: What messages call the user's objects in it.
+    """
 
     __slots__ = ()
     called: ClassVar[str] = "correction"
 
     def rule(self, context: Context) -> Rule:
-        """Return the rule of a stage."""
+        """Return the rule that acts on one stage."""
         raise NotImplementedError
 
     def needs_totals(self, num_stages: int) -> bool:
@@ -114,46 +133,46 @@ class RuleOption:
         return False
 
     def things(self) -> Sequence[object]:
-        """Return objects of the user's in it, whose code workers compare with the script's."""
+        """Return the user's objects in it: workers compare their code with the script's."""
         return ()
 
 
 class UpdateRule(Rule):
-    """What changes updates. The methods are called in the order below, each for all rules."""
+    """What changes updates. The methods are called in this order, each for all rules in turn."""
 
     def collect(self, update: Update) -> Gifts:
-        """Complete or measure the gradients of an update, at its step."""
+        """Complete or measure the gradients of an update, at its step; return what is sent."""
         return {}
 
     def change(self, update: Update) -> None:
-        """Change the gradients once more, which are on the parameters now, or skip the update."""
+        """Change the gradients, which are on the parameters now, or skip the update."""
 
     def around(
         self, update: Update, optimizer: torch.optim.Optimizer
     ) -> AbstractContextManager[object]:
-        """Return a context in which the torch optimizer steps."""
+        """Return a context around the step of the torch optimizer."""
         raise NotImplementedError
 
     def after(self, update: Update, optimizer: torch.optim.Optimizer | None) -> Gifts:
-        """Look at the version that the update has made."""
+        """Use the version that the update has made; the optimizer is None without weights."""
         return {}
 
 
 class MicroBatchRule(Rule):
-    """What acts within a micro-batch."""
+    """What acts within a micro-batch, before its update exists."""
 
     def loss(self, update: int, loss: Tensor) -> Tensor:
-        """Change the loss of a micro-batch of an update, of which the backward begins."""
+        """Return the changed loss of a micro-batch, just before its backward."""
         return loss
 
     def roots(self, micro_batch: int) -> list[tuple[GradientEdge, Tensor]]:
-        """Return further roots of the backward of a micro-batch, with their gradients."""
+        """Return further roots for the backward of a micro-batch, with their gradients."""
         return []
 
     def adjust(self, micro_batch: int) -> Adjust | None:
-        """Return what changes the gradients of a micro-batch before they are added, if anything."""
+        """Return what changes the gradients of a micro-batch before they are added up, if any."""
         return None
 
     def ended(self, micro_batch: int) -> Gifts:
-        """Add to the pending update, or take something out of it, when a backward has ended."""
+        """Add to the pending update, or take from it, after a backward; return what is sent."""
         return {}

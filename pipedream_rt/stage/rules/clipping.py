@@ -22,9 +22,9 @@ class Clip(RuleOption):
     """How gradients are clipped before each update, as by `torch.nn.utils.clip_grad_norm_`.
 
     Attributes:
-        norm: The largest norm of gradients; they are scaled by one factor to have it.
+        norm: The largest norm of gradients; larger ones are scaled down by one factor.
         value: The largest absolute value of an element of a gradient; give this or ``norm``.
-        over: Of what the norm is taken: all gradients of the ``"model"``, or those of each
+        over: What the norm is taken over: all gradients of the ``"model"``, or those of each
             ``"stage"`` by itself.
         norm_type: The p of the p-norm; may be ``inf``.
 
@@ -50,16 +50,16 @@ class Clip(RuleOption):
             raise ConfigError(f'over of Clip must be "model" or "stage", not {self.over!r}')
 
     def rule(self, context: Context) -> Clipping:
-        """Return the rule of a stage."""
+        """Return the rule that clips on one stage."""
         return Clipping(self, context)
 
     def needs_totals(self, num_stages: int) -> bool:
-        """Whether it clips by the norm of several stages."""
+        """Whether it clips by a norm over several stages."""
         return self.of_model and num_stages > 1
 
     @property
     def of_model(self) -> bool:
-        """Whether the norm of all gradients of the model is needed."""
+        """Whether it clips by the norm of all gradients of the model."""
         return self.norm is not None and self.over == "model"
 
 
@@ -97,6 +97,7 @@ class Clipping(UpdateRule):
             return
         assert self._clip.norm is not None
         total = None if self._totals is None else self._totals.of(update.number)
+        # The stage clips by its own norm, or is the only one.
         if total is None:
             total = nn.utils.get_total_norm(
                 [p.grad for p in found if p.grad is not None], self._clip.norm_type
@@ -105,6 +106,6 @@ class Clipping(UpdateRule):
         nn.utils.clip_grads_with_norm_(found, self._clip.norm, total)
 
     def statistics(self) -> dict[str, Any]:
-        """Return the norms of the last updates, where this is the only stage."""
+        """Return the norms of the last two updates, where this is the only stage."""
         newest = [[update, float(norm)] for update, norm in self._norms]
         return {"grad_norms": newest} if self._alone else {}

@@ -1,10 +1,10 @@
-"""Coding: tensors leave a stage packed by the codec of their edge, and what that loses is fed back.
+"""Coding: tensors leave a stage packed by the codec of their edge, with error feedback.
 
-What packing has lost of a tensor, its residual, is added to the next one of the same edge. Values
-are packed in the order of the forwards and gradients in that of the backwards, which the plan says,
-so residuals do not depend on timing. A checkpoint of step t has them as they were between
-mini-batch t-1 and mini-batch t; since a stage may have done micro-batches of later ones by the time
-that the update is done, those of the mini-batches that have begun since are kept meanwhile.
+What packing loses of a tensor, its residual, is added to the next tensor of the same edge. Values
+are packed in the order of the forwards and gradients in that of the backwards, both fixed by the
+plan, so residuals do not depend on timing. A checkpoint of step t has the residuals as they were
+between mini-batches t-1 and t. By the time that update t-1 is done, a stage may have packed later
+micro-batches, so the residuals before each mini-batch are kept until its update.
 """
 
 from __future__ import annotations
@@ -35,14 +35,13 @@ class EdgeCodecs(RuleOption):
     """The codecs that pack what crosses edges.
 
     Attributes:
-        by_edge: The codecs, by the stages at both ends of an edge, in the order of the model.
+        by_edge: By the stages at both ends of an edge, in the order of the model, its codec.
     """
 
     by_edge: Mapping[tuple[int, int], ByteCodec]
     called = "codec"
 
     def rule(self, context: Context) -> Coding:
-        """Return the rule of a stage."""
         return Coding(self.by_edge, context)
 
     def things(self) -> Sequence[object]:
@@ -58,22 +57,22 @@ class Coding(MicroBatchRule):
         self._ways = {kind: _Way() for kind in _ONE_WAY}
         self._sizes: dict[Edge, Sizes] = {}
         self._version = 0
-        # By name, the edges of the stage, of which a checkpoint of another split may have some.
+        # By names of layers, since a checkpoint of another split may have some of these edges too.
         self._named = {self._cut(*edge): edge for edge in by_edge if context.stage in edge}
         self.names = tuple(self._named)
 
     def _cut(self, begin: int, end: int) -> str:
-        """Return the name of an edge: the layers at both ends."""
+        """Return the name of an edge: the layers at its two ends."""
         layers = self._plan.layers
         return f"{layers[begin][-1]} -> {layers[end][0]}"
 
     def _ends(self, edge: Edge) -> tuple[int, int]:
-        """Return the stages at both ends of an edge, in the order of the model."""
+        """Return the stages at the two ends of an edge, in the order of the model."""
         source, target = self._plan.stage_of(edge.source), self._plan.stage_of(edge.target)
         return (source, target) if edge.kind is EdgeKind.ACTIVATION else (target, source)
 
     def _codec_of(self, edge: Edge) -> ByteCodec | None:
-        """Return the codec of an edge; None for none in its direction."""
+        """Return the codec of an edge; None if it has none for this direction."""
         if edge not in self._codecs:
             codec = self._by_edge.get(self._ends(edge))
             fits = codec is not None and codec.direction in ("both", _ONE_WAY[edge.kind])
@@ -90,7 +89,10 @@ class Coding(MicroBatchRule):
         tensors: tuple[Tensor, ...],
         places: Sequence[int | None],
     ) -> tuple[tuple[Tensor, ...], list[Any]]:
-        """Pack the tensors of a micro-batch that is trained on."""
+        """Pack the tensors of a training micro-batch; return what crosses, and how it was packed.
+
+        ``places`` are their places in the value, by which residuals are kept; None is not packed.
+        """
         codec = self._codec_of(edge)
         if codec is None or not tensors:
             return tensors, []
@@ -109,17 +111,17 @@ class Coding(MicroBatchRule):
         return tuple(sent), coded if any(coded) else []
 
     def _pack(self, codec: ByteCodec, edge: Edge, place: int, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Pack a tensor, with what is fed back to it."""
+        """Pack a tensor with the residual of the one before added; keep its own residual."""
         where = str(edge)
         residuals = self._ways[edge.kind].residuals
         before = residuals.get((edge, place)) if codec.feedback else None
         if before is not None and before.shape == tensor.shape and before.dtype == tensor.dtype:
-            tensor = tensor + before.to(tensor.device)  # one of a checkpoint is on the host
+            tensor = tensor + before.to(tensor.device)  # that of a checkpoint is on the host
         with naming(codec, where):
             parts = require_parts(codec.pack(tensor), codec, where)
         if codec.feedback:
             lost = tensor - self._unpack(codec, where, parts, tensor.shape, tensor.dtype)
-            # What is no number has spoilt its own update, and would spoil all that come.
+            # A NaN has spoilt its own update already; fed back, it would spoil all later ones.
             residuals[edge, place] = lost.nan_to_num_(0.0, 0.0, 0.0)
         return parts
 
@@ -131,17 +133,17 @@ class Coding(MicroBatchRule):
         shape: torch.Size,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Return the tensor in the place of one that was packed."""
+        """Return what the receiver has of a packed tensor."""
         with naming(codec, where):
             found = codec.unpack(parts, shape, dtype)
-        # Layers may change it, and kernels round by its strides.
+        # Contiguous, since layers may change it in place, and kernels round by its strides.
         return require_same(found, shape, dtype, codec, where).contiguous()
 
     @torch.no_grad()
     def unpacked(
         self, edge: Edge, tensors: Sequence[Tensor], coded: Sequence[Any]
     ) -> tuple[Tensor, ...]:
-        """Return the tensors in the place of those that `packed` was given."""
+        """Return the tensors that `packed` was given, as the receiver has them."""
         codec = self._codec_of(edge)
         assert codec is not None
         left = iter(tensors)
@@ -158,14 +160,14 @@ class Coding(MicroBatchRule):
     # -- what is kept ---------------------------------------------------------------------------
 
     def after(self, update: Update, optimizer: torch.optim.Optimizer | None) -> Gifts:
-        """Forget the residuals of before the mini-batches whose updates are done."""
+        """Forget the residuals that only older checkpoints needed."""
         self._version = update.number + 1
         for way in self._ways.values():
             way.forget_before(self._version)
         return {}
 
     def state(self) -> StepState:
-        """Return the residuals behind the mini-batch whose update has made the newest version."""
+        """Return the residuals after the mini-batch whose update has made the newest version."""
         return {
             self._key(edge, place): tensor
             for way in self._ways.values()
@@ -173,12 +175,12 @@ class Coding(MicroBatchRule):
         }
 
     def _key(self, edge: Edge, place: int) -> Key:
-        """Return the key of a residual, which does not depend on where else the model is cut."""
+        """Return the key of a residual, which stays the same if the model is cut elsewhere too."""
         replicas = map(self._plan.replica_of, (edge.source, edge.target))
         return Key(CODECS, self._cut(*self._ends(edge)), (edge.kind.value, *replicas, place))
 
     def load_state(self, state: Mapping[Key, Any], step: int) -> None:
-        """Go on with the residuals of the edges that are there, and that this stage sends on."""
+        """Go on with the residuals of those edges on which this stage sends."""
         self._version = step
         for way in self._ways.values():
             way.begin(step)
@@ -191,7 +193,7 @@ class Coding(MicroBatchRule):
                     self._ways[edge.kind].residuals[edge, int(place)] = tensor
 
     def _edge(self, kind: EdgeKind, name: str, source: int, target: int) -> Edge | None:
-        """Return an edge on which this stage sends, by the replicas at its ends; or None."""
+        """Return the edge between two replicas; None unless this one sends on it."""
         ends = self._named[name]
         begin, end = ends if kind is EdgeKind.ACTIVATION else ends[::-1]
         senders, takers = self._plan.addresses_of(begin), self._plan.addresses_of(end)
@@ -201,9 +203,9 @@ class Coding(MicroBatchRule):
         return edge if edge.source == self._address else None
 
     def statistics(self) -> dict[str, Any]:
-        """Return for each edge how many micro-batches were packed, and the bytes before and after.
+        """Return, by edge, how many micro-batches were packed, and the bytes before and after.
 
-        An entry is the stages at both ends, the direction, and these three numbers.
+        An entry is the stages at the two ends, the direction, and these three numbers.
         """
         return {
             "packed": [
@@ -214,10 +216,7 @@ class Coding(MicroBatchRule):
 
 
 class _Way:
-    """The residuals of one direction, now and as they were before mini-batches that have begun.
-
-    A residual is never changed, only replaced, so an earlier state is a dictionary.
-    """
+    """The residuals of one direction, now and as they were before mini-batches that have begun."""
 
     def __init__(self) -> None:
         self.residuals: Residuals = {}
@@ -225,22 +224,23 @@ class _Way:
         self._entered = -1
 
     def begin(self, mini_batch: int) -> None:
-        """Begin with a mini-batch, of which no micro-batch is packed yet, without residuals."""
+        """Drop all residuals; no micro-batch of this mini-batch is packed yet."""
         self.residuals, self._before, self._entered = {}, {}, mini_batch - 1
 
     def enter(self, mini_batch: int) -> None:
         """Note that a micro-batch of a mini-batch will be packed."""
         if mini_batch > self._entered:
-            # A replica may have no micro-batch of those between.
+            # Also before those between, of which this replica has no micro-batch. A shallow copy is
+            # enough, since a residual is replaced, never changed in place.
             for each in range(self._entered + 1, mini_batch + 1):
                 self._before[each] = dict(self.residuals)
             self._entered = mini_batch
 
     def at(self, mini_batch: int) -> Residuals:
-        """Return the residuals as they were before a mini-batch, or as they are."""
+        """Return the residuals as they were before a mini-batch: as now, if it has not begun."""
         return self._before.get(mini_batch, self.residuals)
 
     def forget_before(self, mini_batch: int) -> None:
-        """Forget what was before earlier mini-batches."""
+        """Forget the residuals before earlier mini-batches."""
         for each in [old for old in self._before if old < mini_batch]:
             del self._before[each]

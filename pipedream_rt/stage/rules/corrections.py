@@ -1,4 +1,4 @@
-"""The corrections of one stage: when their hooks are called, and what becomes of their state."""
+"""Corrections for staleness: when a stage calls their hooks, and how it keeps their state."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from pipedream_rt.stage.rules.base import (
 from pipedream_rt.stage.values import Gifts
 
 _PART = "corrections"
-"""The part of the keys of what is kept for a parameter. After the name comes ``state``, the number
-of a correction and its own key; or ``view``, the version and the staleness."""
+"""The part of the keys of what is kept for a parameter. Its name is followed by ``state``, the
+number of a correction and its own key; or by ``view``, the version and the staleness."""
 
 _FARTHEST = 1000
-"""The most updates for which a version may be read, if corrections change what is read."""
+"""For how many updates at most a version may be read, if corrections change what is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,9 @@ class Correcting(RuleOption):
     corrections: tuple[Correction, ...]
 
     def rule(self, context: Context) -> Corrections:
-        """Return the rule of a stage."""
         return Corrections(self.corrections, context)
 
     def things(self) -> Sequence[object]:
-        """Return the corrections."""
         return self.corrections
 
 
@@ -65,6 +63,7 @@ class Corrections(UpdateRule, MicroBatchRule):
         self._plan, self._stage = context.plan, context.stage
         self._own = context.weights.own
         self._parameters = parameters = context.named
+        # Other stages have copies of tied weights, which a correction here would not change.
         self.names = [name for name in parameters if name not in context.weights.tied]
         for correction in self._all:
             correction.state = {}
@@ -93,10 +92,7 @@ class Corrections(UpdateRule, MicroBatchRule):
         )
 
     def _call(self, correction: Correction, hook: str, at: Moment, *given: Any) -> None:
-        """Call a hook, and refuse what would be lost.
-
-        What a correction remembers is looked at in the updates 0, 1, 3, 7 and so on.
-        """
+        """Call a hook; refuse a result, or a tensor in place of a given one: both would be lost."""
         dicts = [each for each in given if isinstance(each, dict)]
         before = [{name: (t, _place(t)) for name, t in each.items()} for each in dicts]
         self.at = f"{type(correction).__name__}.{hook}"
@@ -115,6 +111,7 @@ class Corrections(UpdateRule, MicroBatchRule):
                     f"{self.at} put another tensor in the place of one that it was given, which "
                     "would be lost; change it in place, as by tensor.mul_(2) or tensor[...] = value"
                 )
+        # In the updates 0, 1, 3, 7 and so on: early, and seldom in a long run.
         if at.update & (at.update + 1) == 0:
             self._check_state(correction, (t for each in dicts for t in each.values()))
         self.at = ""
@@ -122,14 +119,14 @@ class Corrections(UpdateRule, MicroBatchRule):
     # -- gradients ------------------------------------------------------------------------------
 
     def adjust(self, micro_batch: int) -> Adjust | None:
-        """Return `Correction.after_backward` of all that have one, for a gradient that is stale."""
+        """Return the ``after_backward`` of all corrections, if the micro-batch is stale."""
         if not self._after_backward:
             return None
         update, read = micro_batch // self._plan.per_update, self._own.ledger.pinned(micro_batch)
         return functools.partial(self._adjusted, update, read) if update > read else None
 
     def _adjusted(self, update: int, read: int, gradients: Named, then: Named, now: Named) -> None:
-        """Change the gradient of a micro-batch in place; see `Correction.after_backward`."""
+        """Change the gradients of a micro-batch in place."""
         at = self._moment(update, read)
         mine = {name: gradients[name] for name in self.names if name in gradients}
         for correction in self._after_backward:
@@ -149,6 +146,8 @@ class Corrections(UpdateRule, MicroBatchRule):
                     _set(group, copy.deepcopy(was))  # a hook may change a tensor or a list in place
             for correction in self._before_step:
                 self._call(correction, "before_step", at, optimizer)
+            # Options that no hook has changed become the very same objects again. So below an
+            # option is a changed one exactly if it is another object.
             for group, was in zip(groups, kept, strict=True):
                 group.update({k: v for k, v in was.items() if k in group and _equal(group[k], v)})
             if self._after_step:
@@ -174,7 +173,7 @@ class Corrections(UpdateRule, MicroBatchRule):
     def _refuse_a_second_change(
         self, group: Hyper, became: Hyper, was: Hyper, marks: dict[str, int]
     ) -> None:
-        """Refuse a step that has changed an option which corrections had changed for it alone."""
+        """Refuse a step that changes an option which corrections have changed for it alone."""
         now = _marks(group)
         for name, value in became.items():
             changed = group.get(name) is not value or now.get(name) != marks.get(name)
@@ -189,7 +188,7 @@ class Corrections(UpdateRule, MicroBatchRule):
 
     @torch.no_grad()
     def after(self, update: Update, optimizer: torch.optim.Optimizer | None) -> Gifts:
-        """Make the views of the version that an update has made, if it was skipped too."""
+        """Make the views of the new version, even if its update was skipped."""
         version = update.number + 1
         for staleness in self._distances(version) if optimizer is not None else ():
             assert optimizer is not None
@@ -197,7 +196,7 @@ class Corrections(UpdateRule, MicroBatchRule):
         return {}
 
     def _distances(self, version: int) -> list[int]:
-        """Return the stalenesses above 0 with which micro-batches will read a version."""
+        """Return the stalenesses, in updates and above 0, with which a version will be read."""
         if not self._own.looks_ahead:
             return []
         found: set[int] = set()
@@ -217,10 +216,10 @@ class Corrections(UpdateRule, MicroBatchRule):
     def _look_ahead(
         self, version: int, distance: int, weights: Named, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Change copies of a version's weights; see `Correction.before_forward`."""
+        """Let ``before_forward`` change copies of a version's weights."""
         at = self._moment(version + distance, version)
         kept = [_options(group) for group in optimizer.param_groups]
-        # Where no step was made so far, there are the options of the next one alone.
+        # Before the first step there are only the options of the next one.
         for group, options in zip(optimizer.param_groups, self._corrected or kept, strict=True):
             _set(group, options)
         mine = {name: weights[name] for name in self.names}
@@ -251,7 +250,7 @@ class Corrections(UpdateRule, MicroBatchRule):
         }
 
     def lacks_views(self) -> bool:
-        """Whether a view is missing, after a restore, that a micro-batch to come reads."""
+        """Whether a restore has left out a view that a later micro-batch reads."""
         there = self._own.views()
         return any(
             (version, staleness) not in there
@@ -261,7 +260,7 @@ class Corrections(UpdateRule, MicroBatchRule):
         )
 
     def _check_state(self, correction: Correction, given: Iterable[Tensor]) -> None:
-        """Refuse what a correction remembers if it would be something else after a resume."""
+        """Refuse state of a correction that would not be the same after a resume."""
         who = f"{type(correction).__name__} on stage {self._stage}"
         seen = set(map(_place, (*given, *self._parameters.values())))
         for name, values in correction.state.items():
@@ -311,7 +310,7 @@ class Corrections(UpdateRule, MicroBatchRule):
 def _views_in(
     given: Mapping[str, Mapping[tuple[Any, ...], Any]], parameters: VersionedParameters
 ) -> dict[tuple[int, int], dict[str, Tensor]]:
-    """Return those views in a state, by name, that are whole, and of versions that are kept."""
+    """Return the views in a state, by version and staleness, that are whole and still needed."""
     found: dict[tuple[int, int], dict[str, Tensor]] = {}
     for name, parameter in parameters.named.items():
         for path, value in given[name].items():
@@ -328,25 +327,25 @@ def _views_in(
 
 
 def _place(tensor: Tensor) -> int:
-    """Return where the memory of a tensor begins; 0 if it has none, or is sparse."""
+    """Return where a tensor's storage begins in memory; 0 if it has none, or is sparse."""
     dense = tensor.layout is torch.strided
     return tensor.untyped_storage().data_ptr() if dense and tensor.numel() else 0
 
 
 def _options(group: Hyper) -> Hyper:
-    """Return the options of a group."""
+    """Return a group without its parameters."""
     return {name: value for name, value in group.items() if name != "params"}
 
 
 def _set(group: Hyper, options: Hyper) -> None:
-    """Let a group have these options, and no others."""
+    """Give a group these options, and no others."""
     for name in _options(group).keys() - options.keys():
         del group[name]
     group.update(options)
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether two values of an option are the same."""
+    """Whether two values of an option are equal, of the same type and dtype."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         both = isinstance(one, Tensor) and isinstance(other, Tensor)
         return both and one.dtype is other.dtype and torch.equal(one, other)
@@ -354,5 +353,5 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _marks(options: Hyper) -> dict[str, int]:
-    """Return what differs once a tensor among the options was changed in place."""
+    """Return, by name, what changes when a tensor option is changed in place."""
     return {name: v._version for name, v in options.items() if isinstance(v, Tensor)}

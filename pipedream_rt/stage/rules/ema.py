@@ -1,4 +1,4 @@
-"""Averages: an exponential moving average of the weights, as `torch.optim.swa_utils` makes it."""
+"""An exponential moving average of the weights, as `torch.optim.swa_utils` makes it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AVERAGE = "ema"
 
 @dataclass(frozen=True, slots=True)
 class Averaging(RuleOption):
-    """The average that every stage makes of its weights.
+    """The average that each stage makes of its weights.
 
     Attributes:
         decay: The decay of the average, as 0.999.
@@ -30,12 +30,11 @@ class Averaging(RuleOption):
     decay: float
 
     def rule(self, context: Context) -> Ema:
-        """Return the rule of a stage."""
         return Ema(self.decay, context)
 
 
 class Ema(UpdateRule):
-    """The average of the weights of one stage. It outlives the optimizer."""
+    """The average of one stage's weights. It outlives the optimizer."""
 
     def __init__(self, decay: float, context: Context) -> None:
         self._decay = decay
@@ -59,11 +58,9 @@ class Ema(UpdateRule):
         return self._average or {n: p.detach() for n, p in self._parameters.items()}
 
     def state(self) -> StepState:
-        """Return the average of each parameter."""
         return {Key(AVERAGE, name): tensor for name, tensor in self._average.items()}
 
     def load_state(self, state: Mapping[Key, Any], step: int) -> None:
-        """Go on with the averages of a checkpoint."""
         self._average = {
             name: like(parameter, state[Key(AVERAGE, name)])
             for name, parameter in self._parameters.items()

@@ -1,4 +1,4 @@
-"""The rules of a stage, in the order in which they act: stated here, and nowhere else."""
+"""The order in which the rules of a stage act: stated here, and nowhere else."""
 
 from __future__ import annotations
 
@@ -17,17 +17,14 @@ from pipedream_rt.stage.rules.ties import Ties
 from pipedream_rt.stage.rules.totals import Totals
 
 ORDER: tuple[type[RuleOption], ...] = (LossScale, Clip, Correcting, Averaging, EdgeCodecs)
-"""The options, in the order of their rules. Gradients are scaled back before they are clipped, and
-the average is taken of what a step has made. A new rule gets its place here."""
+"""The options, in the order of their rules. Gradients are unscaled before they are clipped, and the
+average is taken after the step. A new rule gets its place here."""
 
 
 def rules_of(options: Sequence[RuleOption], context: Context) -> Iterator[Rule]:
-    """Yield the rules of a stage in the order in which they act.
-
-    Replicas come first, since all others look at the sum over them. What goes to other replicas
-    comes last.
-    """
+    """Yield the rules of a stage in the order in which they act."""
     plan, stage = context.plan, context.stage
+    # First, since all others need the gradients summed over the replicas.
     if plan.replicas[stage] > 1:
         yield Replicas(context)
     if context.weights.tied:
@@ -37,5 +34,6 @@ def rules_of(options: Sequence[RuleOption], context: Context) -> Iterator[Rule]:
         context = replace(context, totals=totals)
     for option in sorted(options, key=lambda each: ORDER.index(type(each))):
         yield option.rule(context)
+    # Last, so that the weights that go to the other replicas are final.
     if plan.shape.shards(stage):
         yield Shards(context)

@@ -1,4 +1,7 @@
-"""Replicas: the gradients of an update are added up over them, in the order of their ranks."""
+"""Replicas: the gradients of an update are summed over them, in rank order.
+
+Each replica adds up all parts itself, in the same order, so all come to the same bits.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from pipedream_rt.stage.values import Gifts, Part
 
 
 class Replicas(UpdateRule):
-    """The sums of one of several replicas of a stage, and those of the others.
+    """The gradients that one replica has summed, and those that the others have sent.
 
     Source: Narayanan et al., PipeDream (SOSP 2019), section 3.2 (1F1B-RR).
     """
@@ -24,11 +27,11 @@ class Replicas(UpdateRule):
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._mine: dict[int, Part] = {}  # by update, what this replica has handed over
+        self._mine: dict[int, Part] = {}  # by update, what this replica has sent
         self._came: dict[Address, Part] = {}
 
     def reduce(self, update: Update) -> Gifts:
-        """Hand over what this replica has summed for an update."""
+        """Send the gradients that this replica has summed for an update."""
         for name, gradient in zip(self._context.named, update.gradients, strict=True):
             if gradient is not None and gradient.layout is not torch.strided:
                 raise ConfigError(
@@ -40,12 +43,12 @@ class Replicas(UpdateRule):
         return {EdgeKind.PARTIAL: part}
 
     def receive(self, kind: EdgeKind, sender: Address, value: Any) -> None:
-        """Take what another replica has summed for the update whose step is next."""
+        """Take the gradients of another replica for the update whose step is next."""
         self._came[sender] = value
 
     @torch.no_grad()
     def collect(self, update: Update) -> Gifts:
-        """Add up the gradients of all replicas."""
+        """Sum the gradients of all replicas."""
         parts, self._came = self._came, {}
         if update.number in self._mine:
             parts[self._context.address] = self._mine.pop(update.number)
@@ -55,7 +58,7 @@ class Replicas(UpdateRule):
             for i, gradient in enumerate(part.gradients):
                 before = total[i]
                 if gradient is not None:
-                    # The update may change it, and others still have what was handed over.
+                    # A clone: the update may change it, while others still use what was sent.
                     total[i] = gradient.clone() if before is None else before.add_(gradient)
         update.gradients, update.hyper = total, ordered[0].hyper
         update.read = [version for part in ordered for version in part.read]

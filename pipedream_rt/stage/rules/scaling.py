@@ -1,13 +1,13 @@
 """Scaling losses, so that small gradients in float16 do not become zero.
 
 It does what `torch.amp.GradScaler` does: the loss is multiplied by a scale before the backward, and
-gradients are divided by it before the update. If one of them is not finite then, no stage applies
-the update, and the scale falls; after many updates without that, it rises.
+gradients are divided by it before the update. If a gradient is not finite, no stage applies the
+update, and the scale falls; after many updates without that, it rises.
 
-Whether an update is skipped is known when all stages have measured their gradients, as the total
-norm for clipping is, and it travels with that (`totals.py`). So scales are numbered like weight
-versions: the scale of version v is the one after v updates, and a micro-batch is scaled by that of
-the version which the first micro-batch of its update reads.
+Whether an update is skipped is known once all stages have measured their gradients. It travels with
+the total norm for clipping (`totals.py`), which is known at the same time. So scales are numbered
+like weight versions: the scale of version v is the one after v updates. A micro-batch has the scale
+of the version that the first micro-batch of its update reads on the last stage.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class LossScale(RuleOption):
     """How losses are scaled, with the arguments of `torch.amp.GradScaler`.
 
     Attributes:
-        init_scale: The scale at first.
+        init_scale: The first scale.
         growth_factor: What the scale is multiplied by after ``growth_interval`` updates in a row
-            that were not skipped.
-        backoff_factor: What it is multiplied by after an update that was skipped.
-        growth_interval: See ``growth_factor``.
+            without a skip.
+        backoff_factor: What the scale is multiplied by after an update that was skipped.
+        growth_interval: The number of updates without a skip after which the scale grows.
 
     Raises:
         ConfigError: A value makes no sense.
@@ -65,16 +65,16 @@ class LossScale(RuleOption):
             raise ConfigError("growth_factor must be more than 1, and backoff_factor less than 1")
 
     def rule(self, context: Context) -> Scaling:
-        """Return the rule of a stage."""
+        """Return the rule that scales on one stage."""
         return Scaling(self, context)
 
     def needs_totals(self, num_stages: int) -> bool:
-        """Return True: whether an update is skipped comes with the totals."""
+        """Return True, since whether an update is skipped comes with the totals."""
         return True
 
 
 class Scaling(UpdateRule, MicroBatchRule):
-    """The scales of one stage. All stages come to the same ones."""
+    """The scales of one stage. All stages learn the same totals, so all have the same scales."""
 
     def __init__(self, scale: LossScale, context: Context) -> None:
         self._given = scale
@@ -82,7 +82,7 @@ class Scaling(UpdateRule, MicroBatchRule):
         self._plan = context.plan
         self._is_first = context.stage == 0
         self._device = next((p.device for p in context.named.values()), torch.device("cpu"))
-        # By version: the scale, the updates since it changed last, and those skipped so far.
+        # By version: the scale, the updates since it last changed, and those skipped so far.
         self._states: dict[int, tuple[float, int, int]] = {0: (_single(scale.init_scale), 0, 0)}
         context.totals.measured_by(self._measure)
         context.totals.tell(self._learn)
@@ -95,22 +95,23 @@ class Scaling(UpdateRule, MicroBatchRule):
         """Return the scale of the losses of an update."""
         plan = self._plan
         version = plan.reads(plan.num_stages - 1, update * plan.per_update)
-        # After weights were loaded, the first forwards read a later version than the plan says.
+        # Once weights were loaded, the first forwards read a later version than the plan says.
         known = min(self._states)
         return self._states[max(version, known)][0]
 
     def loss(self, update: int, loss: Tensor) -> Tensor:
-        """Return a loss times the scale."""
+        # A scalar on the host goes with a loss on any device.
         return loss * torch.full((), self.of_update(update), device="cpu")
 
     def _measure(self, update: Update) -> Norms:
-        """Divide the gradients by the scale; return a number that is not 0 if one is not finite."""
+        """Unscale the gradients; return a number that is not 0 if one of them is not finite."""
         return {NOT_FINITE: self._unscale(update.gradients, update.number)}
 
     @torch.no_grad()
     def _unscale(self, gradients: Iterable[Tensor | None], update: int) -> Tensor:
         """Divide the gradients of an update by its scale, in place."""
         device = self._device
+        # As GradScaler does: the reciprocal is rounded once, from float64 to float32.
         inverse = torch.full((), self.of_update(update), device=device)
         inverse = inverse.double().reciprocal().float()
         found = torch.zeros((), device=device)
@@ -129,9 +130,9 @@ class Scaling(UpdateRule, MicroBatchRule):
         update.skipped = self._states[number + 1][2] > self._states[number][2]
 
     def _learn(self, update: int, total: float) -> None:
-        """Note whether the gradients of an update were finite, which makes the next scale."""
+        """Make the scale after an update, whose total is not finite if it is skipped."""
         newest = max(self._states)
-        if update < newest:
+        if update < newest:  # it was known
             return
         scale, since, skipped = self._states[newest]
         given = self._given
@@ -148,13 +149,13 @@ class Scaling(UpdateRule, MicroBatchRule):
             del self._states[version]
 
     def state(self) -> StepState:
-        """Return the scales; on stage 0, for all."""
+        """Return the scales, which stage 0 keeps for all."""
         if not self._is_first or not max(self._states):  # nothing was learned
             return {}
         return {_KEY: [[version, *s] for version, s in sorted(self._states.items())]}
 
     def load_state(self, state: Mapping[Key, Any], step: int) -> None:
-        """Go on with the scales of versions up to the checkpoint."""
+        """Go on with the scales up to the version of the checkpoint."""
         saved = state.get(_KEY, [])
         states = {v: (scale, since, skipped) for v, scale, since, skipped in saved if v <= step}
         if states:
@@ -164,5 +165,5 @@ class Scaling(UpdateRule, MicroBatchRule):
 
 
 def _single(scale: float) -> float:
-    """Return a scale as float32 has it."""
+    """Round a scale to float32, in which GradScaler keeps it."""
     return float(torch.tensor(scale, dtype=torch.float32, device="cpu"))

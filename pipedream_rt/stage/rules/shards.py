@@ -1,4 +1,4 @@
-"""Shards: each of several replicas steps its own part of the weights, and takes the rest."""
+"""Shards: each replica steps its own part of the weights, and takes the rest from the others."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pipedream_rt.stage.values import Gifts
 
 
 class Shards(UpdateRule):
-    """The weights of a stage as they are dealt to its replicas.
+    """The weights of a stage, dealt to its replicas.
 
     Source: Rajbhandari et al., ZeRO (SC 2020), section 5.1, stage 1 (optimizer states).
 
     Attributes:
-        taken: The number of updates of which this replica has all weights.
+        taken: The newest version of which this replica has all weights.
     """
 
     channels = (EdgeKind.STEPPED,)
@@ -30,6 +30,8 @@ class Shards(UpdateRule):
         self._address = context.address
         held = dict.fromkeys(context.plan.addresses_of(context.stage), 0)
         self._dealt: dict[Address, list[str]] = {address: [] for address in held}
+        # The largest first, each to the replica with the fewest bytes: a good balance, and the same
+        # on all replicas, so that nobody has to send names.
         for name in sorted(named, key=lambda each: -named[each].nbytes):
             least = min(held, key=lambda address: held[address])
             held[least] += named[name].nbytes
@@ -44,7 +46,8 @@ class Shards(UpdateRule):
 
     @torch.no_grad()
     def after(self, update: Update, optimizer: torch.optim.Optimizer | None) -> Gifts:
-        """Give copies of the newest weights that this replica steps to the others."""
+        """Send the weights that this replica has stepped to the others."""
+        # Copies, since the next step may change these weights in place.
         named = self._named
         mine = tuple(named[name].detach().clone() for name in self._dealt[self._address])
         return {EdgeKind.STEPPED: mine}
@@ -55,7 +58,7 @@ class Shards(UpdateRule):
 
     @torch.no_grad()
     def take(self, update: int) -> None:
-        """Put in the weights that others have stepped, which makes the newest version whole."""
+        """Copy in the weights that others have stepped: the newest version is whole then."""
         came, self._came = self._came, {}
         for address, tensors in came.items():
             for name, tensor in zip(self._dealt[address], tensors, strict=True):

@@ -1,4 +1,4 @@
-"""Ties: one weight that several stages use, which the first of them owns and steps.
+"""Ties: a weight that several stages use, and that the first of them owns and steps.
 
 Every use by a micro-batch reads the version that the owner reads for it. The gradients of a
 mini-batch go from the last user to the one before it, which adds its own, and so on to the owner.
@@ -21,7 +21,7 @@ from pipedream_rt.stage.values import Gifts
 
 
 class Ties(UpdateRule, MicroBatchRule):
-    """The tied weights of one stage, those that it owns and those that it borrows."""
+    """The tied weights of one stage: those that it owns and those that it borrows."""
 
     channels = (EdgeKind.WEIGHT, EdgeKind.SHARE)
 
@@ -33,18 +33,16 @@ class Ties(UpdateRule, MicroBatchRule):
         self._shares: dict[str, Tensor] = {}
 
     def receive(self, kind: EdgeKind, sender: Address, value: Any) -> None:
-        """Take a new version from the owner of weights, or a share of their gradients."""
+        """Take a new version of weights from their owner, or a share of their gradients."""
         if kind is EdgeKind.SHARE:
             self._shares |= value
         else:
             self._weights.receive(sender, value)
 
     def roots(self, micro_batch: int) -> list[tuple[GradientEdge, Tensor]]:
-        """Return the shares of later users, where each micro-batch is an update.
-
-        As roots, they are summed with the gradients of the uses on this stage one after another,
-        as in the unsplit model: from the last use to the first.
-        """
+        """Return the shares of later users as roots, if each micro-batch is an update."""
+        # As roots, autograd sums them with the uses on this stage one after another, from the last
+        # use to the first, as in the unsplit model. Added afterwards, they would round otherwise.
         if self._per_update > 1:
             return []
         shares, self._shares = self._shares, {}
@@ -54,7 +52,7 @@ class Ties(UpdateRule, MicroBatchRule):
         ]
 
     def ended(self, micro_batch: int) -> Gifts:
-        """Add the shares of later users, and pass the sum of borrowed weights on."""
+        """Add the shares of later users; pass on borrowed weights' gradients after an update."""
         shares, self._shares = self._shares, {}
         for name, share in shares.items():
             self._weights.holder(name).add_gradient(name, share)
@@ -64,13 +62,14 @@ class Ties(UpdateRule, MicroBatchRule):
         return {EdgeKind.SHARE: taken}
 
     def after(self, update: Update, optimizer: torch.optim.Optimizer | None) -> Gifts:
-        """Give the new version of owned weights to the stages that use them."""
+        """Send the new version of owned weights to the stages that use them."""
         if not self._lent:
             return {}
+        # Copies, since the next step may change these weights in place.
         named = self._weights.own.named
         return {EdgeKind.WEIGHT: {name: named[name].detach().clone() for name in self._lent}}
 
 
 def _names(ties: Mapping[Edge, Sequence[Tie]]) -> list[str]:
-    """Return the names of the weights of some ties, each once."""
+    """Return the names of tied weights, each once."""
     return list(dict.fromkeys(tie.name for of_edge in ties.values() for tie in of_edge))
