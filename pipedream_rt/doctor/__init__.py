@@ -1,1 +1,1 @@
-"""Whether machines fit a job: what each finds of itself, and what the links between them carry."""
+"""Whether machines fit a job: what each finds about itself, and what their links carry."""

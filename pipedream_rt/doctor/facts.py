@@ -1,4 +1,4 @@
-"""What a machine finds of itself."""
+"""What a machine finds about itself."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ from pipedream_rt.software import processor, software
 from pipedream_rt.transport.rpc.fence import obstacle
 
 Facts = dict[str, Any]
-"""What a machine has found, by name; of values that JSON has."""
+"""What a machine has found, by name; the values are those of JSON."""
 
 _LARGEST = 1 << 20
-"""Bytes of a source file that is looked at."""
+"""Bytes of a source file; a larger one is left out."""
 
 _MOST_FILES = 2000
 
 
 def facts(folder: str, token: str, source: str) -> Facts:
-    """Return what this machine finds."""
+    """Return what this machine finds about itself.
+
+    ``folder`` is the one that all machines are to share, ``source`` has the user's source files;
+    empty for none. ``token`` is what the first machine has written into `token_file`.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return {
         "host": socket.gethostname(),
@@ -44,17 +48,16 @@ def facts(folder: str, token: str, source: str) -> Facts:
 
 
 def token_file(folder: str, token: str) -> Path:
-    """Return the file by which machines see whether they share a folder."""
+    """Return the file that shows machines whether they share a folder."""
     return Path(folder) / f".pipedream-rt-doctor-{token[:8]}"
 
 
 def digest_of(folder: Path) -> str:
-    """Return a digest of the Python files in a folder and those below it.
-
-    Folders whose names begin with a dot are left out, as are virtual environments.
-    """
+    """Return a digest of the Python files in and below a folder; empty if there are none."""
     digest, count = hashlib.blake2b(digest_size=8), 0
     for root, folders, files in os.walk(folder):
+        # In place, so that `walk` enters these alone: no caches, virtual environments, dot folders.
+        # Sorted, as machines list folders in different orders.
         folders[:] = sorted(
             name
             for name in folders
@@ -72,7 +75,7 @@ def digest_of(folder: Path) -> str:
 def _shared(folder: str, token: str) -> str:
     """Say what is wrong with the shared folder as this machine sees it; "ok" if nothing is."""
     try:
-        os.listdir(folder)  # has NFS look again
+        os.listdir(folder)  # makes NFS look again, where it remembers what was there
         if token_file(folder, token).read_text() != token:
             return "has another file of the same name"
         mine = token_file(folder, token).with_suffix(f".{socket.gethostname()}.{os.getpid()}")
@@ -84,7 +87,7 @@ def _shared(folder: str, token: str) -> str:
 
 
 def _memory() -> int:
-    """Bytes of memory that programs can still get; 0 where the system does not say."""
+    """Bytes of memory that programs can still get; 0 if the system does not say."""
     with suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -101,7 +104,7 @@ def _free(place: str) -> int:
 
 
 def _shares() -> bool:
-    """Whether large values between workers of this machine go through shared memory."""
+    """Whether large values between workers of this machine can go through shared memory."""
     if not memory_is_shared():
         return False
     try:
@@ -109,15 +112,16 @@ def _shares() -> bool:
     except OSError:
         return False
     with os.fdopen(fd, "wb"), suppress(OSError):
-        os.posix_fallocate(fd, 0, _LARGEST)
+        os.posix_fallocate(fd, 0, _LARGEST)  # a file may be had, and no memory for it
         return True
     return False
 
 
 def _accelerator() -> str:
-    """Return the kind of accelerator that torch sees, and how many; empty for none."""
+    """Return how many accelerators torch sees, and of which kind; empty for none."""
     import torch
 
     found = torch.accelerator.current_accelerator()
-    count = 0 if found is None else torch.accelerator.device_count()  # torch's build may know more
+    # torch may be built for an accelerator that this machine lacks.
+    count = 0 if found is None else torch.accelerator.device_count()
     return f"{count} of {found.type}" if found is not None and count else ""

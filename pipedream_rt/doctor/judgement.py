@@ -1,4 +1,4 @@
-"""What the findings of machines mean for a job, and what to do. Pure: no machine is asked."""
+"""What the findings of machines mean for a job, and what to do. Pure: it asks no machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LEAST_MEMORY = 1 << 30
 _LEAST_FILES = 1024
 _LATEST_CLOCK_S = 1.0
 _SLOWER_THAN_MEDIAN = 4.0
-"""A link that is so much slower than the median of all is told."""
+"""How many times as slow as the median a link is to be reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,7 @@ class Finding:
 
     Attributes:
         where: The machine or the link; empty for all.
+        grade: ``"note"`` is good to know; with ``"fail"`` a job will not run.
         remedy: What to do; empty where nothing need be done.
     """
 
@@ -42,7 +43,7 @@ class Link:
 
     Attributes:
         latency_s: Seconds of a small message one way; None if there was no connection.
-        bandwidth: Bytes in a second.
+        bandwidth: Bytes per second.
         problem: Why there was no connection; empty if there was.
     """
 
@@ -53,10 +54,10 @@ class Link:
 
 def judge(
     machines: Mapping[str, Facts],
-    links: Mapping[tuple[str, str], Link],
-    clocks: Mapping[str, float],
+    links: Mapping[tuple[str, str], Link],  # by caller and called
+    clocks: Mapping[str, float],  # seconds ahead of the first machine's
     expected: int,
-    addresses: Mapping[str, tuple[str, str]] | None = None,
+    addresses: Mapping[str, tuple[str, str]] | None = None,  # announced, and seen by the first
 ) -> list[Finding]:
     """Return what was found, in the order in which a user would mend it."""
     found = []
@@ -91,7 +92,7 @@ def judge(
 
 
 def _same(machines: Mapping[str, Facts], key: str, grade: Grade, remedy: str) -> list[Finding]:
-    """Compare what has to be the same everywhere."""
+    """Compare what has to be the same everywhere with what most machines have."""
     said = {name: str(facts.get(key, "")) for name, facts in machines.items()}
     (usual, _), *others = Counter(said.values()).most_common() or [("", 0)]
     if not others:
@@ -164,7 +165,7 @@ def _of_rpc(name: str, obstacle: str, wish: str) -> Finding:
 
 
 def _of_clock(name: str, ahead_s: float) -> Finding:
-    """Judge how far the clock of a machine is off."""
+    """Judge how far the clock of a machine differs from that of the first."""
     text = f"{seconds_text(abs(ahead_s))} {'ahead of' if ahead_s > 0 else 'behind'} the first"
     if abs(ahead_s) <= _LATEST_CLOCK_S:
         return Finding("clock", name, "ok", text)
@@ -173,7 +174,7 @@ def _of_clock(name: str, ahead_s: float) -> Finding:
 
 
 def _of_links(links: Mapping[tuple[str, str], Link]) -> list[Finding]:
-    """Judge the links, and compare them."""
+    """Judge each link, beside the median of all."""
     rates = sorted(link.bandwidth for link in links.values() if link.latency_s is not None)
     usual = rates[len(rates) // 2] if rates else 0.0
     found = []
@@ -193,7 +194,7 @@ def _of_links(links: Mapping[tuple[str, str], Link]) -> list[Finding]:
 
 
 def options_of_planner(links: Mapping[tuple[str, str], Link]) -> str:
-    """Return the options for `pipedream-rt plan` that say what the slowest link carries."""
+    """Return options for `pipedream-rt plan`: the least bandwidth and the longest latency."""
     seen = [link for link in links.values() if link.latency_s is not None]
     if not seen:
         return ""

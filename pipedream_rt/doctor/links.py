@@ -1,4 +1,4 @@
-"""What a connection between two machines is like, measured over one of its own."""
+"""The latency and bandwidth between two machines, measured over a connection of its own."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pipedream_rt.transport.tcp import prepare
 
 _TIMEOUT_S = 5.0
 _INTRODUCED_S = 0.5
-"""Seconds for a caller to show the nonce, which it sends at once."""
+"""Seconds that a caller has to show the nonce; one of ours sends it at once."""
 
 _TURNS = 20
 _SIZES = (1 << 20, 1 << 24)
-"""Bytes that are sent; the larger number where the smaller one takes no half second."""
+"""Bytes that are sent; the larger number only if the smaller one took no more than `_LONG_S`."""
 
 _LONG_S = 0.5
 _CHUNK = bytes(1 << 20)
@@ -28,7 +28,7 @@ class Echo:
     """Answers measurements on a thread, until it is closed.
 
     Attributes:
-        nonce: What callers show first; whoever does not is sent away.
+        nonce: What callers show first; the connection of whoever does not is closed.
     """
 
     def __init__(self, host: str) -> None:
@@ -55,12 +55,13 @@ class Echo:
                 while True:
                     size = int.from_bytes(_exactly(connection, 8), "big")
                     if size > max(_SIZES):
-                        break
+                        break  # bounds what a caller can make this end read
                     _exactly(connection, size, keeps=False)
                     connection.sendall(b"k")
 
     def close(self) -> None:
-        """Listen no more, and end the thread."""
+        """Stop listening, and join the thread."""
+        # To close a listener does not wake the thread that waits in `accept`; to shut it down does.
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -78,14 +79,14 @@ def measure(host: str, port: int, nonce: bytes) -> Link:
                 took_s = _trip(connection, size)
                 if took_s > _LONG_S:
                     break
-            round_s = min(trips)
+            round_s = min(trips)  # the one that was disturbed the least
             return Link(round_s / 2, size / max(took_s - round_s, 1e-9))
     except OSError as error:
         return Link(None, 0.0, f"{host}:{port} cannot be reached: {error}")
 
 
 def _trip(connection: socket.socket, size: int) -> float:
-    """Send so many bytes, and return the seconds until the other end has them."""
+    """Send ``size`` bytes, and return the seconds until the other end has confirmed them."""
     began = time.perf_counter()
     connection.sendall(size.to_bytes(8, "big"))
     left = size
@@ -96,7 +97,7 @@ def _trip(connection: socket.socket, size: int) -> float:
 
 
 def _exactly(connection: socket.socket, size: int, keeps: bool = True) -> bytes:
-    """Receive so many bytes, and return them if they are to be kept."""
+    """Receive ``size`` bytes; return them, or nothing unless ``keeps``."""
     data = bytearray()
     while size:
         came = connection.recv(min(size, 1 << 20))

@@ -1,8 +1,8 @@
-"""How the first machine asks the others, by a few records after the hello of a worker.
+"""How the first machine asks the others, by a few records after the handshake of a worker.
 
     first                       other
     call, hello, admitted       as for a worker; see `pipedream_rt.cluster.control`
-    examine         ->          the folder that is to be shared, and what is in its file
+    examine         ->          the folder that is to be shared, and the token in its file
                     <- findings what the machine has found
     clock           ->
                     <- clock    its time of day, in nanoseconds
@@ -12,7 +12,8 @@
                     <- findings what the link is like
     exit            ->          nothing more is asked
 
-The connection is signed and encrypted as that of a worker; measurements are in the clear.
+The connection is signed and encrypted as that of a worker. Measurements go over connections of
+their own, in the clear.
 """
 
 from __future__ import annotations
@@ -45,17 +46,24 @@ from pipedream_rt.errors import ConfigError, MessageTimeout, PeerLost, PipelineE
 from pipedream_rt.transport.tls import Tls
 
 _ANSWER = timedelta(seconds=60)
-"""For a machine to look at itself, which imports torch, or to measure a link."""
+"""For a machine to examine itself, which imports torch, or to measure a link."""
 
 _SENT = timedelta(seconds=2)
-"""For the last words of a machine to be sent, where they are encrypted."""
+"""For the last records to leave, where they are encrypted."""
 
 _CLOCK_READINGS = 5
 
 
 @dataclass(slots=True)
 class Found:
-    """What was found of all machines; the arguments of `judge`."""
+    """What was found of all machines; the arguments of `judge`.
+
+    Attributes:
+        links: By caller and called.
+        clocks: Seconds ahead of the first machine's.
+        refused: Why a machine was refused, by its name.
+        addresses: Announced by the machine, and as the first one sees it.
+    """
 
     machines: dict[str, Facts] = field(default_factory=dict)
     links: dict[tuple[str, str], Link] = field(default_factory=dict)
@@ -71,7 +79,7 @@ def look_at_this(folder: str, source: str) -> Found:
 
 
 def look_at_all(job: Membership, folder: str, source: str, patience: timedelta) -> Found:
-    """Ask all machines of a job, from the first one."""
+    """Ask all machines of a job, as the first one; wait for them as long as ``patience``."""
     node, deadline = job.node, Deadline(patience)
     secret = job.secret(deadline)
     found = Found()
@@ -82,6 +90,7 @@ def look_at_all(job: Membership, folder: str, source: str, patience: timedelta) 
         token = opened.enter_context(_written(folder))
         mine = facts(folder, token, source)
         tls = tls_of_environment()
+        # Registered before the connections, so it runs once they are closed, and sends the rest.
         if tls is not None:
             opened.callback(lambda: tls.finish(Deadline(_SENT)))
         members = _gathered(listener, secret, node.size - 1, deadline, found.refused, tls)
@@ -106,7 +115,7 @@ def look_at_all(job: Membership, folder: str, source: str, patience: timedelta) 
 
 
 def be_looked_at(job: Membership, source: str, patience: timedelta) -> str:
-    """Answer the first machine until it asks nothing more."""
+    """Answer the first machine until it asks nothing more; return why it refused, else nothing."""
     node = job.node
     secret = job.secret(Deadline(patience))
     place = Place(joined(node.host, node.port), patience.total_seconds(), known=True)
@@ -125,7 +134,7 @@ def be_looked_at(job: Membership, source: str, patience: timedelta) -> str:
         echo = Echo(host)
         opened.callback(echo.close)
         while True:
-            record = control.receive(Deadline(None))  # others have their turn for a while
+            record = control.receive(Deadline(None))  # the others have their turn meanwhile
             match record["type"]:
                 case "examine":
                     seen = facts(record["folder"], record["token"], source)
@@ -145,7 +154,7 @@ def be_looked_at(job: Membership, source: str, patience: timedelta) -> str:
 
 @contextmanager
 def _written(folder: str) -> Iterator[str]:
-    """Write the file by which machines see whether they share a folder, until the block ends."""
+    """Let the folder have the file that shows whether machines share it, within the block."""
     token = secrets.token_hex(16)
     if not folder:
         yield token
@@ -169,7 +178,7 @@ def _gathered(
     refused: dict[str, str],
     tls: Tls | None,
 ) -> list[Member]:
-    """Wait until so many machines have come, or the time has passed; note whom it sends away."""
+    """Wait until ``count`` machines have come, or the time is over; note which are refused."""
     members: list[Member] = []
 
     def answer(callers: Callers, control: Control, hello: Record, talk: Talk) -> None:
@@ -178,6 +187,7 @@ def _gathered(
             members.append(admit(control, hello, talk))
             return
         callers.refuse(control, talk, hello, refusal, logging.WARNING)
+        # Who has not proven the secret is no machine of the job, and takes no place in the count.
         if refusal.proven:
             refused[str(hello["name"])] = refusal.reason
 
@@ -189,7 +199,7 @@ def _gathered(
 
 
 def _examined(member: Member, folder: str, token: str) -> Facts:
-    """Have a machine look at itself."""
+    """Have a machine examine itself; empty if it does not answer."""
     said = _asked(member.control, {"type": "examine", "folder": folder, "token": token})
     return dict(json.loads(said["text"])) if said["type"] == "findings" else {}
 
@@ -203,11 +213,11 @@ def _ahead_s(control: Control) -> float:
         after = time.time_ns()
         if there is not None:
             readings.append((after - before, there - (before + after) / 2))
-    return min(readings)[1] / 1e9 if readings else 0.0
+    return min(readings)[1] / 1e9 if readings else 0.0  # the shortest round trip errs the least
 
 
 def _measure_links(members: list[Member], links: dict[tuple[str, str], Link]) -> dict[str, Record]:
-    """Measure the link of each two machines, called from both ends; return where each listens."""
+    """Measure each link from both of its ends; return where each machine answers."""
     own_host = members[0].control.local_host
     echo = Echo(own_host)
     try:
@@ -221,6 +231,7 @@ def _measure_links(members: list[Member], links: dict[tuple[str, str], Link]) ->
         for called, door in doors.items():
             if called != "first":
                 links["first", called] = measure(door["host"], door["port"], door["nonce"])
+        # One link after another: two at a time might share a cable.
         for member in members:
             for called, door in doors.items():
                 if called != member.name:
@@ -244,7 +255,7 @@ def _link_of(said: Mapping[str, object]) -> Link:
 
 
 def _asked(control: Control, record: Record) -> Record:
-    """Send a record, and return the answer; one without a type if none comes."""
+    """Send a record, and return the answer; if none comes, a record with an empty type."""
     try:
         control.send(record)
         return control.receive(Deadline(_ANSWER))

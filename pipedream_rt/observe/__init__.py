@@ -1,4 +1,4 @@
-"""Traces of runs: spans are recorded, kept in files, drawn, summed up and replayed."""
+"""Traces of runs: spans that are recorded, kept in files, drawn, summed up and replayed."""
 
 from pipedream_rt.observe.replay import Replay
 from pipedream_rt.observe.summary import Summary, describe, summarize

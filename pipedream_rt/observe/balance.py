@@ -1,4 +1,8 @@
-"""What the times of the stages of a pipeline suggest."""
+"""Advice from how long the stages of a pipeline compute.
+
+``busy_s`` is, by stage, the seconds that it has computed: of all its replicas for the size of a
+run, of one for the balance.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +13,26 @@ from pipedream_rt.schedules import Plan
 from pipedream_rt.schedules.edges import name_of
 
 _AS_FAST = 1.05
-"""How many times as fast as one process a run is at most that is said to be too small."""
+"""The speed, in times of one process, below which a run is said to be too small."""
 
 _LOST = 0.2
-"""The share of the throughput from which on unequal stages are told of."""
+"""The share of the throughput from which on the loss by unequal stages is reported."""
 
 
 def speed_of(busy_s: Sequence[float], seconds: float) -> float:
-    """Return how many times as fast the stages were as one process with all of them."""
+    """Return how many times as fast the stages were as one process that does all by itself."""
     return sum(busy_s) / seconds if seconds > 0 else 0.0
 
 
 def about_size(
     plan: Plan, busy_s: Sequence[float], seconds: float, micro_batches: int
 ) -> list[str]:
-    """Return what is said of a run that one process would do as fast."""
+    """Return the advice for a run that one process would do as fast; none for others."""
     speed = speed_of(busy_s, seconds)
     if plan.workers == 1 or not 0 < speed < _AS_FAST:
         return []
     each = seconds_text(sum(busy_s) / max(1, micro_batches))
-    # At least, since one process cuts nothing and sends nothing, which counts as computing here.
+    # At least: here cutting and sending count as computing, and one process does neither.
     factor = f"at least {1 / speed:.1f} times as fast" if speed < 0.95 else "as fast"
     return [
         f"too small for {plan.workers} workers: all stages together compute {each} for a "
@@ -39,7 +43,7 @@ def about_size(
 
 
 def about_balance(plan: Plan, busy_s: Sequence[float]) -> list[str]:
-    """Return what is said of stages of which some compute much longer than others."""
+    """Return the advice for stages of which some compute much longer than others."""
     of_worker = [0.0] * plan.workers
     for stage, seconds in enumerate(busy_s):
         for worker in {plan.worker_of(a) for a in plan.addresses if plan.stage_of(a) == stage}:

@@ -3,8 +3,8 @@
 Each process counts nanoseconds on its own monotonic clock. A question and its answer bound the
 difference of two clocks: the peer reads its clock at some instant between the coordinator's sending
 and receiving, so the middle of the two is wrong by half the round trip at most (Cristian's
-algorithm). The shortest of several round trips counts. This is done at the start and at the end of
-a trace, and the difference in between is interpolated linearly, because clocks drift apart.
+algorithm). Of several round trips the shortest counts. A trace has such a reading at its start and
+at its end. In between the difference is interpolated linearly, because clocks drift apart.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One question for a peer's clock, and its answer. All times are in nanoseconds."""
+    """One question for a peer's clock, and its answer. All times are in nanoseconds.
+
+    Attributes:
+        sent: On the coordinator's clock.
+        answered: On the peer's clock.
+        received: On the coordinator's clock.
+    """
 
     sent: int
     answered: int
@@ -43,7 +49,7 @@ def best(readings: Iterable[Reading]) -> Reading:
 
 @dataclass(frozen=True, slots=True)
 class ClockMap:
-    """The conversion of times on a peer's clock to the coordinator's clock."""
+    """The conversion by a reading at the start of a trace and one at its end."""
 
     first: Reading
     last: Reading
@@ -54,11 +60,12 @@ class ClockMap:
         return max(self.first.error, self.last.error)
 
     def to_ours(self, times: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-        """Return times on the peer's clock as times on the coordinator's clock."""
+        """Return integer nanoseconds on the peer's clock as those on the coordinator's clock."""
         a, b = self.first, self.last
         span = b.answered - a.answered
-        # Relative to the first reading, since a float cannot hold all digits of a time itself.
+        # Relative to the first reading: a float cannot hold all digits of a time.
         share = (times - a.answered) / span if span > 0 else np.zeros(len(times))
         offset = a.offset + np.rint(share * (b.offset - a.offset)).astype(np.int64)
+        # 0 stands for what did not happen, and stays.
         ours: npt.NDArray[np.int64] = np.where(times == 0, 0, times - offset)
         return ours

@@ -14,7 +14,7 @@ from pipedream_rt.schedules.actions import OF_ORDERS
 class Replay:
     """The order and the weight versions of a trace, as a schedule for `Pipeline` or the simulator.
 
-    The schedule ends where the trace ends. Its shape, with the slack, is that of the trace's plan.
+    The schedule ends where the trace ends. It has the shape of the trace's plan, slack included.
 
     Args:
         trace: The trace of a run from its first micro-batch on, without overwritten spans.
@@ -23,7 +23,7 @@ class Replay:
         name: The name for messages and traces.
         micro_batches: The number of micro-batches after which the schedule ends.
         versions: The version policy.
-        takes_slack: True, because the order has the slack of the trace in it.
+        takes_slack: True, because the order includes the slack of the trace.
 
     Raises:
         TraceError: The trace does not begin with micro-batch 0, or spans are missing.
@@ -41,10 +41,10 @@ class Replay:
                 "async-1f1b, 2bw, 1f1b and gpipe alone can have"
             )
         self.name = f"replay of {plan.name}"
-        # What was recorded says itself where the pipe was flushed.
+        # The recorded order itself says where the pipe was flushed.
         self._shape = replace(trace.plan.shape, synchronous=0)
         self._orders = [
-            [action for action in trace.actions(w) if action.kind in OF_ORDERS]  # not A
+            [action for action in trace.actions(w) if action.kind in OF_ORDERS]  # the plan adds A
             for w in range(plan.workers)
         ]
         reads, kept = [], []
@@ -63,7 +63,7 @@ class Replay:
     takes_slack = True
 
     def order(self, worker: int, shape: Shape, start: int) -> Iterator[Action]:
-        """Yield the actions that a worker did, from micro-batch ``start`` on."""
+        """Yield the actions that a worker did from micro-batch ``start`` on."""
         k = shape.per_update
         for action in self._orders[worker]:
             if action.index >= (start // k if action.kind is Kind.STEP else start):
@@ -83,14 +83,14 @@ class Replay:
 
 
 class _Recorded:
-    """The version policy of a replay."""
+    """The version policy of a replay: the versions read, by stage and micro-batch."""
 
     def __init__(self, reads: list[list[int]], kept: list[int]) -> None:
         self._reads = reads
         self._kept = kept
 
     def reads(self, stage: int, shape: Shape, micro_batch: int) -> int:
-        """Return the version that was read; past the end, a version that needs no older one."""
+        """Return the version that was read; past the end, one for which none older is kept."""
         recorded = self._reads[stage]
         if micro_batch < len(recorded):
             return recorded[micro_batch]

@@ -1,7 +1,7 @@
 """Spans, and the ring of fixed size that they are written to while a run goes on.
 
-A span is a record of 64 bytes. One call writes it, without making an object. The simulator writes
-the same records, so that everything that reads a measured trace reads a simulated one too.
+A span is a record of 64 bytes. One call writes it, without making an object for it. The simulator
+writes the same records, so what reads a measured trace reads a simulated one too.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SPAN = np.dtype(
 - kept, in_flight: The number of versions kept, and of micro-batches in flight, after it.
 - waited_for: The stage whose message arrived last; -1 for the coordinator, -2 if none was needed.
 - ready: The time when the worker had ended what it did before.
-- arrived: The time when that message arrived; 0 if none was needed.
+- arrived: The time when the message of ``waited_for`` arrived; 0 if none was needed.
 - start, end: The times when the work itself began and ended.
 - bytes: The size of the tensors that were sent.
 """
@@ -59,11 +59,16 @@ _RECORD = struct.Struct("<HHiiiIiqqqqq")
 
 
 _SHOWN = 1 << 11
-"""The number of spans of a recorder that other processes can look at."""
+"""The number of newest spans of a recorder that other processes can read."""
 
 
 class Shown(NamedTuple):
-    """Where recorders write their newest spans for other processes of the machine to look at."""
+    """Where recorders write their newest spans for other processes of the machine to read.
+
+    Attributes:
+        folder: It gets a file for each recorder.
+        host: The only machine that writes there: on others the clock is another one.
+    """
 
     folder: str
     host: str
@@ -79,15 +84,17 @@ class Shown(NamedTuple):
             return None
         path = Path(self.folder, name)
         with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)  # of a worker before; or a link, which is not followed
+            # An earlier worker may have left one. A link must not be followed, so O_EXCL.
+            path.unlink(missing_ok=True)
             return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         return None
 
 
 def newest_spans(file: Path) -> Spans:
-    """Return the newest spans that a recorder shows, oldest first, while it may write."""
+    """Return the newest spans that a recorder shows, oldest first; it may be writing meanwhile."""
     data = read_file(file, _SHOWN * SPAN.itemsize)
     spans = np.frombuffer(data, SPAN, len(data) // SPAN.itemsize)
+    # A place may be empty yet, or half written.
     spans = spans[(spans["start"] > 0) & (spans["end"] >= spans["start"])]
     ordered: Spans = spans[np.argsort(spans["end"], kind="stable")]
     return ordered
@@ -134,7 +141,7 @@ class Recorder:
         self.count += 1
 
     def _show(self, at: int) -> None:
-        """Write the span at a place of the ring into the file; none any more after an error."""
+        """Write the span at an offset of the ring into the file; after an error never again."""
         span = memoryview(self._data)[at : at + _RECORD.size]
         assert self._shown is not None
         try:
@@ -143,13 +150,11 @@ class Recorder:
             self._close()
 
     def _close(self) -> None:
-        """Close the file, if there is one."""
         if self._shown is not None:
             os.close(self._shown)
             self._shown = None
 
     def __del__(self) -> None:
-        """Close the file."""
         self._close()
 
     @property

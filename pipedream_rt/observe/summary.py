@@ -23,7 +23,7 @@ _SENDERS = {
     EdgeKind.ACTIVATION: (CODES[Kind.FORWARD],),
     EdgeKind.GRADIENT: (CODES[Kind.BACKWARD], CODES[Kind.INPUT]),
 }
-"""The kinds of actions that send each kind of message, and that also wait for it."""
+"""By kind of message, the kinds of actions that send it, which are also those that wait for it."""
 
 PERCENTILES = (50, 90, 99, 100)
 """The percentiles at which a summary states latencies."""
@@ -34,6 +34,11 @@ class StageSummary:
     """The summary of one stage, or of one of its replicas.
 
     Attributes:
+        stage: Its address in the plan: each replica has one.
+        worker: The index of the worker that hosts it.
+        busy: Seconds that it computed, sending included.
+        waits: Seconds that it waited, by the address whose message was missing; -1 for the
+            coordinator.
         versions: The largest number of weight versions kept at a time.
         in_flight: The largest number of micro-batches in flight.
         staleness: The number of micro-batches, by their staleness.
@@ -55,12 +60,13 @@ class Summary:
 
     Attributes:
         makespan: Seconds from the start of the first action to the end of the last.
-        throughput: Micro-batches per second in the steady phase: between the end of the first
-            update and the end of the last one on the first stage; 0.0 with fewer than two updates.
+        throughput: Micro-batches per second in the steady phase: from the end of the first update
+            to the end of the last one on the first stage, within the longest stretch without a
+            flush; 0.0 with fewer than two updates.
         bubble: By worker, the share of the makespan in which it did not compute.
         stages: The summary of each stage.
-        hops: Seconds from the end of an action to the arrival of its message at the next stage, at
-            the `PERCENTILES`; empty without hops.
+        hops: Seconds from the end of an action to the arrival of its message at the next stage or
+            the one before, at the `PERCENTILES`; empty without hops.
         micro_batches: The number of forwards on the first stage.
     """
 
@@ -99,7 +105,7 @@ def summarize(trace: Trace) -> Summary:
     busy = [int((spans["end"] - spans["start"]).sum()) for spans in acting]
     plan = trace.plan
     per_worker = [sum(busy[s] for s in plan.stages_of(w)) for w in range(plan.workers)]
-    makespan = max(end - begin, 1)
+    makespan = max(end - begin, 1)  # a simulation may take no time at all
     return Summary(
         makespan=(end - begin) / 1e9,
         throughput=throughput(trace, stages[0]),
@@ -115,10 +121,8 @@ def summarize(trace: Trace) -> Summary:
 
 
 def throughput(trace: Trace, first_stage: Spans) -> float:
-    """Return micro-batches per second between the first and the last update of the first stage.
-
-    Only the longest stretch without a flush counts, because a flush is no steady phase.
-    """
+    """Return micro-batches per second between the first and the last update of the first stage."""
+    # Within the longest stretch without a flush: filling and draining are no steady phase.
     stretch = longest_stretch(first_stage)
     ends = stretch["end"][stretch["kind"] == _STEP]
     if len(ends) < 2 or ends[-1] == ends[0]:
@@ -136,7 +140,7 @@ def longest_stretch(spans: Spans) -> Spans:
 
 def _stage(trace: Trace, stage: int, spans: Spans, busy: int, begin: int) -> StageSummary:
     """Return the summary of one stage."""
-    # Waiting before the run began does not count.
+    # A worker may have been ready before the run began: that is no waiting.
     waited = np.maximum(spans["start"] - np.maximum(spans["ready"], begin), 0)
     waits = {
         int(cause): float(waited[spans["waited_for"] == cause].sum() / 1e9)
@@ -170,12 +174,12 @@ def hops_between(plan: Plan) -> tuple[Edge, ...]:
 
 
 def hop_times(edge: Edge, sender: Spans, receiver: Spans) -> npt.NDArray[Any]:
-    """Return the nanoseconds from the end of the sender's actions to their messages' arrival."""
+    """Return the nanoseconds from the ends of the sender's actions to the arrival of messages."""
     kinds = _SENDERS[edge.kind]
     sent = sender[np.isin(sender["kind"], kinds)]
     came = receiver[np.isin(receiver["kind"], kinds)]
     _, i, j = np.intersect1d(sent["index"], came["index"], return_indices=True)
-    # Within one process a message may arrive before the end of its action is noted.
+    # In one process a message may arrive before the end of its action is noted.
     latencies: npt.NDArray[Any] = np.maximum(came["arrived"][j] - sent["end"][i], 0)
     return latencies
 
@@ -211,23 +215,22 @@ def bytes_text(size: float) -> str:
 
 
 class Lines(str):
-    """A text of lines, which a notebook shows as they are."""
+    """A text that a notebook shows line by line."""
 
     __slots__ = ()
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows."""
         return f"<pre>{escape(self)}</pre>"
 
 
 WIDTH = 80
-"""The columns of a terminal for which text is made that a run says by itself."""
+"""The columns of text that a run prints unasked."""
 
 
 def table(rows: Sequence[tuple[str, ...]], width: int | None = None) -> str:
     """Return rows of texts with their columns aligned.
 
-    Columns that go beyond a width follow below, as a table that begins with the first column too.
+    Columns beyond ``width`` follow below, in a table that begins with the first column again.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     ends = [sum(widths[: n + 1]) + 2 * n for n in range(len(widths))]
@@ -242,11 +245,11 @@ def table(rows: Sequence[tuple[str, ...]], width: int | None = None) -> str:
 
 
 WORKER_HEAD = ("worker", "stages", "process", "heard", "memory", "doing")
-"""The head of a table of `worker_rows`."""
+"""The head of a table whose rows are those of `worker_rows`."""
 
 
 def worker_rows(workers: Sequence[Mapping[str, Any]], most: int = 60) -> list[tuple[str, ...]]:
-    """Return what workers do at the moment, a row for each."""
+    """Return what workers do now, a row for each; ``most`` letters of it at most."""
     return [
         (
             str(each["name"]),
@@ -282,7 +285,7 @@ def describe(trace: Trace) -> str:
 
 
 def _headline(trace: Trace, summary: Summary) -> str:
-    """Return the line that says what was run, how long it took and how fast it went."""
+    """Return the line that says what was run, how long it took, and how fast it was."""
     plan = trace.plan
     slack = f"slack {', '.join(map(str, plan.shape.slack))}, " if plan.shape.slack else ""
     return (
@@ -337,7 +340,7 @@ def _caveats(trace: Trace) -> list[str]:
 
 
 def _memory(trace: Trace, stage: StageSummary) -> str:
-    """Return a stage's peak memory: of its process, or in a simulation what the costs give."""
+    """Return a stage's peak memory: that of its process, in a simulation that of the costs."""
     measured = trace.workers[stage.worker].peak_memory_bytes
     if measured:
         return bytes_text(measured)

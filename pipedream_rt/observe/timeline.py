@@ -16,7 +16,7 @@ from pipedream_rt.observe.trace import CODES, DRAIN, INJECTED, LOSS_CAME, PASS, 
 from pipedream_rt.schedules import Kind, Plan
 
 MOST_DRAWN = 2000
-"""The number of actions that a picture shows where its end is not given; more would blur."""
+"""The number of actions that a picture without a given end shows; more would blur."""
 
 NAMES = {
     CODES[Kind.FORWARD]: "forward",
@@ -55,7 +55,9 @@ class Box(NamedTuple):
     """One action in a drawing.
 
     Attributes:
+        stage: An address: each replica has one.
         kind: The number of the action's kind in a span.
+        start: In nanoseconds from the start of the trace, as is ``end``.
     """
 
     worker: int
@@ -73,10 +75,11 @@ class Box(NamedTuple):
 
 
 class Window(NamedTuple):
-    """The part of a trace that is drawn.
+    """The part of a trace that is drawn. Times are in nanoseconds from the start of the trace.
 
     Attributes:
         boxes: The actions in it, in the order of their starts.
+        length: The length of the whole trace.
     """
 
     boxes: list[Box]
@@ -85,13 +88,16 @@ class Window(NamedTuple):
     length: int
 
     def __str__(self) -> str:
-        """Return the part for people, as ``0 s to 1 ms of 2 s``."""
+        """Return the part in words, as ``0 s to 1 ms of 2 s``."""
         shown = f"{seconds_text(self.begin / 1e9)} to {seconds_text(self.end / 1e9)}"
         return f"{shown} of {seconds_text(self.length / 1e9)}"
 
 
 def window(trace: Trace, begin: float | None = None, end: float | None = None) -> Window:
-    """Return a part of a trace to draw."""
+    """Return a part of a trace to draw, by seconds from its start.
+
+    Without an end it ends with the `MOST_DRAWN`-th action.
+    """
     spans = trace.spans[np.isin(trace.spans["kind"], list(NAMES))]
     if not len(spans):
         raise TraceError("there is no action in the trace")
@@ -123,7 +129,7 @@ def window(trace: Trace, begin: float | None = None, end: float | None = None) -
 
 
 def text(trace: Trace, view: Window, width: int = 100) -> str:
-    """Return a drawing with a row of characters for each worker.
+    """Return a drawing with a row of characters for each worker, ``width`` columns wide.
 
     A column shows the letter of the action that took the most of its time, or ``.`` if the worker
     was idle.
@@ -140,7 +146,7 @@ def text(trace: Trace, view: Window, width: int = 100) -> str:
         last = min((box.end - view.begin) / scale, float(columns))
         for column in range(int(first), min(int(np.ceil(last)), columns)):
             share = min(last, column + 1) - max(first, column)
-            # The action with the largest share of a column gives its letter, from a quarter on.
+            # From a quarter on, so that a column that is almost idle looks idle.
             if share > filled[box.worker, column] and share >= 0.25:
                 filled[box.worker, column] = share
                 rows[box.worker][column] = chr(box.kind)
@@ -169,7 +175,7 @@ _ROW, _BAR, _LEFT, _TOP = 30, 24, 80, 40
 def svg(trace: Trace, view: Window, width: int = 1200) -> str:
     """Return an SVG document with a row of boxes for each worker and a time axis.
 
-    Every box has a tooltip.
+    Every box has a tooltip. ``width`` is in pixels.
     """
     workers = trace.plan.workers
     bottom = _TOP + workers * _ROW
@@ -200,11 +206,11 @@ def svg(trace: Trace, view: Window, width: int = 1200) -> str:
 
 
 def _title(trace: Trace, view: Window) -> str:
-    """Return the title of a drawing."""
+    """Return the title of a drawing, fit for XML."""
     kind, plan = "simulated" if trace.simulated else "measured", trace.plan
     stages = plan.in_words if plan.replicated else f"{plan.num_stages} stages"
     title = f"{plan.name}, {stages}, {plan.per_update} micro-batches per update ({kind}; {view})"
-    return "".join(c for c in title if c.isprintable())
+    return "".join(c for c in title if c.isprintable())  # XML has no control characters
 
 
 def _svg_legend(view: Window, bottom: int) -> Iterator[str]:
@@ -270,7 +276,7 @@ def perfetto(trace: Trace) -> str:
     """Return the whole trace as Trace Event JSON, which https://ui.perfetto.dev opens.
 
     It has a process for each worker, a track for each stage with its actions, another one with what
-    its device did, a counter of the versions that a stage keeps, and arrows along the way of each
+    its device did, a counter of the versions that a stage keeps, and arrows that follow each
     micro-batch. Times are in microseconds, as the format demands.
     """
     return json.dumps({"traceEvents": list(_events(trace)), "displayTimeUnit": "ms"})
@@ -312,7 +318,7 @@ def _device_events(trace: Trace, zero: int) -> Iterator[dict[str, Any]]:
 
 
 def _of_device(plan: Plan, address: int) -> int:
-    """Return the number of the track of a stage's device."""
+    # Behind the tracks of all stages, whose numbers are their addresses.
     return len(plan.addresses) + address
 
 
@@ -364,6 +370,7 @@ def _action_events(plan: Plan, row: _Row, zero: int) -> Iterator[dict[str, Any]]
             "ph": phase, "name": "micro-batch", "cat": "flow", "id": row.index,
             "pid": worker, "tid": row.stage, "ts": at + duration / 2,
         }  # fmt: skip
+        # Without "bp" an arrow ends at the slice that begins next, not at the one around its time.
         yield {**arrow, "bp": "e"} if phase == "f" else arrow
 
 
@@ -371,10 +378,8 @@ _ON_ITS_WAY = (CODES[Kind.FORWARD], CODES[Kind.BACKWARD], CODES[Kind.INPUT])
 
 
 def _phase(plan: Plan, row: _Row) -> str:
-    """Return "s" if a micro-batch's arrows begin at an action, "t" if they go on, "f" if they end.
-
-    They begin and end on the first of the stages that take the model's input.
-    """
+    """Return "s" where the arrows of a micro-batch begin, "t" where they go on, "f" at the end."""
+    # They begin and end on the first of the stages that take the model's input.
     if plan.stage_of(row.stage) != plan.entries[0]:
         return "t"
     return "s" if row.kind == CODES[Kind.FORWARD] else "f"

@@ -34,10 +34,10 @@ _MAGIC = "pipedream-rt trace"
 _VERSION = 2
 
 _LARGEST = 1 << 34
-"""Bytes that a trace may have: as many spans as no run leaves."""
+"""Bytes that a trace may have: more spans than any run leaves."""
 
 _MOST = 1 << 12
-"""Stages, workers and edges that a plan in a trace may have."""
+"""Stages, workers and edges that a plan in a trace may have, at most."""
 
 PLAN = fields(
     {
@@ -58,7 +58,7 @@ PLAN = fields(
     },
     optional=("entries", "ties", "synchronous", "shard_optimizer", "norms"),
 )
-"""The check of a plan, as `Plan.packed` returns it."""
+"""The check of what `Plan.packed` returns."""
 
 _HEADER = {
     "plan": PLAN,
@@ -83,7 +83,7 @@ _HEADER = {
 _UNREADABLE = (
     msgpack.UnpackException, ValueError, TypeError, KeyError, RecursionError, ConfigError,
 )  # fmt: skip
-"""Errors of a header that is none."""
+"""Errors that a damaged header leads to."""
 
 CODES = {kind: ord(kind.value) for kind in Kind}
 """The number that stands for each kind of action in a span."""
@@ -96,7 +96,7 @@ DRAIN, PASS, COMMAND = CODES[Kind.DRAIN], ord("E"), ord("C")
 evaluation or inference, and a command."""
 
 _ON_A_DEVICE = 1 << 8
-"""Added to the kind of a span of a device in a file."""
+"""A bit above all kinds, set in a file in the kind of a span of a device."""
 
 COMPUTES = tuple(CODES[kind] for kind in OF_STAGES)
 """The kinds of the spans in which a stage trains."""
@@ -129,12 +129,12 @@ class Trace:
         credits: The number of mini-batches that the coordinator injected ahead.
         simulated: Whether the run was simulated rather than measured.
         workers: Facts about each worker.
-        stage_bytes: By stage, the size of one weight version; empty if unknown.
+        stage_bytes: By stage, the bytes of one weight version; empty if unknown.
         activation_bytes: By stage, the bytes that it holds for each micro-batch in flight; empty if
             unknown.
         spans: The spans, an array of `SPAN`; those of a stage are in the order of time.
-        device_spans: The spans of what accelerators did, which the workers had launched before, in
-            the same form; empty where all stages compute on the host.
+        device_spans: The spans of what accelerators did after the workers had launched it, in the
+            same form; empty where all stages compute on the host.
     """
 
     plan: Plan
@@ -154,7 +154,9 @@ class Trace:
         return mine
 
     def by_stage(self) -> list[Spans]:
-        """Return the spans of every address, in less time than `of_stage` for each one."""
+        """Return the spans of every address: in less time than by `of_stage` for each."""
+        # Stable, so that the spans of a stage stay in the order of time. Those of the coordinator,
+        # -1, come before the first bound.
         order = np.argsort(self.spans["stage"], kind="stable")
         bounds = np.searchsorted(
             self.spans["stage"], np.arange(len(self.plan.addresses) + 1), sorter=order
@@ -162,7 +164,7 @@ class Trace:
         return [self.spans[order[a:b]] for a, b in pairwise(bounds)]
 
     def actions(self, worker: int) -> Iterator[Action]:
-        """Yield the actions that a worker did, in order of time, without the ends of flushes."""
+        """Yield the actions that a worker did, in the order of time, without ends of flushes."""
         stages = self.plan.stages_of(worker)
         wanted = np.isin(self.spans["kind"], COMPUTES)
         mine = self.spans[wanted & np.isin(self.spans["stage"], stages)]
@@ -182,7 +184,7 @@ class Trace:
     # -- the file -----------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the trace to a file, which is replaced as a whole if it is there.
+        """Write the trace to a file; one that is there is replaced as a whole.
 
         Raises:
             TraceError: The file cannot be written.
@@ -214,7 +216,7 @@ class Trace:
         """
         try:
             data = read_file(path, _LARGEST)
-        except (OSError, ValueError) as error:  # a path may hold a NUL
+        except (OSError, ValueError) as error:  # a ValueError for a path with a NUL in it
             reason = getattr(error, "strerror", None) or error
             raise TraceError(f"the trace {path} cannot be read: {reason}") from error
         unpacker = msgpack.Unpacker(max_buffer_size=max(len(data), 1))
@@ -254,7 +256,7 @@ def _digest(packed: bytes, spans: memoryview) -> bytes:
 
 
 def fitting(trace: Trace) -> Trace:
-    """Return a trace whose parts fit each other."""
+    """Return a trace if its plan, workers and spans fit each other; else raise a ValueError."""
     plan, spans = trace.plan, trace.spans
     stages, kinds, causes = spans["stage"], spans["kind"], spans["waited_for"]
     if len(trace.workers) not in (0, plan.workers):

@@ -1,7 +1,7 @@
-"""Observers: what is told of a run, and shows it: files, TensorBoard, Prometheus, a page.
+"""Observers are told the events of a run, and show it: files, TensorBoard, Prometheus, a page.
 
-An `Observer` is a function of an event; `events` has them all. Give yours, or these, to
-``Observe(to=[...])``.
+An `Observer` is any function of one event; `events` has all kinds of events. Give yours, or these,
+to ``Observe(to=[...])``.
 """
 
 from __future__ import annotations

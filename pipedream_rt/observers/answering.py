@@ -1,4 +1,4 @@
-"""The server of the live page: what a request is answered."""
+"""The server of the live page: how requests are answered, and strangers turned away."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from typing import Any, Protocol
 from urllib.parse import parse_qs
 
 PATIENCE_S = 15.0
-"""Seconds without news after which a client is sent a sign of life."""
+"""Seconds without news after which a client gets a heartbeat; also those to show the token."""
 
 
 class Answers(Protocol):
-    """What requests are answered from. Its methods are called by a thread for each request."""
+    """Where answers come from. Each request has a thread, which calls these methods."""
 
     def page(self) -> bytes:
-        """Return the whole page."""
+        """Return the page as HTML."""
 
     def news(self) -> Iterator[dict[str, Any] | None]:
-        """Yield what has changed, until the page is closed; None as a sign of life."""
+        """Yield what has changed, until the page is closed; None as a heartbeat."""
 
     def record(self) -> Iterator[dict[str, Any] | None]:
         """Yield the events of the run, until the page is closed; None where that is all for now."""
 
     def enter(self) -> bool:
-        """Count a client that stays; return whether there may be another one."""
+        """Count a client in that stays; return False, and count nothing, if there are too many."""
 
     def leave(self) -> None:
-        """Count a client that has gone."""
+        """Count a client out."""
 
 
 class Server(ThreadingHTTPServer):
@@ -47,11 +47,12 @@ class Server(ThreadingHTTPServer):
     def __init__(self, address: tuple[str, int], token: str, answers: Answers) -> None:
         self.token = token.encode()
         self.answers = answers
-        self.time_is_over: dict[socket.socket, float] = {}  # when, by connection
+        # By connection, the monotonic time at which it ends; infinite once the token was shown.
+        self.time_is_over: dict[socket.socket, float] = {}
         super().__init__(address, _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread."""
+        """Give a connection its time, and answer in a thread."""
         self.time_is_over[request] = time.monotonic() + PATIENCE_S
         super().process_request(request, client_address)
 
@@ -61,18 +62,18 @@ class Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a connection that broke: strangers would fill the terminal with it."""
+        """Print nothing about a broken connection: strangers would fill the terminal with it."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 
     def server_close(self) -> None:
-        """Listen no more, and end all connections."""
-        # Their threads are joined: one that waits for a stranger's next byte would never end.
+        """Stop listening, and end all connections."""
+        # Their threads are joined, and one that waits for a stranger's next byte might never end.
         self._end(at=math.inf)
         super().server_close()
 
     def service_actions(self) -> None:
-        """End connections that have not shown the token in time; called again and again."""
+        """End connections that have not shown the token in time; `serve_forever` calls this."""
         self._end(at=time.monotonic())
 
     def _end(self, at: float) -> None:
@@ -86,13 +87,14 @@ class Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     """Answers one request."""
 
-    timeout = 2 * PATIENCE_S
+    timeout = 2 * PATIENCE_S  # also ends a write to a client that reads nothing
     server: Server
 
     def do_GET(self) -> None:
-        """Answer; what has no token is told nothing."""
+        """Answer; without the token, nothing is told."""
         path, _, query = self.path.partition("?")
         given = parse_qs(query).get("token", [""])[0]
+        # Bytes: of texts, `compare_digest` takes ASCII alone.
         if not secrets.compare_digest(given.encode(), self.server.token):
             self._answer(HTTPStatus.FORBIDDEN, b"the token is missing or wrong\n")
             return
@@ -114,13 +116,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Cache-Control", "no-store")
-        self.send_header("Referrer-Policy", "no-referrer")
+        self.send_header("Referrer-Policy", "no-referrer")  # the address has the token in it
         self.send_header("X-Content-Type-Options", "nosniff")
         self.end_headers()
         self.wfile.write(body)
 
     def _stream(self, send: Callable[[], None]) -> None:
-        """Send what comes, until the client or the page goes."""
+        """Send what comes, until the client leaves or the page is closed."""
         if not self.server.answers.enter():
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE, b"too many are looking\n")
             return
@@ -149,4 +151,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(line + b"\n")
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing of requests, whose addresses have the token."""
+        """Log no requests: their addresses have the token."""

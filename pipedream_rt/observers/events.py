@@ -1,7 +1,7 @@
-"""What observers are told of a run: plain values, each with the time at which it was known.
+"""The events of a run that observers are told: plain values, each with the time it was known.
 
-An `Observer` is any function of one event. Events are told in the thread of the script, in the
-order of the mini-batches, so an observer needs no lock::
+An `Observer` is any function of one event. It is called in the thread of the script, in the order
+of the mini-batches, so it needs no lock::
 
     def to_wandb(event):
         if isinstance(event, Stepped):
@@ -35,7 +35,7 @@ from pipedream_rt.schema import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun:
-    """A script has begun to train, or goes on after a checkpoint.
+    """A script begins to train, or goes on after a checkpoint.
 
     Attributes:
         time: When, in seconds since the epoch.
@@ -73,9 +73,9 @@ class Stepped:
         step: The number of the mini-batch.
         loss: Its loss.
         rates: The learning rate of each parameter group with which it was trained on.
-        staleness: Updates between the oldest weight version read and the one that is updated.
+        staleness: Updates between the oldest weight version that was read and the one updated.
         versions: The weight version that the last micro-batch read, by stage.
-        busy_s: The seconds that each stage has computed since its worker was started.
+        busy_s: By stage, the seconds that it has computed since its worker was started.
         samples: The number of samples; 0 where the mini-batch has no first dimension.
         micro_batches: The number of micro-batches with samples.
         fingerprint: See `StepResult`.
@@ -179,17 +179,17 @@ class Ended:
 Event: TypeAlias = Begun | Stepped | Evaluated | Saved | Recovered | Warned | Ended
 
 Observer: TypeAlias = Callable[[Event], object]
-"""What is told of a run: any function of one event. If it raises, that is logged, and it is told no
-more; the run goes on."""
+"""Any function of one event. If it raises, the error is logged and it is not called again; the run
+goes on."""
 
 
 def _real(value: Any) -> bool:
-    """Whether a value is a number, and no integer with which none of ours can be computed."""
+    """Whether a value is a float, or an integer that is not too large to compute with floats."""
     return type(value) is float or whole(-(2**63))(value)
 
 
 def _moment(value: Any) -> bool:
-    """Whether a value is a time for which there is a date."""
+    """Whether a value is a time, in seconds since the epoch, that has a date."""
     return seconds(value) and value < 1 << 36
 
 
@@ -201,11 +201,11 @@ _COUNTERS = {
     ),
     "peak_device_memory_bytes": maybe(whole(0)),
 }
-"""The checks of those counters of a stage that are shown."""
+"""The checks of the counters of a stage that are shown."""
 
 
 def _counters(value: Any) -> bool:
-    """Whether a value has the counters of a stage."""
+    """Whether a value has the shown counters of a stage; others may be anything."""
     return isinstance(value, dict) and not problem_of(value, _COUNTERS)
 
 
@@ -238,14 +238,14 @@ _CHECKS: dict[str, Check] = {
     "text": text(1 << 20),
     "trace": truth,
 }
-"""The check of every field that an event has."""
+"""By name, the check of every field of an event."""
 
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-"""Numbers for which JSON has no word, by the text that stands for them."""
+"""Numbers that JSON cannot write, by the text that stands for them."""
 
 
 def packed(event: Event) -> dict[str, Any]:
-    """Return an event as plain data that JSON can write; of a trace, only whether there is one."""
+    """Return an event as plain data for JSON; in place of a trace, whether there is one."""
     record: dict[str, Any] = {"event": type(event).__name__.lower()}
     for each in fields(event):
         value = getattr(event, each.name)
@@ -260,12 +260,12 @@ def packed(event: Event) -> dict[str, Any]:
 
 
 def _written(value: float) -> float | str:
-    """Return a number as JSON can write it; that there is none for is a text."""
+    """Return a number, or a text in place of one that JSON cannot write."""
     return value if math.isfinite(value) else str(value)
 
 
 def unpacked(record: Mapping[str, Any]) -> Event:
-    """Return the event of which `packed` returned the data, without its trace."""
+    """Return the event that `packed` made a record of, without its trace."""
     found = dict(record)
     kind = _NAMES.get(str(found.pop("event", "")))
     if kind is None:
@@ -290,7 +290,7 @@ def unpacked(record: Mapping[str, Any]) -> Event:
 
 
 def _check_plan(event: Begun) -> None:
-    """Refuse a plan that is none, or counters that are not those of its stages."""
+    """Refuse a plan that makes no sense, or whose counters or workers are not its own."""
     plan = Plan.unpacked(event.plan)
     if len(event.stages) != len(plan.addresses) or len(event.workers) != plan.workers:
         raise ValueError(f"its counters or workers are not those of {plan.in_words}")

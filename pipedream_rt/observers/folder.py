@@ -1,7 +1,7 @@
 """The folder of a run: its events, as JSON lines, and its trace.
 
-A run writes a line for each event as it comes, so what a killed script has done can be read, and
-another process can follow it: `pipedream-rt watch` and `pipedream-rt report` do nothing else.
+A run writes a line for each event as it comes. So what a killed script has done can be read, and
+another process can follow a run: `pipedream-rt watch` and `pipedream-rt report` only read this.
 """
 
 from __future__ import annotations
@@ -33,14 +33,17 @@ EVENTS, TRACE = "events.jsonl", "trace"
 """The files of a folder."""
 
 _LONGEST = 1 << 26
-"""The bytes that a line may have."""
+"""Bytes that a line may have."""
 
 _LINE = re.compile(rb'\{"event": "[a-z]+", "time": ')
-"""How a line begins that some version has written."""
+"""How every line begins, whichever version has written it."""
 
 
 class RunFolder:
-    """Writes the events of a run into a folder. An `Observer`."""
+    """Writes the events of a run into a folder, which it makes and locks. An `Observer`.
+
+    A script that goes on after a checkpoint adds to what is there.
+    """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder).absolute()
@@ -50,10 +53,11 @@ class RunFolder:
             self._shown = Path(Shown.in_folder(self.folder).folder)
             self._refuse_others()
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+            # Unbuffered: a killed script loses no line.
             self._file = open(open_to_append(path, flags), "ab", buffering=0)  # noqa: SIM115
-            close_in_forked_children(self._file)
+            close_in_forked_children(self._file)  # or a child would hold the lock of a dead script
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_cut(path):
+            if _is_cut(path):  # or the next line would be lost with the cut one
                 self._file.write(b"\n")
             self._forget_what_was_shown()
             self._shown.mkdir(exist_ok=True)
@@ -80,7 +84,8 @@ class RunFolder:
         if isinstance(event, Ended) and event.trace is not None:
             part = self.folder / f".{secrets.token_hex(8)}.part"
             event.trace.save(part)
-            part.replace(self.folder / TRACE)  # it may have become a link, which `save` follows
+            # `TRACE` may be a link by now, which `save` would follow.
+            part.replace(self.folder / TRACE)
         self._file.write(json.dumps(packed(event)).encode() + b"\n")
         if isinstance(event, Ended):
             if event.trace is not None:
@@ -88,14 +93,14 @@ class RunFolder:
             self.close()
 
     def _refuse_others(self) -> None:
-        """Refuse a folder in which something has a name of ours and is of no run."""
+        """Refuse a folder in which something has a name of ours, and no run has written it."""
         path = self.folder / EVENTS
         found = [self._shown] if self._shown.is_symlink() else []
         try:
             with open_file(path, follow=False) as file:
                 if (begin := file.read(100)) and not _LINE.match(begin):
                     found.append(path)
-        except FileNotFoundError:  # then nothing there is of an earlier run
+        except FileNotFoundError:  # then no run was here, and what there is belongs to others
             found += filter(os.path.lexists, [self.folder / TRACE, *self._of_workers()])
         except OSError:
             found.append(path)
@@ -105,23 +110,23 @@ class RunFolder:
             )
 
     def _of_workers(self) -> list[Path]:
-        """Return where workers show their spans, and the script."""
+        """Return the files in which the script and the workers show their spans."""
         return [self._shown / "script", *self._shown.glob("worker-*")]
 
     def _forget_what_was_shown(self) -> None:
-        """Remove the spans that workers have shown, and their folder if nothing else is in it."""
+        """Remove the spans that were shown, and their folder if nothing else is in it."""
         for path in self._of_workers():
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self._shown.rmdir()
 
     def close(self) -> None:
-        """Close the file, which another run may then write. Idempotent."""
+        """Close the file, so that another run may write it. Idempotent."""
         self._file.close()
 
 
 def _is_cut(path: Path) -> bool:
-    """Whether the last line of a file has no end, as where its writer was killed."""
+    """Whether the last line of a file has no end, as after its writer was killed."""
     with open_file(path) as file:
         if not file.seek(0, os.SEEK_END):
             return False
@@ -133,7 +138,7 @@ class Following:
     """A reader of the folder of a run, which may be going on.
 
     Attributes:
-        unreadable: The number of lines that are no event.
+        unreadable: The number of lines that are no events.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -148,15 +153,16 @@ class Following:
     def new(self) -> Iterator[Event]:
         """Yield the events that have come since the last call, without any trace."""
         while block := self._file.read(1 << 20):
+            # The last piece may be a line that is not whole yet.
             *lines, self._rest = (self._rest + block).split(b"\n")
             if len(self._rest) > _LONGEST:
                 self._rest, self.unreadable = b"", self.unreadable + 1
-                self._file.seek(0, os.SEEK_END)  # it may go on for a TiB
+                self._file.seek(0, os.SEEK_END)  # past the rest of it, which may be a TiB
             for line in lines:
                 yield from self._read(line)
 
     def _read(self, line: bytes) -> Iterator[Event]:
-        """Yield the event of a line; nothing if it has none."""
+        """Yield the event of a line; nothing, and count it, if it has none."""
         if not line.strip():
             return
         try:
@@ -170,7 +176,7 @@ class Following:
 
 
 def _why_not(folder: Path, error: OSError | ValueError) -> str:
-    """Say why the record of a run cannot be read, and how one is made."""
+    """Return why the record of a run cannot be read, and how one is made."""
     if folder.is_file():
         return f"{folder} is a file; a run is recorded in a folder, with {EVENTS} in it"
     missing = isinstance(error, FileNotFoundError)
@@ -186,7 +192,7 @@ def _why_not(folder: Path, error: OSError | ValueError) -> str:
 
 
 def read_run(folder: str | os.PathLike[str]) -> RunRecord:
-    """Return what a folder says of its run."""
+    """Return the record of the run in a folder, with its trace, or else its last moments."""
     record, following = RunRecord(), Following(folder)
     try:
         for event in following.new():
@@ -214,10 +220,7 @@ def trace_in(folder: str | os.PathLike[str]) -> Trace | None:
 
 
 def newest_trace_in(folder: str | os.PathLike[str], begun: Begun) -> Trace | None:
-    """Return the last moments of a run, as far as the workers of its machine show them.
-
-    It goes back as far as all of them do. None where nothing is shown.
-    """
+    """Return the last moments of a run, as far as workers of this machine show them; else None."""
     plan = Plan.unpacked(begun.plan)
     shown = Path(Shown.in_folder(folder).folder)
     parts = []
@@ -229,11 +232,13 @@ def newest_trace_in(folder: str | os.PathLike[str], begun: Begun) -> Trace | Non
                 parts.append(spans)
     if not parts:
         return None
+    # Each file goes back another while: begin where all have spans.
     since = max(int(spans["start"].min()) for spans in parts)
     trace = Trace(
         plan=plan,
         credits=begun.credits,
         simulated=False,
+        # `dropped` says that the trace does not have the beginning of the run.
         workers=tuple(WorkerFacts(name=name, dropped=1) for name in begun.workers),
         spans=np.concatenate([spans[spans["start"] >= since] for spans in parts]),
     )

@@ -1,7 +1,7 @@
 """The page of a run while it goes on, served from the folder that the run is recorded in.
 
-The server is a process of its own (`pipedream-rt watch --web`): the run does nothing for it but
-write its record. Nothing that the page does changes the run.
+The server is a process of its own (`pipedream-rt watch --web`): all that the run does for it is to
+write its record, and the page cannot change the run.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ EVERY_S = 1.0
 _MOST_CLIENTS = 32
 
 Workers = Callable[[Begun], list[dict[str, Any]] | None]
-"""Returns what the workers of a run do at the moment, if its script runs on this machine."""
+"""Returns what the workers of a run do now; None if its script does not run on this machine."""
 
 
 class LivePage:
-    """The server of the page of a run."""
+    """The server of the page of a run. Its address has the token that each request must show."""
 
     def __init__(
         self,
@@ -60,15 +60,18 @@ class LivePage:
         name = f"[{host}]" if ":" in host else host
         self.address = f"http://{name}:{port}/?token={token}"
         self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.2,), name="live-page"
+            # The argument: seconds between two looks for connections whose time is over.
+            target=self._server.serve_forever,
+            args=(0.2,),
+            name="live-page",
         )
         self._thread.start()
 
     def run(self, stop: threading.Event) -> None:
-        """Follow the run until an event is set; what comes after its end is followed too."""
+        """Follow the run until ``stop`` is set, also past its end: a script may go on with it."""
         while not stop.wait(EVERY_S):
             with self._changed:
-                if self._clients:
+                if self._clients:  # nothing is read or drawn while nobody looks
                     self._look()
 
     def close(self) -> None:
@@ -82,7 +85,7 @@ class LivePage:
         self._following.close()
 
     def _look(self) -> None:
-        """Read what is new, and make the panels again. The lock is held."""
+        """Read what is new, and make the panels anew. The caller holds the lock."""
         record = self._record
         for event in self._following.new():
             record(event)
@@ -90,14 +93,14 @@ class LivePage:
             record.trace = self._trace()
         found = panels(record, live=record.ended is None)
         if record.begun is not None and record.may_run and (now := self._workers(record.begun)):
-            found.insert(1, workers_panel(now))
+            found.insert(1, workers_panel(now))  # below the head
         if found != self._panels:
             self._panels = found
             self._version += 1
             self._changed.notify_all()
 
     def _trace(self) -> Trace | None:
-        """Return what the workers did: in the last moments, or in all of a run that has ended."""
+        """Return the trace of a run that has ended, else its last moments."""
         folder, record = self._following.folder, self._record
         if record.begun is None:
             return None
@@ -112,7 +115,7 @@ class LivePage:
             return page_of(title_of(self._record), self._panels, live=True).encode()
 
     def news(self) -> Iterator[dict[str, Any] | None]:
-        """Yield the panels that have changed and the names of all; None if nothing has for long."""
+        """Yield the panels that have changed, and the names of all; None as a heartbeat."""
         seen, sent = -1, dict[str, dict[str, Any]]()
         while (found := self._wait_for_news(seen)) is not None:
             seen, title, made = found
@@ -125,7 +128,7 @@ class LivePage:
             sent = html
 
     def record(self) -> Iterator[dict[str, Any] | None]:
-        """Yield the events of the run from the first on; None where that is all for now."""
+        """Yield the events of the run from the first on; None when there are no more for now."""
         seen = -1
         with closing(Following(self._following.folder)) as following:
             while True:
@@ -136,9 +139,9 @@ class LivePage:
                 seen = found[0]
 
     def _wait_for_news(self, seen: int) -> tuple[int, str, list[Panel]] | None:
-        """Wait until there are other panels than those of a version; None at the end.
+        """Wait for panels of another version than ``seen``; None when the page is closed.
 
-        After some seconds without news, the same panels are returned again.
+        After `PATIENCE_S` without news, the same panels are returned again.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._over or self._version != seen, PATIENCE_S)
@@ -147,7 +150,7 @@ class LivePage:
             return self._version, title_of(self._record), self._panels
 
     def enter(self) -> bool:
-        """Count a client that stays; return whether there may be another one."""
+        """Count a client in that stays; return False, and count nothing, if there are too many."""
         with self._changed:
             if self._clients == _MOST_CLIENTS:
                 return False
@@ -155,11 +158,11 @@ class LivePage:
             return True
 
     def leave(self) -> None:
-        """Count a client that has gone."""
+        """Count a client out."""
         with self._changed:
             self._clients -= 1
 
 
 def _as_json(panel: Panel) -> dict[str, Any]:
-    """Return a panel as the script of the page takes it."""
+    """Return a panel in the form that the script of the page takes."""
     return {"wide": panel.wide, "html": str(inside_of(panel))}

@@ -1,4 +1,4 @@
-"""A bar for what takes long: how far it is, how fast it goes, and the loss."""
+"""A progress bar for loops over items: how many have come, how long they took, and the loss."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ _EVERY_S = 0.1
 def with_bar(
     items: Iterable[T], what: str, total: int | None, words: Callable[[T], str] | None = None
 ) -> Generator[T, None, None]:
-    """Yield items, and show on standard error, or in the notebook, how many have come."""
+    """Yield items, and show on standard error, or in the notebook, how many have come.
+
+    ``total`` is None if their number is not known; ``words`` says something of the last item.
+    """
     columns = (
         TextColumn("{task.description}"),
         BarColumn() if total is not None else SpinnerColumn(),
@@ -38,7 +41,7 @@ def with_bar(
         TimeElapsedColumn(),
         *([TimeRemainingColumn()] if total is not None else []),
     )
-    # Drawn by this thread alone: rich's own would outlive the bar for a moment.
+    # Drawn by this thread alone: rich's own thread would outlive the bar for a moment.
     with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as bar:
         task, drawn_at = bar.add_task(what, total=total, words=""), 0.0
         with closing(_as_generator(items)) as drawn:
@@ -51,14 +54,14 @@ def with_bar(
 
 
 def _as_generator(items: Iterable[T]) -> Generator[T, None, None]:
-    """Return items as a generator, which closes the one that they are."""
+    """Return items as a generator: the one that they are, so that it is closed with the bar."""
     if isinstance(items, Generator):
         return items
     return (item for item in items)
 
 
 def count_of(items: Any) -> int | None:
-    """Return how many items a loader has; None if it does not know."""
+    """Return how many items a loader has; None if it does not say."""
     try:
         return len(items)
     except TypeError:
@@ -71,12 +74,11 @@ def loss_words(result: Any) -> str:
 
 
 class Barred:
-    """A loader whose items are counted by a bar as they are drawn."""
+    """A loader with a bar that counts its items as they are drawn."""
 
     def __init__(self, loader: Iterable[Any], what: str) -> None:
         self._loader = loader
         self._what = what
 
     def __iter__(self) -> Generator[Any, None, None]:
-        """Yield the items."""
         return with_bar(self._loader, self._what, count_of(self._loader))

@@ -1,4 +1,4 @@
-"""Prometheus: counters and gauges, served by the script's process."""
+"""Prometheus: counters and gauges, which the script's process serves."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Prometheus:
     """Serves counters and gauges with `prometheus_client`. An `Observer`.
 
     Args:
-        port: The port; 0 for a free one, which `port` then tells.
-        host: The address to listen at: this machine alone unless another one is given.
+        port: The port; 0 for a free one, which the attribute `port` then names.
+        host: The address to listen at; by default only this machine can connect.
 
     Attributes:
-        port: The port.
+        port: The port that it listens at.
 
     Raises:
         ConfigError: The package prometheus_client is missing, or the port is taken.
@@ -73,7 +73,7 @@ class Prometheus:
         """Count an event."""
         match event:
             case Begun():
-                self._before = ()
+                self._before = ()  # new workers count their seconds from 0
             case Stepped():
                 self._stepped(event)
             case Evaluated():
@@ -105,5 +105,6 @@ class Prometheus:
         before = self._before or (0.0,) * len(event.busy_s)
         for stage, version in enumerate(event.versions):
             self._version.labels(str(stage)).set(version)
+            # A counter refuses to fall.
             self._busy.labels(str(stage)).inc(max(event.busy_s[stage] - before[stage], 0.0))
         self._before = event.busy_s

@@ -1,4 +1,4 @@
-"""What is known of a run, from its events, in a size that does not grow with its length."""
+"""What the events of a run tell, in a size that does not grow with the length of the run."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from pipedream_rt.observers.events import (
 from pipedream_rt.schedules import Plan
 
 MOST = 600
-"""The number of buckets up to which each mini-batch has one of its own; more blur in a picture."""
+"""Buckets that are kept at least, if there are as many mini-batches; more blur in a picture."""
 
 _MOST_EVENTS = 1000
-"""The number of the last events of each other kind that are kept."""
+"""The last events of each other kind that are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +34,9 @@ class Bucket:
 
     Attributes:
         last: The last of them.
+        loss: The mean; ``low`` and ``high`` are the least and the largest.
+        staleness: The largest.
+        samples: Of all of them, as are ``micro_batches``.
     """
 
     last: Stepped
@@ -60,7 +63,7 @@ class Bucket:
         )
 
     def and_then(self, later: Bucket) -> Bucket:
-        """Return the bucket of the mini-batches of this one and of the next."""
+        """Return the bucket of this one and the next together."""
         count = self.count + later.count
         return Bucket(
             last=later.last,
@@ -75,14 +78,14 @@ class Bucket:
 
 
 def _outermost(pick: Callable[[float, float], float], one: float, other: float) -> float:
-    """Return the least or the largest of two numbers of which one may be none."""
+    """Return the least or the largest of two numbers; if one is NaN, the other."""
     if math.isnan(one) or math.isnan(other):
         return other if math.isnan(one) else one
     return pick(one, other)
 
 
 class Buckets:
-    """Mini-batches in buckets of one width, which doubles whenever there are too many."""
+    """Mini-batches in buckets of one width, which doubles whenever there are 2 ``most`` buckets."""
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most
@@ -104,10 +107,7 @@ class Buckets:
             self._width *= 2
 
     def forget_from(self, step: int) -> None:
-        """Forget the mini-batches from a number on, as a script does that goes on before them.
-
-        A bucket in which that number lies is forgotten as a whole.
-        """
+        """Forget the mini-batches from a number on, and the whole bucket that it lies in."""
         if self._open is not None and self._open.last.step >= step:
             self._open = None
         while self._full and self._full[-1].last.step >= step:
@@ -122,10 +122,11 @@ class Buckets:
 
 @dataclass(slots=True)
 class RunRecord:
-    """A run as its events tell it. An `Observer`.
+    """What the events of a run tell of it. An `Observer`.
 
     Attributes:
         begun: The beginning of the last script; None before it.
+        plan: The plan of that script; a schedule of the user's has its name alone.
         ended: The end of the last script; None while it runs, and if it was killed.
         first: When the first script has begun, in seconds since the epoch.
         evaluations: The last evaluations.
@@ -168,7 +169,7 @@ class RunRecord:
                 self.ended = replace(event, trace=None)
 
     def _begin(self, event: Begun) -> None:
-        """Begin a run, or go on in one at a mini-batch, from which on the others are forgotten."""
+        """Begin a run, or go on with one: what came from that mini-batch on is forgotten."""
         if not event.step:
             self.first, self.scripts = event.time, 0
             self.recovered, self.warned = [], []
@@ -176,21 +177,22 @@ class RunRecord:
         self.begun, self.ended, self.trace = event, None, None
         self.plan = Plan.unpacked(event.plan)
         self.steps.forget_from(event.step)
+        # Of a new run, with step 0, nothing earlier is kept.
         self.evaluations = [each for each in self.evaluations if 0 < each.step <= event.step]
         self.saved = [each for each in self.saved if 0 < each.step <= event.step]
 
     @property
     def may_run(self) -> bool:
-        """Whether the script may still run: not if its process, on this machine, is gone."""
+        """Whether the script may still run: no if it has ended, or its process here is gone."""
         if self.begun is None or self.ended is not None:
             return False
         if self.begun.host != socket.gethostname():
             return True
         try:
-            os.kill(self.begun.pid, 0)
+            os.kill(self.begun.pid, 0)  # signal 0 only asks whether there is such a process
         except ProcessLookupError:
             return False
-        except PermissionError:
+        except PermissionError:  # it is there, and another user's
             return True
         return True
 
@@ -205,7 +207,7 @@ class RunRecord:
 
 
 def _append(events: list, event: Event) -> None:  # type: ignore[type-arg]
-    """Add an event; forget the oldest if there are too many."""
+    """Add an event; forget the oldest beyond `_MOST_EVENTS`."""
     events.append(event)
     if len(events) > _MOST_EVENTS:
         del events[0]

@@ -46,7 +46,7 @@ class TensorBoard:
                 add("train/staleness", event.staleness, event.step, event.time)
                 self._rates(event)
             case Recovered():
-                self._last = None
+                self._last = None  # new workers count their seconds from 0
                 self._writer.add_text("recovered", event.reason, event.step, event.time)
             case Evaluated():
                 for name, value in event.values.items():
@@ -55,7 +55,7 @@ class TensorBoard:
                 self._writer.close()
 
     def _rates(self, event: Stepped) -> None:
-        """Write what a mini-batch tells of the time since the one before."""
+        """Write the rates over the time since the mini-batch before."""
         before, self._last = self._last, event
         if before is None or (seconds := event.time - before.time) <= 0:
             return

@@ -1,4 +1,4 @@
-"""A run in the terminal, while it goes on."""
+"""The view of a running run in the terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LEVELS = " ▁▂▃▄▅▆▇█"
 def view_of(
     record: RunRecord, workers: Sequence[Mapping[str, Any]] | None = None, width: int = 100
 ) -> RenderableType:
-    """Return what is known of a run, to be printed again every second."""
+    """Return the view of a run; ``width`` is that of the terminal, in columns."""
     plan = record.plan
     if plan is None:
         return Text("the run has not begun")
@@ -52,7 +52,7 @@ def view_of(
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return values as a line of blocks of different heights; empty for fewer than two."""
+    """Return values as a line of block characters; empty for fewer than two."""
     found = [value for value in values if abs(value) < FARTHEST]
     if len(found) < 2:
         return ""
@@ -66,7 +66,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def _stages(plan: Plan, buckets: Sequence[Bucket]) -> Table:
-    """Return a table of what the last results tell of the stages."""
+    """Return a table of the stages, from the last results."""
     table = Table(box=None, padding=(0, 2), header_style="dim")
     for name in ("stage", "worker", "version", "computes"):
         table.add_column(name)
@@ -81,19 +81,19 @@ def _stages(plan: Plan, buckets: Sequence[Bucket]) -> Table:
 
 
 def _busy(buckets: Sequence[Bucket]) -> list[float]:
-    """Return the share of the time that each stage has computed; empty if that is not known."""
+    """Return the share of the time in which each stage computed; empty if it is not known."""
     seconds, computed = 0.0, [0.0] * min((len(b.last.busy_s) for b in buckets), default=0)
     for before, after in pairwise(buckets):
         pairs = zip(after.last.busy_s, before.last.busy_s, strict=False)
         parts = [now - then for now, then in pairs]
-        if parts and min(parts) >= 0:  # after a recovery others count from 0 again
+        if parts and min(parts) >= 0:  # after a recovery new workers count from 0
             seconds += after.last.time - before.last.time
             computed = [a + b for a, b in zip(computed, parts, strict=False)]
     return [min(each / seconds, 1.0) for each in computed] if seconds > 0 else []
 
 
 def _workers(workers: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a table of what the workers do at the moment."""
+    """Return a table of what the workers do now."""
     table = Table(box=None, padding=(0, 2), header_style="dim")
     for name in (WORKER_HEAD[0], *WORKER_HEAD[2:]):  # the stages have a table of their own
         table.add_column(name)

@@ -1,4 +1,4 @@
-"""Observers that write files which other programs read: CSV, and JSON lines."""
+"""Observers that write files for other programs: CSV, and JSON lines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipedream_rt.schema import open_to_append
 
 
 class _Lines:
-    """A file to which lines are added, which is open while a run goes on."""
+    """A file to which lines are added; it is open only while a run goes on."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
@@ -24,6 +24,7 @@ class _Lines:
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(f"cannot write to {path}: {reason}") from error
+        # Opened only to refuse early what cannot be written; the first line opens it again.
         self.close()
 
     def _open(self) -> TextIO:
@@ -37,11 +38,11 @@ class _Lines:
 
     @property
     def is_new(self) -> bool:
-        """Whether there is nothing in it."""
+        """Whether the file is missing or empty."""
         return not self._path.exists() or not self._path.stat().st_size
 
     def close(self) -> None:
-        """Close the file until the next line."""
+        """Close the file; the next line opens it again."""
         self._file.close()
 
 
@@ -82,10 +83,10 @@ class CSV:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._lines = _Lines(path)
         self._rows = csv.writer(self._lines, lineterminator="\n")
-        self._has_looked = False  # whether the file has names of columns already
+        self._has_looked = False  # whether the file has column names was checked
 
     def __call__(self, event: Event) -> None:
-        """Write the row of a mini-batch; before the first one of a file, the names of columns."""
+        """Write the row of a mini-batch; before the first row of a file, the column names."""
         if isinstance(event, Stepped):
             if not self._has_looked and self._lines.is_new:
                 self._rows.writerow(self.COLUMNS)

@@ -1,4 +1,7 @@
-"""The split that `Pipeline` chooses with ``stages="auto"``: measured, planned, and kept."""
+"""The split that ``stages="auto"`` gives: measured, planned, and kept beside the checkpoints.
+
+It is kept so that a script that goes on after a checkpoint gets the split that it had.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +32,16 @@ from pipedream_rt.schema import list_of, problem_of, read_file, text, whole, wri
 _log = logging.getLogger(__name__)
 
 PLAN_FILE = "plan.json"
-"""The file beside the checkpoints of a run that has the split which was chosen for it."""
+"""The file with the chosen split, beside the checkpoints of the run."""
 
 _COSTED = {
     "async-1f1b": "async-1f1b", "async-1f1b+vertical-sync": "async-1f1b", "2bw": "2bw",
     "1f1b": "1f1b", "gpipe": "1f1b", "zero-bubble": "1f1b",
 }  # fmt: skip
-"""By schedule, the one whose costs decide where to cut."""
+"""By schedule, the one whose cost model decides where to cut."""
 
 _SLACK = ("async-1f1b", "async-1f1b+vertical-sync", "2bw", "1f1b")
-"""The schedules for which slack is chosen."""
+"""The schedules that take slack."""
 
 _REPLICATED = ("async-1f1b", "async-1f1b+vertical-sync", "2bw", "1f1b", "gpipe")
 """The schedules in which stages may have replicas."""
@@ -47,6 +50,8 @@ HOP_S = 0.0004
 """Seconds of a hop between processes of one machine (docs/benchmarks.md, rounded up)."""
 
 _LARGEST = 1 << 24
+"""Bytes that a plan file may have."""
+
 _NAMES = list_of(text(10_000))
 _FIELDS = {
     "key": text(64), "stages": _NAMES, "slack": list_of(whole(0, 1 << 20)),
@@ -59,7 +64,11 @@ class Chosen:
     """A split that was chosen.
 
     Attributes:
+        key: The hash of the model and of all else that the choice depends on.
         stages: The first layer of every stage but the first, by name.
+        slack: Extra warm-up forwards, by hop.
+        replicas: By stage.
+        why: The plan as a table, for people.
     """
 
     key: str
@@ -70,10 +79,9 @@ class Chosen:
 
 
 def choose_stages(model: UnsplitModel, options: Options, workers: Sequence[int]) -> Chosen:
-    """Return the split that a run is to have, which is the one that it has had, if there is one.
+    """Return the split that the run has had, if it was chosen for the same things; else a new one.
 
-    Without a number of micro-batches, the layers are measured on as small a part of a mini-batch as
-    there could be.
+    ``workers`` are the numbers of workers that a plan may use, rising.
     """
     schedule, micro_batches, example = options.schedule, options.micro_batches, options.example
     training, loss_fn = options.training, options.loss_fn
@@ -91,6 +99,7 @@ def choose_stages(model: UnsplitModel, options: Options, workers: Sequence[int])
             'stages="auto" measures the layers on a mini-batch: give example=, a mini-batch as '
             "the loader yields it, or the DataLoader"
         )
+    # Where none is given, take the smallest part of a mini-batch that a plan could come to feed.
     if micro_batches is None:
         micro_batches = 1 if RECIPES[schedule].flushes else workers[-1]
     batch = first_micro_batch(example_of(example), micro_batches)
@@ -102,12 +111,13 @@ def choose_stages(model: UnsplitModel, options: Options, workers: Sequence[int])
     if kept is not None and (found := _read(kept)) is not None and found.key == key:
         _log.info("the stages that %s has:\n%s", kept, found.why)
         return found
-    with _threads(options.threads):
+    with _threads(options.threads):  # as many as a worker has: the times are to be those of workers
         item = (batch.args, batch.kwargs, batch.target)
         measured = profile(
             model.given, item, loss_fn=loss_fn, optimizer=made, autocast=training.autocast
         )
     machines = Machines(workers=(Worker(),) * workers[-1], latency_within=HOP_S)
+    # A split is told by the first layers of the stages, so the layers stay in their order.
     cuts, costed = cuts_of(measured, branches=False), _COSTED[schedule]
     best = partitions(
         cuts,
@@ -135,7 +145,7 @@ def choose_stages(model: UnsplitModel, options: Options, workers: Sequence[int])
 
 
 def _expected(best: Partition, alone: Partition) -> str:
-    """Return what a partition is expected to give, beside one process."""
+    """Return the expected speed of a partition beside one process, in words."""
     if best.workers == 1:
         return "one process was chosen: with these times, no cut would make the run faster"
     return (
@@ -145,10 +155,7 @@ def _expected(best: Partition, alone: Partition) -> str:
 
 
 def _may_replicate(model: UnsplitModel, options: Options) -> bool:
-    """Whether stages may have replicas: nothing of what a script gives is refused then.
-
-    The corrections of ``"auto"`` are looked at later.
-    """
+    """Whether stages may have replicas: no option that the script gives is refused with them."""
     if options.schedule not in _REPLICATED:
         return False
     given = options.corrections
@@ -159,18 +166,19 @@ def _may_replicate(model: UnsplitModel, options: Options) -> bool:
             flushes=RECIPES[options.schedule].flushes,
             clip=options.training.clip,
             scaled=scale_of(options.training) is not None,
+            # Those of "auto" are looked at later.
             corrections=given if isinstance(given, list | tuple) else (),
         )
     )
 
 
 def _span(workers: Sequence[int]) -> str:
-    """Return numbers of workers as a text: the greatest, unless there is a least one too."""
+    """Return the numbers of workers as a text: the greatest, and the least if it is not 1."""
     return f"{workers[-1]}" if workers[0] == 1 else f"{workers[0]}..{workers[-1]}"
 
 
 def _read(path: Path) -> Chosen | None:
-    """Return the split in a file; None if there is none, or none that can be read."""
+    """Return the split in a file; None if the file is missing or holds none."""
     with suppress(OSError, ValueError, RecursionError):
         found = json.loads(read_file(path, _LARGEST))
         if isinstance(found, dict) and not problem_of(found, _FIELDS):
@@ -181,7 +189,7 @@ def _read(path: Path) -> Chosen | None:
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """Let torch have a number of threads for a while."""
+    """Let torch have ``count`` threads within the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

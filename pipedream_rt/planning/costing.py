@@ -2,11 +2,11 @@
 
 Times are in seconds for each micro-batch that the whole pipe does, sizes in bytes. A stage has r
 replicas; micro-batch m goes to replica m mod r. With k micro-batches per update and ``after``
-workers on the stages behind it (DESIGN, table of section 3, for any r):
+workers on the stages behind it:
 
     busy       compute / (r speed) + step / (k speed)
     period     max(busy, exchange / min(k, r)), or busy + exchange / k with a flush
-    exchange   (r-1) P / B + L               of an update: each replica sends its gradients to all
+    exchange   (r-1) P / B + L               per update: each replica sends its gradients to all
     transfer   Y / (min(r, r') B)            each way, between r replicas and r' behind them
     w          ceil(after / r)               warm-up forwards of each replica
     in flight  w + 1                         on each replica
@@ -37,7 +37,7 @@ from pipedream_rt.planning.machines import Machines
 from pipedream_rt.schedules.shape import lag_of, warm_up_of
 
 EVERY: Any = np.s_[:, :]
-"""Every span; the methods that compute for spans take an index of some, as a row or one element."""
+"""Every span. ``where`` selects spans by row and column (`cuts.spans`): all, a row, or one."""
 
 SCHEDULES = ("async-1f1b", "2bw", "1f1b")
 """The schedules that plans are made for."""
@@ -49,6 +49,7 @@ class Costing:
 
     Attributes:
         per_update: The number of micro-batches per update, k.
+        copies: Copies of the weights that corrections for staleness keep.
     """
 
     cuts: Cuts
@@ -58,7 +59,7 @@ class Costing:
     copies: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
+        """Refuse an unknown schedule and numbers out of range."""
         if self.schedule not in SCHEDULES:
             raise ConfigError(
                 f"plans are made for {', '.join(SCHEDULES)}, not for {self.schedule!r}"
@@ -69,6 +70,7 @@ class Costing:
             raise ConfigError(f"copies must be a number of at least 0, not {self.copies}")
 
     # -- what depends on the layers alone: by row (cut before, plus one) and cut behind --------
+    # Letters as P are those of the formulas above.
 
     def _spans(self, *names: str) -> Floats:
         """Return the sums of some costs over each span of layers."""
@@ -97,12 +99,12 @@ class Costing:
 
     @cached_property
     def _weights(self) -> Floats:
-        """P."""
+        """P, in bytes."""
         return self._spans("parameter_bytes")
 
     @cached_property
     def _fixed(self) -> Floats:
-        """U, O, and what is in the process anyway, with what comes in and goes out."""
+        """U + O + 2 (X + Y), and the bytes of a process without a stage."""
         passing = self.cuts.passing
         messages = np.append(0.0, passing)[:, None] + passing[None, :]
         held = self._spans("frozen_bytes", "optimizer_bytes") + self.cuts.profile.process_bytes
@@ -110,9 +112,12 @@ class Costing:
 
     @cached_property
     def _saved(self) -> Floats:
+        """A, in bytes."""
         return self._spans("saved_bytes")
 
     # -- stages --------------------------------------------------------------------------------
+    # `after` counts the workers on the stages behind, and the slack of the hops up to there.
+    # `start` and `end` are the cuts around a stage; start is -1 at the beginning of the model.
 
     def in_flight(self, replicas: int, after: int) -> int:
         """Return the most micro-batches in flight on a replica."""
@@ -120,11 +125,11 @@ class Costing:
         return min(most, -(-self.per_update // replicas)) if self.flushes else most
 
     def is_possible(self, replicas: int, after: int) -> bool:
-        """Whether the schedule allows a stage of so many replicas before so many workers."""
+        """Whether the schedule allows it: 2bw, with its two versions, needs a lag below k."""
         return self.schedule != "2bw" or lag_of(replicas, after) < self.per_update
 
     def staleness(self, replicas: int, after: int) -> int:
-        """Return the updates between a version that is read and the one that it steps."""
+        """Return the most updates between the version that is read and the one that is updated."""
         if self.schedule != "async-1f1b":
             return int(self.schedule == "2bw")
         return -(-lag_of(replicas, after) // self.per_update)
@@ -139,9 +144,9 @@ class Costing:
         compute, step = self._compute[where], self._step[where]
         busy = compute / (len(workers) * slowest) + step / (k * slowest)
         exchange = self._exchange(workers, where)
-        if self.flushes:  # nothing is left to compute meanwhile
+        if self.flushes:  # the pipe is empty, so nothing hides the exchange
             together = busy + exchange / k
-        else:  # it must end while each replica does one micro-batch more, and before the next one
+        else:  # it must end within one more micro-batch of each replica, and before the next one
             together = np.maximum(busy, exchange / min(k, len(workers)))
         found: Floats = together + self._is_stage[where]
         return found
@@ -151,7 +156,7 @@ class Costing:
         return min(self.machines.workers[w].speed for w in workers)
 
     def _exchange(self, workers: Sequence[int], where: Any) -> Floats:
-        """Return the seconds in which the replicas of each span exchange gradients."""
+        """Return the seconds of the all-reduce of the gradients of each span."""
         count, weights = len(workers), self._weights[where]
         sent = (count - 1) * weights
         latency = self.machines.latency_of(workers) * (count > 1)
@@ -197,16 +202,13 @@ class Costing:
         return min(self.machines.workers[w].memory for w in workers)
 
     def transfers(self, workers: Sequence[int], following: Sequence[int]) -> Floats:
-        """Return, by cut, the time that messages take on the links between two stages."""
+        """Return, by cut, the seconds per micro-batch that a link between two stages is busy."""
         seconds = self._crossing(self.machines.bandwidth_of([*workers, *following]))
         return seconds / min(len(workers), len(following))
 
     def _crossing(self, bandwidth: float) -> Floats:
-        """Return, by cut, the seconds in which a value crosses, coded where that is sooner.
-
-        The time for the codec counts as time of the link, which is more than it costs where the
-        ends have nothing else to do.
-        """
+        """Return, by cut, the seconds in which a value crosses, coded where that is sooner."""
+        # Coding counts as time of the link, which is more than it costs where both ends would idle.
         plain: Floats = self.cuts.passing / bandwidth
         coded = self._coded(bandwidth)
         return plain if coded is None else np.minimum(plain, coded)

@@ -1,11 +1,10 @@
 """The places at which a model can be cut, and sums of costs up to each of them.
 
 A cut parts the layers into those before it and those behind it, so that no layer before it needs
-one behind it. The layers before a cut are an *ideal* of the graph. A chain of n layers has n cuts,
-counted from the one behind the first layer to the one behind the last. A graph with branches has
-more, because layers of two branches can be on different sides in any combination; the cuts are
-then ordered by inclusion alone. A stage is what lies between two cuts of which one includes the
-other.
+one behind it. The layers before a cut are an *ideal* of the graph. A chain of n layers has n cuts;
+the first is behind the first layer, the last behind the last one. A graph with branches has more,
+because layers of two branches can be on different sides in any combination; only some pairs of its
+cuts include one another. A stage is what lies between two cuts of which one includes the other.
 
 Source: the states of the antichain graph in Narayanan et al., PipeDream (SOSP 2019), released code.
 """
@@ -27,7 +26,7 @@ Floats: TypeAlias = NDArray[np.float64]
 Mask: TypeAlias = NDArray[np.bool_]
 
 MOST_CUTS = 2000
-"""Cuts of one model; time and memory to plan grow with their square."""
+"""Cuts that a model may have: time and memory to plan grow with their square."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +56,16 @@ class Cuts:
         return len(self.ideals)
 
     def sums(self, name: str) -> Floats:
-        """Return, for each cut, the sum of a cost of the layers before it."""
+        """Return, for each cut, the sum of an attribute of `LayerCosts` over the layers before."""
         costs = np.array([getattr(layer, name) for layer in self.profile.layers], np.float64)
         found: Floats = np.where(self._bits, costs, 0.0).sum(axis=1)
         return found
 
     @cached_property
     def includes(self) -> Mask:
-        """Whether cut i is included in cut j, and another one, as element (i, j)."""
-        bits = self._bits.astype(np.float32)  # sums of ones are exact, and products are fast
+        """Element (i, j): whether cut j includes cut i, and is another one."""
+        # float32: a BLAS product is fast, and sums of so few ones are exact.
+        bits = self._bits.astype(np.float32)
         sizes = self._bits.sum(axis=1)
         inside = (bits @ bits.T) == sizes[:, None]
         found: Mask = inside & (sizes[:, None] < sizes[None, :])
@@ -82,6 +82,7 @@ class Cuts:
             summed: Floats = np.where(cut, sizes, 0.0).sum(axis=1)
             return summed
         outputs = np.array([layer.output_bytes for layer in self.profile.layers], np.float64)
+        # Without sizes of edges, an output passes once, however many layers behind the cut use it.
         passed = np.zeros_like(self._bits)
         for producer, consumer in edges:
             passed[:, producer] |= self._bits[:, producer] & ~self._bits[:, consumer]
@@ -90,12 +91,10 @@ class Cuts:
 
     @cached_property
     def published_passing(self) -> Floats:
-        """For each cut, the bytes that the released code of PipeDream takes to pass.
-
-        These are the outputs of the last layers before the cut, and of each layer that one of them
-        depends on and that is also used by a layer on which it does not depend; whether that layer
-        is behind the cut, the code does not ask.
-        """
+        """For each cut, the bytes that the released code of PipeDream takes to pass."""
+        # Those are the outputs of the last layers before the cut, and of each layer p that a last
+        # layer x depends on, if p is used outside of what leads to x. The released code does not
+        # ask whether that other user is behind the cut.
         before, after = _relations(self.profile)
         shared = [
             sum(
@@ -116,22 +115,22 @@ class Cuts:
         return np.array(found, np.float64)
 
     def layers_between(self, start: int, end: int) -> tuple[int, ...]:
-        """Return the layers of a stage."""
+        """Return the indices of the layers of a stage; ``start`` is -1 for no cut before it."""
         return tuple(_indices(self.ideals[end] & ~(self.ideals[start] if start >= 0 else 0)))
 
 
 def spans(sums: Floats) -> Floats:
     """Return the sum over each span from the sums up to each cut.
 
-    A span has a row, which is the cut before it plus one, 0 for the beginning of the model, and a
-    column, which is the cut behind it.
+    The row of a span is the cut before it plus one, 0 for the beginning of the model. Its column is
+    the cut behind it.
     """
     found: Floats = sums[None, :] - np.append(0.0, sums)[:, None]
     return found
 
 
 def _indices(bits: int) -> Iterator[int]:
-    """Yield the places of the bits that are set, rising."""
+    """Yield the positions of the bits that are set, rising."""
     while bits:
         lowest = bits & -bits
         yield lowest.bit_length() - 1
@@ -142,8 +141,9 @@ def _relations(profile: Profile) -> tuple[list[int], list[int]]:
     """Return, by layer, all layers that it depends on, and those that use its output directly."""
     count = len(profile.layers)
     before, after = [0] * count, [0] * count
-    for producer, consumer in profile.edges or ():  # sorted, so a producer's own are complete
+    for producer, consumer in profile.edges or ():
         after[producer] |= 1 << consumer
+    # Edges go forwards, so `before` of a producer is complete when its turn comes.
     for producer in range(count):
         for consumer in _indices(after[producer]):
             before[consumer] |= before[producer] | 1 << producer
@@ -177,13 +177,11 @@ def cuts_of(profile: Profile, branches: bool | None = None) -> Cuts:
 
 
 def _ideals(profile: Profile) -> Sequence[int] | None:
-    """Return the ideals that are reached from the first layer; None if there are too many.
-
-    From an ideal one comes to the next by adding a layer that uses an output of the ideal, with all
-    layers that this one depends on.
-    """
+    """Return the ideals that are reached from the first layer; None if there are too many."""
+    # A step from one ideal to the next adds a layer that uses an output of it, with all layers that
+    # this one depends on.
     before, after = _relations(profile)
-    start = 1
+    start = 1  # the bits of the first layer alone
     found = {start}
     queue = [start]
     for ideal in queue:
@@ -198,6 +196,6 @@ def _ideals(profile: Profile) -> Sequence[int] | None:
                 found.add(grown)
                 queue.append(grown)
     whole = (1 << len(before)) - 1
-    if whole not in found:  # a layer that nothing joins to the first one
+    if whole not in found:  # some layer is not reached from the first one
         return None
     return sorted(found, key=lambda ideal: (ideal.bit_count(), ideal))

@@ -15,7 +15,7 @@ from pipedream_rt.planning.published import Answer, Published
 from pipedream_rt.schema import printable
 
 Plan = Callable[[Machines, int | None], list[Partition]]
-"""Plans for other machines, and for other micro-batches per update; None for the default."""
+"""Plans for other machines and another number of micro-batches per update; None: the default."""
 
 
 def choices_text(found: Sequence[Partition]) -> str:
@@ -72,18 +72,18 @@ def partition_text(partition: Partition) -> str:
 
 
 def partition_html(partition: Partition) -> str:
-    """Return a partition as a notebook shows it."""
+    """Return the text of a partition as HTML."""
     return Lines(partition_text(partition))._repr_html_()
 
 
 def _layers_text(stage: PlannedStage) -> str:
-    """Return the layers of a stage: their number, the first and the last."""
+    """Return the layers of a stage in words: how many, the first and the last."""
     names = [printable(name, 27) for name in stage.layers]
     return names[0] if len(names) == 1 else f"{len(names)}: {names[0]} .. {names[-1]}"
 
 
 def _workers_text(workers: Sequence[int]) -> str:
-    """Return workers as ``3`` or ``3-7``; those of a stage need not follow each other."""
+    """Return workers as ``3``, ``3-7`` or, if they have gaps, ``3,5``."""
     first, last = workers[0], workers[-1]
     if len(workers) == 1:
         return str(first)
@@ -123,7 +123,7 @@ def explained(found: Sequence[Partition], machines: Machines, plan: Plan) -> str
 
 
 def _changes(machines: Machines, per_update: int) -> Mapping[str, tuple[Machines, int | None]]:
-    """Return other machines and micro-batches per update, by what is changed."""
+    """Return machines and micro-batches per update to plan for, by what is changed, in words."""
     workers = machines.workers
     changes: dict[str, tuple[Machines, int | None]] = {}
     for what, factor in (("twice", 2.0), ("half", 0.5)):
@@ -168,10 +168,8 @@ def published_text(cuts: Cuts, asked: Published, answer: Answer) -> str:
 
 
 def published_stages(cuts: Cuts, answer: Answer) -> list[tuple[tuple[int, ...], int]]:
-    """Return the layers of each stage, and its replicas.
-
-    A layer is on the first stage that has it: parts of the released code may overlap.
-    """
+    """Return the layers of each stage, as indices, and its number of replicas."""
+    # The pieces of the released code may overlap; a layer is then on the first stage that has it.
     found, seen = [], set()
     for start, end, replicas in answer.stages():
         layers = tuple(i for i in cuts.layers_between(start, end) if i not in seen)

@@ -13,10 +13,10 @@ from pipedream_rt.planning.profile import NUMBERS, LayerCosts, Profile
 from pipedream_rt.schema import printable, read_file, seconds, write_file
 
 FORMAT = 1
-"""The version of our files."""
+"""The version of the JSON format."""
 
 _LARGEST = 1 << 28
-"""Bytes that a file may have."""
+"""Bytes that a profile may have."""
 
 
 def save(profile: Profile, path: str | os.PathLike[str]) -> None:
@@ -33,6 +33,7 @@ def save(profile: Profile, path: str | os.PathLike[str]) -> None:
         head["micro_batch"] = profile.micro_batch
     if profile.process_bytes:
         head["process_bytes"] = profile.process_bytes
+    # Written piece by piece: `indent` would give each number a line of its own.
     lines = [json.dumps({**head, "facts": dict(profile.facts)})[:-1] + ', "layers": [']
     lines.append(",\n".join(f" {json.dumps({'forward': 0.0, **layer})}" for layer in layers))
     edges = ""
@@ -65,11 +66,12 @@ def load(path: str | os.PathLike[str]) -> Profile:
 
 
 def _parse(text: str) -> Profile:
-    """Return the profile in the text of a file of ours."""
+    """Return the profile in a text of the JSON format, which begins with a brace."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"it is no JSON: {printable(str(error))}") from error
+    # By type: JSON's true would equal 1.
     if type(found.get("pipedream-rt profile")) is not int or (
         found["pipedream-rt profile"] != FORMAT
     ):

@@ -7,9 +7,9 @@ A line for each node, and then, after a tab, a line for each edge::
     \tnode3 -- node4
 
 where the first two are one line. Times are in milliseconds, sizes in bytes; a list of sizes,
-``[8.0; 4.0]``, is added up. Half of a backward is taken to be for the input, as the format does not
-tell. As the original planner does, this leaves out sources that are called ``Input`` and sinks that
-are called ``__getitem__``.
+``[8.0; 4.0]``, is added up. The format does not split a backward, so half of it counts as that for
+the input. As in the original planner, sources called ``Input`` and sinks called ``__getitem__`` are
+left out.
 
 Source: graph/graph.py and profiler/ of https://github.com/msr-fiddle/pipedream.
 """
@@ -84,7 +84,7 @@ def _costs(parts: list[str], number: int) -> LayerCosts:
         ) from error
     return LayerCosts(
         name=f"{node} {what}",
-        forward=forward / 1e3,
+        forward=forward / 1e3,  # from milliseconds
         backward_input=backward / 2e3,
         backward_weight=backward / 2e3,
         output_bytes=output,
@@ -105,11 +105,7 @@ def _leave_out(
 
 
 def _sorted(nodes: list[str], edges: Iterable[tuple[str, str]]) -> list[str]:
-    """Return the nodes in an order in which every edge goes forwards.
-
-    The first source of the file comes first. Of several nodes that could come next, it is the one
-    with the smallest number, which the profiler gave in the order of execution.
-    """
+    """Return the nodes in an order in which every edge goes forwards."""
     consumers: dict[str, list[str]] = {node: [] for node in nodes}
     missing = dict.fromkeys(nodes, 0)
     for producer, consumer in set(edges):
@@ -117,6 +113,9 @@ def _sorted(nodes: list[str], edges: Iterable[tuple[str, str]]) -> list[str]:
         missing[consumer] += 1
     place = {node: i for i, node in enumerate(nodes)}
     first = next((node for node in nodes if not missing[node]), None)
+
+    # The first source of the file comes first. Of several nodes that could come next, take the one
+    # with the smallest number: the profiler has numbered them in the order of execution.
 
     def key(node: str) -> tuple[int, int, int]:
         found = _NUMBER.search(node)

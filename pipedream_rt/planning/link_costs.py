@@ -1,4 +1,4 @@
-"""What the links between workers cost, measured while the workers are up, and what codecs cost."""
+"""What the links between workers cost, measured over a running pipeline, and what codecs cost."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from pipedream_rt.pipeline import Pipeline
 from pipedream_rt.planning.machines import LinkCodec
 
 _SMALL = 256
-"""Elements of the small tensor, of 4 bytes each."""
+"""Elements of the small tensor, 4 bytes each; its message costs little more than the latency."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkCosts:
-    """What a message from one worker to the next costs, as the planner takes it.
+    """What a message from one worker to the next costs, in the planner's terms.
 
     Attributes:
-        latency: The seconds that a message without tensors is under way.
-        bandwidth: The bytes per second that come on top.
+        latency: The seconds that a small message is under way.
+        bandwidth: Bytes per second; the size of a message over it comes on top of the latency.
     """
 
     latency: float
@@ -36,7 +36,7 @@ class LinkCosts:
 def measure_codec(
     codec: Codec, *, shape: tuple[int, ...] = (1024, 1024), repeats: int = 15
 ) -> LinkCodec:
-    """Measure what a codec makes of a value, for `Machines`, in one thread of this process.
+    """Measure what a codec makes of a value, for `Machines`, in the calling thread.
 
     Args:
         codec: The codec.
@@ -44,7 +44,7 @@ def measure_codec(
         repeats: The number of times that it is coded.
 
     Returns:
-        The share of the bytes, and the median time of both ends together.
+        The share of the bytes that is sent, and the median time of both ends together.
 
     Raises:
         ConfigError: The codec leaves such values as they are, or a number makes no sense.
@@ -54,7 +54,7 @@ def measure_codec(
         raise ConfigError(f"{codec!r} does not take a value of shape {shape}: nothing to measure")
     used = OutsideGraph(codec) if isinstance(codec, GraphCodec) else codec
     assert isinstance(used, ByteCodec)
-    ends = 2 if used.feedback else 1  # with feedback the sender unpacks too
+    ends = 2 if used.feedback else 1  # for the feedback the sender unpacks too
     seconds = []
     with torch.no_grad():
         for _ in range(repeats + 1):
@@ -76,12 +76,11 @@ class _Scaled(nn.Module):
         self.factor = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the input times a weight."""
+        # A weight, so that the output needs a gradient: messages are to go both ways.
         return x * self.factor
 
 
 def _loss(output: Tensor, target: Tensor) -> Tensor:
-    """Return a loss of the output that takes little time."""
     return output.mean()
 
 
@@ -91,14 +90,14 @@ def measure_links(
     """Measure what messages between neighbouring workers cost, with a pipeline of empty layers.
 
     Args:
-        workers: Where the workers are, as for `Pipeline`: ``"HOST:PORT"`` waits for those of other
-            machines, with which the measured links are those between them.
+        workers: Where the workers are, as for `Pipeline`. With ``"HOST:PORT"`` workers of other
+            machines come, and the links between those are measured.
         count: The number of workers, at least 2.
         size: The bytes of the large tensor; a small one has 1 KiB.
-        repeats: The number of messages of each size and way.
+        repeats: The number of messages of each size in each direction.
 
     Returns:
-        Medians over all neighbours, and both ways.
+        Medians over all neighbours and both directions.
 
     Raises:
         ConfigError: A number makes no sense, or the workers have no links.
@@ -122,7 +121,7 @@ def measure_links(
         trace = pipe.trace()
     spans = trace.by_stage()
     hops = [hop_times(e, spans[e.source], spans[e.target]) for e in hops_between(trace.plan)]
-    # By way, size, and message; the first of each size warms connections and memory.
+    # By hop and direction, size, and message. The first of each size warms connections and memory.
     seconds = np.stack(hops).reshape(len(hops), 2, repeats + 1)[:, :, 1:] / 1e9
     latency, slow = (float(np.median(seconds[:, number])) for number in range(2))
     return LinkCosts(latency=latency, bandwidth=size / max(slow - latency, 1e-9))

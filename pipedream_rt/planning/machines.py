@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pipedream_rt.errors import ConfigError
 
 MOST_WORKERS = 64
-"""Workers of one plan; the time to plan grows with the cube of their number."""
+"""Workers that a plan may have: the time to plan grows with the cube of their number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +17,7 @@ class Worker:
     """One worker.
 
     Attributes:
-        speed: Its speed beside that of the machine of the profile: at 2.0 everything takes half.
+        speed: Its speed relative to the machine of the profile: at 2.0 everything takes half.
         memory: The bytes that it may use; infinite for no limit.
         server: The number of the machine that it is on.
 
@@ -39,11 +39,11 @@ class Worker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkCodec:
-    """What a codec makes of a link; see `measure_codec`.
+    """What a codec makes of a link, as `measure_codec` measures it.
 
     Attributes:
-        ratio: The share of the bytes that crosses.
-        seconds_per_byte: The seconds that both ends take together for a byte of the value.
+        ratio: Bytes sent for a byte of the value, at most 1.
+        seconds_per_byte: The seconds that both ends together spend on a byte of the value.
     """
 
     ratio: float
@@ -63,16 +63,16 @@ class LinkCodec:
 class Machines:
     """The workers, and the links between them.
 
-    A stage gets workers that follow each other, so the order counts: those of one server side by
-    side, and where they differ, as the stages are to have them.
+    A stage gets workers that follow each other, so the order counts: put those of one server side
+    by side, and workers that differ in the order in which the stages are to have them.
 
     Attributes:
         workers: The workers, in order.
         bandwidth: The bytes per second between two workers of different servers, each way.
         bandwidth_within: The same between two workers of one server.
-        latency: The seconds that a message is under way besides, between servers.
+        latency: The seconds that a message is under way on top of that, between servers.
         latency_within: The same within a server.
-        codec: The codec that edges may have on which it pays; None for none.
+        codec: A codec, which edges get where it pays; None for none.
 
     Raises:
         ConfigError: There is no worker, or a number is out of range.

@@ -3,8 +3,8 @@
 A partition says which layers are a stage, and on which workers its replicas are. What it predicts:
 
 - the throughput is what the simulator says, and never above that of the slowest stage or link;
-- the staleness of a stage is that of DESIGN's table, and the slowdown of a run is read from what
-  ``benchmarks/learning.py`` measured for the mean staleness of its stages.
+- the staleness of a stage follows the formulas of `costing`; the slowdown of a run is read, at the
+  mean staleness of its stages, from a curve that ``benchmarks/learning.py`` has measured.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from pipedream_rt.simulation import Costs, simulate
 C = TypeVar("C")
 
 Slowdown = Sequence[tuple[float, float]]
-"""Points of a curve: mean staleness, and the factor of the samples that are needed."""
+"""Points of a curve: the mean staleness, and how many times as many samples are needed."""
 
 SLOWDOWNS: dict[str, Slowdown] = {
     "corrected": ((0.0, 1.0), (0.44, 1.01), (1.0, 1.03), (3.5, 1.47)),
     "plain": ((0.0, 1.0), (1.0, 3.0), (3.5, 6.6)),
     "none": ((0.0, 1.0), (1.0, 1.0)),
 }
-"""Measured slowdowns (docs/results.md): Muon with corrections, and AdamW without any."""
+"""Measured slowdowns (docs/results.md): Muon with corrections; AdamW, plain; or none assumed."""
 
 DATA_PARALLEL = "data-parallel"
-"""The name of the choice of one stage that all workers replicate."""
+"""The choice of one stage that all workers replicate."""
 
 _UNSEEN = 0.02
-"""The share of the throughput that a latency may cost before slack hides it."""
+"""The share of the throughput that a latency may cost: only above it is slack added."""
 
 _MOST_SLACK = 256
-"""Extra warm-up forwards that a hop is given at most."""
+"""Extra warm-up forwards of a hop, at most."""
 
 _MOST_SIMULATED = 4096
-"""Micro-batches per update above which nothing is simulated."""
+"""Micro-batches per update above which formulas take the place of the simulator."""
 
 _SHORTEST = 1e-12
-"""The least seconds of anything, so that nothing is divided by zero."""
+"""Seconds in place of 0, so that nothing is divided by zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class PlannedStage:
         memory: The bytes on each of its workers.
         in_flight: The most micro-batches in flight on each of its workers.
         versions: The weight versions that each of its workers keeps.
-        staleness: The most updates between a version that is read and the one that it steps.
+        staleness: The most updates between the version read and the one updated.
         coded: Whether a codec pays on the link behind it.
     """
 
@@ -92,7 +92,7 @@ class Partition:
         per_update: The number of micro-batches per update.
         stages: The stages, in the order of the model.
         throughput: The micro-batches per second.
-        slowdown: The factor by which staleness raises the number of samples that are needed.
+        slowdown: How many times as many samples are needed because of staleness.
         costs: The costs of its stages, for simulations.
     """
 
@@ -115,7 +115,7 @@ class Partition:
 
     @property
     def worth(self) -> float:
-        """The throughput, in micro-batches of a run without staleness."""
+        """The throughput, counted in micro-batches of a run without staleness."""
         return self.throughput / self.slowdown
 
     @property
@@ -138,10 +138,10 @@ class Partition:
         return f"stage {slowest}"
 
     def codecs(self, codec: C) -> dict[tuple[int, int], C]:
-        """Return what `Layout` takes as ``codecs``: a codec for the edges on which one pays.
+        """Return the ``codecs`` of `Layout`: a codec for each edge on which one pays.
 
         Args:
-            codec: The codec, of which `Machines` had the costs.
+            codec: The codec whose costs `Machines` had.
         """
         return {(s, s + 1): codec for s, stage in enumerate(self.stages) if stage.coded}
 
@@ -167,7 +167,7 @@ class Partition:
 def partition_of(
     costing: Costing, stages: Sequence[Stage], slowdown: Slowdown, *, rough: bool = False
 ) -> Partition:
-    """Return a partition with all that is predicted of it."""
+    """Return a partition with all that is predicted of it; ``rough`` by formulas alone."""
     periods = [float(costing.period(s.workers, s.span)) for s in stages]
     hops = list(pairwise(stages))
     transfers = [float(costing.transfers(a.workers, b.workers)[a.end]) for a, b in hops]
@@ -202,6 +202,7 @@ def partition_of(
     if rough:
         throughput = _estimated(costing, stages, period, latencies, slacks)
     else:
+        # In `_costs_of` a link carries any number of messages at once, so it never limits.
         throughput = min(simulated(costing, stages, slacks), 1 / period)
     stale = sum(stage.staleness for stage in planned) / len(planned)
     return Partition(
@@ -215,26 +216,26 @@ def partition_of(
 
 
 def _after(stages: Sequence[Stage], number: int, slacks: Sequence[int]) -> int:
-    """Return the workers on the stages behind one, with the slack of the hops up to there."""
+    """Return the workers on the stages behind one, plus the slack of the hops up to there."""
     return sum(len(each.workers) for each in stages[number + 1 :]) + sum(slacks[number:])
 
 
 def _slacks(
     costing: Costing, stages: Sequence[Stage], period: float, latencies: Sequence[float]
 ) -> list[int]:
-    """Return, by hop, the least slack that hides its latency, or what there is memory for.
-
-    Two neighbours of r and r' workers have r + r' + e micro-batches between them, each of which
-    takes the time of both stages and two hops. So the period is at least that over r + r' + e.
-    What is left of the latency may cost `_UNSEEN` of the throughput, since slack is staleness.
-    """
+    """Return, by hop, the least slack that hides its latency, or as much as fits the memory."""
+    # Neighbours of r and r' workers, with slack e, have r + r' + e micro-batches between them. Each
+    # takes the time of both stages and two hops, so the period is at least that over r + r' + e.
+    # `_UNSEEN` of the throughput is given up for less slack, since slack is staleness.
     slacks = [0] * len(latencies)
     for hop in reversed(range(len(latencies))):
         between = len(stages[hop].workers) + len(stages[hop + 1].workers)
         needed = (between + 2 * latencies[hop] / period) * (1 - _UNSEEN) - between
+        # Less a little, so that rounding does not add a unit.
         wanted = math.ceil(min(max(0.0, needed - 1e-9), _MOST_SLACK))
         for slack in range(wanted, 0, -1):
             tried = [*slacks[:hop], slack, *slacks[hop + 1 :]]
+            # Slack deepens the stages before its hop, not those behind it.
             if all(_fits(costing, stages, number, tried) for number in range(hop + 1)):
                 slacks = tried
                 break
@@ -244,11 +245,9 @@ def _slacks(
 def _deepened(
     costing: Costing, stages: Sequence[Stage], period: float, slacks: list[int]
 ) -> list[int]:
-    """Return more slack for stages with replicas, where that raises the throughput.
-
-    A micro-batch stays on a stage with r replicas for r periods, so the pipe must be deeper than
-    the number of workers. One unit after another goes to the hop where it gains the most.
-    """
+    """Return more slack for stages with replicas, where that raises the throughput."""
+    # A micro-batch stays on a stage with r replicas for r periods, so the pipe must be deeper than
+    # the number of workers. One unit after another goes to the hop where it gains the most.
     best = simulated(costing, stages, slacks)
     tried = list(slacks)
     for _ in range(2 * sum(len(stage.workers) for stage in stages)):
@@ -265,13 +264,14 @@ def _deepened(
         rates = [simulated(costing, stages, option) for option in possible]
         rate = max(rates)
         tried = possible[rates.index(rate)]
+        # Slack is staleness: it is kept only where it gains. A later unit may gain for two.
         if rate > best * (1 + _UNSEEN / 4):
             best, slacks = rate, tried
     return slacks
 
 
 def _fits(costing: Costing, stages: Sequence[Stage], number: int, slacks: Sequence[int]) -> bool:
-    """Whether a stage has the memory for what it holds with some slack."""
+    """Whether the schedule, and the memory of its workers, allow a stage with some slack."""
     stage, after = stages[number], _after(stages, number, slacks)
     if not costing.is_possible(len(stage.workers), after):
         return False
@@ -286,14 +286,12 @@ def _estimated(
     latencies: Sequence[float],
     slacks: Sequence[int],
 ) -> float:
-    """Return the micro-batches per second of the pipe by formulas.
-
-    A mini-batch of a pipe that flushes takes at most the time in which one micro-batch passes all
-    stages and comes back, while the slowest stage does all the others.
-    """
+    """Return the micro-batches per second of the pipe by formulas."""
     alone = [sum(costing.alone(stage.workers, stage.start, stage.end)) for stage in stages]
     sizes, k = [len(stage.workers) for stage in stages], costing.per_update
     if costing.flushes:
+        # A mini-batch takes at most as long as one micro-batch needs to pass all stages and come
+        # back, plus the time in which the slowest stage does all the others.
         others = max((-(-k // size) - 1) * time for size, time in zip(sizes, alone, strict=True))
         update = max(
             costing.update(stage.workers, stage.start, stage.end)
@@ -315,7 +313,7 @@ def simulated(costing: Costing, stages: Sequence[Stage], slacks: Sequence[int]) 
     if costing.flushes:
         return k / max(summarize(simulate(plan, costs, k)).makespan, _SHORTEST)
     in_flight = plan.in_flight(0) * plan.replicas[0]
-    updates = max(8, -(-24 * (in_flight + 1) // k))
+    updates = max(8, -(-24 * (in_flight + 1) // k))  # so many that the steady phase decides
     return summarize(simulate(plan, costs, updates * k)).throughput
 
 
@@ -333,7 +331,7 @@ def _costs_of(costing: Costing, stages: Sequence[Stage]) -> Costs:
 
 
 def _plan_of(schedule: str, per_update: int, replicas: list[int], slacks: Sequence[int]) -> Plan:
-    """Return the plan of a schedule, or of data parallelism, which is a flush with one stage."""
+    """Return the plan of a schedule, or of data parallelism: a flush with one stage."""
     return plan_for(
         "1f1b" if schedule == DATA_PARALLEL else schedule,
         num_stages=len(replicas),
@@ -344,9 +342,10 @@ def _plan_of(schedule: str, per_update: int, replicas: list[int], slacks: Sequen
 
 
 def _interpolated(curve: Slowdown, staleness: float) -> float:
-    """Return the slowdown at a staleness; behind the last point it goes on straight."""
+    """Return the slowdown at a staleness; beyond the last point the curve goes on straight."""
     x, y = np.array(curve, np.float64).T
     if staleness <= x[-1]:
         return float(np.interp(staleness, x, y))
     slope = (y[-1] - y[-2]) / (x[-1] - x[-2])
+    # A curve that falls at its end would reach 0, and the worth is divided by it.
     return max(float(y[-1] + slope * (staleness - x[-1])), 1e-3)

@@ -21,7 +21,7 @@ from pipedream_rt.planning.partition import (
 from pipedream_rt.planning.search import Limits, Stage, best_stages, stages_by_workers
 
 CHOICES = (*SCHEDULES, DATA_PARALLEL)
-"""What is compared."""
+"""The schedules that are compared, and `DATA_PARALLEL`."""
 
 
 def partitions(
@@ -35,18 +35,18 @@ def partitions(
     slowdown: Slowdown = SLOWDOWNS["corrected"],
     copies: float = 0.0,
 ) -> list[Partition]:
-    """Return the best partition of each schedule, the one that reaches a loss soonest first.
+    """Return the best partition of each schedule; first the one that reaches a loss soonest.
 
-    For each number of workers it is the plan with the least period, and of these the one with the
-    most micro-batches per second, each counted as what it is worth without staleness. Data
-    parallelism is a flush with one stage.
+    For each number of workers the plan with the least period is taken. Of these the best one has
+    the most micro-batches per second, divided by the slowdown that its staleness causes. Data
+    parallelism counts as a flush with one stage.
 
     Args:
         cuts: The cuts of the model.
         machines: The workers and their links.
         choices: The schedules that are compared, and `DATA_PARALLEL`.
-        per_update: The micro-batches per update; None for as many as there are workers, with which
-            the staleness is 1 at most.
+        per_update: The micro-batches per update; None for as many as there are workers: then the
+            staleness is 1 at most.
         replicas: The most replicas of a stage; None for any number.
         workers: The numbers of workers that a plan may use; None for any number.
         slowdown: The curve of the slowdown over the mean staleness.
@@ -89,10 +89,11 @@ def _best(
             f"there is no plan for {' or '.join(map(str, sorted(numbers or ())))} workers, but for "
             f"{', '.join(map(str, by_workers))}"
         )
+    # Formulas choose the number of workers; only the plans of that number are simulated.
     used = max(rough, key=lambda each: rough[each].worth)
     _, even = best_stages(costing, replace(limits, workers=used))
     both = [partition_of(costing, stages, slowdown) for stages in (even, by_workers[used])]
-    return max(both, key=lambda each: each.worth)  # the even one of two that are worth the same
+    return max(both, key=lambda each: each.worth)  # the first one, the even one, if both are equal
 
 
 def _data_parallel(costing: Costing, most: int, slowdown: Slowdown) -> Partition:
@@ -105,7 +106,7 @@ def _data_parallel(costing: Costing, most: int, slowdown: Slowdown) -> Partition
             f"the whole model needs {bytes_text(needed)} ({math.ceil(needed):,} bytes) on a worker"
         )
     found = []
-    # Of workers that differ, the fastest ones.
+    # The fastest workers first: the slowest replica sets the pace.
     roomy.sort(key=lambda w: -costing.machines.workers[w].speed)
     for used in range(1, min(most, len(roomy)) + 1):
         stage = Stage(-1, end, tuple(sorted(roomy[:used])))

@@ -15,7 +15,7 @@ from pipedream_rt.errors import ConfigError
 from pipedream_rt.schema import printable
 
 _MOST = 1e15
-"""The largest time or size; a larger one is a mistake."""
+"""The largest time in seconds, or size in bytes; a larger one is a mistake."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +31,10 @@ class LayerCosts:
         output_bytes: The size of its output.
         parameter_bytes: The size of its weights that are trained.
         frozen_bytes: The size of its other weights and of its buffers, which have no versions.
-        saved_bytes: What its forward keeps for its backward, weights not counted.
+        saved_bytes: The size of what its forward keeps for its backward, without weights.
         optimizer_bytes: The size of the optimizer's state for its weights.
-        spread: How much the middle half of the measured forwards and backwards differ; 0 if the
-            times were not measured.
+        spread: The range of the middle half of the measured times of a forward and a backward
+            together; 0 if they were not measured.
 
     Raises:
         ConfigError: A time or a size is no number of at least 0.
@@ -70,7 +70,7 @@ class LayerCosts:
 
 
 NUMBERS = tuple(each.name for each in fields(LayerCosts) if each.name != "name")
-"""The names of the numbers of a layer."""
+"""The numeric fields of `LayerCosts`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +81,8 @@ class Profile:
         layers: The layers, each after those whose outputs it uses.
         edges: The pairs of a producer and a consumer, as indices of layers; if not given, each
             layer uses the output of the one before it.
-        edge_bytes: By edge, the bytes that pass on it, where they are known; if not given, what a
-            layer outputs passes once wherever a layer behind uses it.
+        edge_bytes: By edge, the bytes that pass on it, if they are known. If not given, the output
+            of a layer passes a cut once, however many layers behind the cut use it.
         micro_batch: The number of samples that the times are for; None if it is not known.
         process_bytes: The size of a worker process without a stage.
         facts: What else is known, as texts: the hash of the model, dtype, threads, processor.
@@ -99,7 +99,7 @@ class Profile:
     facts: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Fill in the edges, and check all."""
+        """Fill in the edges of a chain, sort edges with their sizes, and check all."""
         count = len(self.layers)
         if not count:
             raise ConfigError("profile: there is no layer")
@@ -117,7 +117,7 @@ class Profile:
         if not self.edge_bytes:
             object.__setattr__(self, "edges", tuple(sorted(set(edges))))
             return
-        sizes = dict(zip(edges, self.edge_bytes, strict=False))
+        sizes = dict(zip(edges, self.edge_bytes, strict=False))  # lengths are compared below
         if len(sizes) != len(self.edge_bytes) or len(edges) != len(self.edge_bytes):
             raise ConfigError("profile: edge_bytes must have a size for each of different edges")
         if not all(0 <= size <= _MOST for size in sizes.values()):

@@ -1,8 +1,8 @@
 """The profiler: measures what each layer of a model costs, on this machine, for `plan`.
 
-The model is cut behind every layer, as the runtime would cut it, and each part is timed by itself
-with what really comes in: its forward, its backward for its input, its backward for its weights,
-and an update. Nothing of PyTorch is patched, and the model is as before afterwards.
+The model is cut behind every layer, as the runtime would cut it. Each part is timed by itself on
+its real input: its forward, its backward for its input, its backward for its weights, and an
+update. Nothing of PyTorch is patched, and afterwards the model is as before.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ _log = logging.getLogger(__name__)
 Optimizer = tuple[type[torch.optim.Optimizer], Mapping[str, Any]]
 """The class of an optimizer, and its arguments."""
 
+# A process with what a worker imports, without a stage.
 _IMPORTS = "import pipedream_rt.transport.rpc.endpoint, pipedream_rt.stage.host"
 _PRINTS = "from pipedream_rt.stage.memory import peak_memory_bytes; print(peak_memory_bytes())"
 _START_S = 120.0
@@ -77,20 +78,20 @@ def profile(
         found = profile(model, next(iter(loader)), loss_fn=F.cross_entropy,
                         optimizer=(torch.optim.AdamW, {"lr": 3e-4}))
 
-    Times are medians, of this process: it should have as many threads as a worker will have
-    (`torch.set_num_threads`). A model on an accelerator is measured there: from when its layers are
-    launched until the device has done them.
+    Times are medians in this process: give it as many threads as a worker will have
+    (`torch.set_num_threads`). A model on an accelerator is measured there, from the launch of a
+    layer until the device has done it.
 
     Args:
         model: A model that a `Pipeline` takes.
         batch: One micro-batch, as the loader of the pipeline would yield it.
         loss_fn: The loss function; None if the model computes its loss itself, or for the sum of
             its output.
-        optimizer: The optimizer, as a `Pipeline` takes it, whose groups are taken to be alike; None
-            for updates that cost nothing.
+        optimizer: The optimizer, as a `Pipeline` takes it; all groups count as alike. None for
+            updates that cost nothing.
         autocast: The dtype of autocast; None for none.
         repeats: How often everything is timed.
-        warm_up: How often everything is done before.
+        warm_up: How often everything is done before that, untimed.
 
     Raises:
         ConfigError: The model cannot be cut, the batch is none, or a number is out of range.
@@ -160,7 +161,7 @@ def profile_and_end(
     count: int,
     threads: int,
 ) -> NoReturn:
-    """Write the profile of a script's pipeline, and end the script."""
+    """Write the profile of a script's pipeline, cut into ``count`` micro-batches, and exit."""
     torch.set_num_threads(threads)
     made = optimizer_choice(optimizer)
     first = first_micro_batch(batch, count)
@@ -168,7 +169,7 @@ def profile_and_end(
     wanted = hash_of(UnsplitModel(model, loss_fn).whole, first, made, loss_fn, autocast)
     with suppress(ConfigError):
         if files.load(path).facts.get("hash") == wanted:
-            os.utime(path)  # which tells the command that the file is about this script
+            os.utime(path)  # a new time tells the command that the file is about this script
             print(f"{path} has the profile of this model already", file=sys.stderr)
             raise SystemExit(0)
     found = profile(model, item, loss_fn=loss_fn, optimizer=made, autocast=autocast)
@@ -178,7 +179,7 @@ def profile_and_end(
 
 
 def first_micro_batch(batch: Batch, count: int) -> Batch:
-    """Return the first of so many micro-batches of a mini-batch."""
+    """Return the first of ``count`` micro-batches of a mini-batch."""
     samples = samples_of(batch)
     if count == 1 or not samples:
         return batch
@@ -186,12 +187,13 @@ def first_micro_batch(batch: Batch, count: int) -> Batch:
 
 
 def optimizer_choice(optimizer: object) -> Optimizer | None:
-    """Return class and arguments of an optimizer; None if they are unknown."""
+    """Return the class and the arguments of an optimizer; None if they are unknown."""
     match optimizer:
         case (type() as cls, Mapping() as options, *_) if issubclass(cls, torch.optim.Optimizer):
             return cls, options
         case torch.optim.Optimizer():
             known = inspect.signature(type(optimizer)).parameters
+            # A profile has one optimizer: that of the group with the most parameters.
             largest = max(optimizer.param_groups, key=lambda group: len(group["params"]))
             given = {**optimizer.defaults, **largest}
             return type(optimizer), {k: v for k, v in given.items() if k in known and k != "params"}
@@ -205,7 +207,7 @@ def hash_of(
     loss_fn: object = None,
     autocast: torch.dtype | None = None,
 ) -> str:
-    """Return a hash of all that a profile depends on: layers, shapes, code of forwards."""
+    """Return a hash of all that the profile of a micro-batch depends on."""
     classes = {type(module) for module in model.modules()}
     code = sorted(
         (cls.__qualname__, getattr(getattr(cls.forward, "__code__", None), "co_code", b""))
@@ -229,13 +231,12 @@ def hash_of(
 
 
 def _now(device: torch.device) -> float:
-    """Return the time, in seconds, once a device has done what it was given.
-
-    On the CPU it is the time of the processor, which does not depend on who else uses the machine.
-    """
+    """Return the time in seconds, once a device has done what it was given."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-    elif torch.get_num_threads() == 1:  # autograd computes in the thread that has called it
+    elif torch.get_num_threads() == 1:
+        # Time of the processor does not count other programs on the machine. It is that of this
+        # thread, which is enough: on the CPU autograd computes in the thread that has called it.
         return time.thread_time()
     return time.perf_counter()
 
@@ -243,7 +244,7 @@ def _now(device: torch.device) -> float:
 def _parts(
     model: UnsplitModel, example: Batch, owns_loss: bool, autocast: torch.dtype | None
 ) -> list[tuple[str, StageProgram]]:
-    """Return a program for each layer, with what is between it and the next one, by its name."""
+    """Return, by its name, a program for each layer with what is between it and the next one."""
     if model.sequence is not None:
         if len(example.args) != 1 or example.kwargs:
             raise ConfigError("a sequence of layers takes a pair (x, y), of which x is its input")
@@ -260,7 +261,7 @@ def _parts(
 
 
 def _parts_of_sequence(names: list[str]) -> list[tuple[str, StageProgram]]:
-    """Return a program for each layer of a sequence, which takes what the one before returns."""
+    """Return a program for each layer of a sequence: each takes what the one before returns."""
     last = len(names) - 1
     return [
         (
@@ -293,6 +294,7 @@ def _left_as_it_was(model: nn.Module, loss_fn: object) -> Iterator[None]:
         finally:
             with torch.no_grad():
                 for module, name, buffer, value in buffers:
+                    # A forward may have put another tensor there, or changed this one in place.
                     module._buffers[name] = buffer
                     if buffer is not None and value is not None:
                         buffer.resize_(value.shape).copy_(value)
@@ -303,20 +305,18 @@ def _left_as_it_was(model: nn.Module, loss_fn: object) -> Iterator[None]:
 # -- measuring ------------------------------------------------------------------------------------
 
 _ROUNDS = 6
-"""How often the times of a layer are taken anew that differ too much from each other."""
+"""Rounds of times of a layer at most, while they differ too much from each other."""
 
 _SETTLED, _SETTLED_S = 0.25, 100e-6
-"""How much the middle half of some times may differ: of their median, or in seconds."""
+"""The range that the middle half of some times may have: as a share of the median, in seconds."""
 
 _UNKNOWN = 0.2
-"""The share of all time that may be unknown for a profile to say where to cut."""
+"""The share of all time up to which times may be uncertain without a warning."""
 
 
 def spread_of(times: Sequence[float]) -> float:
-    """Return by how much the middle half of some times differ, which a few stray ones do not raise.
-
-    Of less than four times, it is by how much all of them differ.
-    """
+    """Return the range of the middle half of some times; of less than four, that of all."""
+    # The middle half, since a few outliers do not widen it.
     ordered, left_out = sorted(times), len(times) // 4
     return ordered[len(times) - 1 - left_out] - ordered[left_out]
 
@@ -324,10 +324,9 @@ def spread_of(times: Sequence[float]) -> float:
 def timed_until_settled(
     timed: Callable[[], tuple[float, float, float]], repeats: int
 ) -> list[tuple[float, float, float]]:
-    """Return the times of a layer, as `_Part.timed` takes them, so many that they tell its time.
+    """Return so many times of a layer, as `_Part.timed` takes them, that they agree.
 
-    Other processes that use the machine make some of them longer; then more are taken, and if these
-    do not agree either, the shorter half of all is the best guess.
+    ``repeats`` times are one round.
     """
     times: list[tuple[float, float, float]] = []
     for _ in range(_ROUNDS):
@@ -335,11 +334,12 @@ def timed_until_settled(
         totals = [forward + both for forward, _, both in times]
         if spread_of(totals) <= max(_SETTLED * statistics.median(totals), _SETTLED_S):
             return times
+    # Other processes make times longer, never shorter: the shorter half is the best guess.
     return sorted(times, key=lambda each: each[0] + each[2])[: len(times) // 2]
 
 
 def about_unsettled(layers: Sequence[LayerCosts]) -> list[str]:
-    """Return what is said of times of which more than a fifth is unknown."""
+    """Return the warning about times that are too uncertain; none if they are not."""
     whole = sum(each.forward + each.backward_input + each.backward_weight for each in layers)
     unknown = sum(layer.spread for layer in layers)
     if unknown <= max(_UNKNOWN * whole, _SETTLED_S * len(layers)):
@@ -358,7 +358,7 @@ class _Meter:
     """Measures parts of a model, one after another.
 
     Attributes:
-        taken: By part, the bytes that it takes from each other one.
+        taken: By part, the bytes that it takes from each other part, by index.
     """
 
     def __init__(
@@ -405,12 +405,13 @@ class _Meter:
         return own_loss(output, target) if has_own_loss(output) else output
 
     def _costs(self, part: _Part, output_bytes: float) -> LayerCosts:
-        """Return the costs of a part, of which so many bytes go out."""
+        """Return the costs of a part; the size of its output is known already."""
         for _ in range(self._warm_up):
             part.timed()
         times = timed_until_settled(part.timed, self._repeats)
         forwards, inputs, both = zip(*times, strict=True)
         forward, for_input = statistics.median(forwards), statistics.median(inputs)
+        # Medians of two series may cross; the backward for the weights would then be negative.
         backward = max(statistics.median(both), for_input)
         totals = [a + b for a, b in zip(forwards, both, strict=True)]
         step, state = self._update(part.weights)
@@ -429,9 +430,10 @@ class _Meter:
         )
 
     def _update(self, weights: Sequence[Tensor]) -> tuple[float, int]:
-        """Return the seconds of an update of copies of weights, and the bytes of its state."""
+        """Return the seconds of an update, and the bytes of the optimizer's state."""
         if self._optimizer is None or not weights:
             return 0.0, 0
+        # Copies: the weights of the model are to stay.
         copies = [nn.Parameter(weight.detach().clone()) for weight in weights]
         cls, options = self._optimizer
         times = []
@@ -456,6 +458,7 @@ class _Part:
 
     Attributes:
         loss: Makes the loss of the output, on the last part.
+        weights: The weights that it trains.
         frozen_bytes: The bytes of other weights and of buffers.
     """
 
@@ -480,28 +483,28 @@ class _Part:
         layers += [each for each in self._held.values() if isinstance(each, nn.Module)]
         own = [t for layer in layers for t in (*layer.parameters(), *layer.buffers())]
         used = [each for each in self._held.values() if isinstance(each, Tensor)]
-        tensors = {id(t): t for t in (*own, *used)}.values()
+        tensors = {id(t): t for t in (*own, *used)}.values()  # a shared one once
         self.weights = [t for t in tensors if t.requires_grad and t.is_leaf]
         self.frozen_bytes = sum(t.nbytes for t in tensors if not t.requires_grad)
         self._fixed = {t.untyped_storage().data_ptr() for t in tensors}
         self._home = home_of(model)
 
     def _inputs(self) -> tuple[dict[int, Any], list[Tensor]]:
-        """Return fresh inputs, and those of their tensors of which gradients are sent back."""
+        """Return fresh inputs, and those of their tensors that need a gradient."""
         leaves: list[Tensor] = []
 
         def fresh(tensor: Tensor) -> Tensor:
             if not tensor.requires_grad:
                 return tensor.clone()
             leaves.append(tensor.detach().requires_grad_())
-            return leaves[-1].clone()
+            return leaves[-1].clone()  # autograd refuses a change in place of a leaf
 
         # Copies, as a layer may change its input in place.
         made = {slot: replaced(v, (Tensor,), fresh) for slot, v in self._values.items()}
         return made, leaves
 
     def _forward(self, values: dict[int, Any]) -> dict[int, Any]:
-        """Do the steps; return what goes out, by slot."""
+        """Do the steps; return what goes out, by slot, and the loss as -1."""
         kind, casts = self._home.type, self._autocast is not None
         cast = torch.autocast(kind, dtype=self._autocast, enabled=casts)
         with torch.enable_grad(), cast:
@@ -527,7 +530,7 @@ class _Part:
 
     def timed(self) -> tuple[float, float, float]:
         """Return the seconds of a forward, of its backward for the input, and of the whole one."""
-        gc.collect(0)
+        gc.collect(0)  # now, rather than while the clock runs
         values, leaves = self._inputs()
         start = _now(self._home)
         made = self._forward(values)
@@ -535,12 +538,13 @@ class _Part:
         both = self._backward(made, [*leaves, *self.weights])
         del made
         for_input = 0.0
+        # A backward frees its graph, so that for the input alone needs a forward of its own.
         if leaves and self.weights:
             values, leaves = self._inputs()
             for_input = self._backward(self._forward(values), leaves)
         elif leaves:
             for_input = both
-        return forward, min(for_input, both), both
+        return forward, min(for_input, both), both  # a stray time may be longer than the whole
 
     def _backward(self, made: dict[int, Any], wanted: Sequence[Tensor]) -> float:
         """Return the seconds of a backward for some tensors."""
@@ -557,7 +561,7 @@ class _Part:
         kept: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
+            storage = tensor.untyped_storage()  # views of one storage keep it once
             if storage.data_ptr() not in self._fixed:
                 kept[storage.data_ptr()] = storage.nbytes()
             return tensor
@@ -576,7 +580,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _process_bytes() -> float:
-    """Return the memory of a process that could host a stage."""
+    """Return the peak memory of a process that could host a stage, in bytes."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", f"{_IMPORTS}; {_PRINTS}"],

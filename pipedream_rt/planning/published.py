@@ -1,9 +1,9 @@
 """The published planners of PipeDream: the released code's recurrences, and those of the paper.
 
 Both cut a model into stages, give each stage a number of machines, and minimise the time of the
-slowest stage or transfer for each mini-batch. Machines come in levels, the lowest first: (4, 2) are
-2 servers of 4 machines, and each level has a bandwidth. At each level above the lowest, a
-"machine" is a whole group of the level below, with the plan that is best for what it gets.
+slowest stage or transfer for each mini-batch. Machines come in levels, the lowest first: (4, 2) is
+2 servers of 4 machines. Each level has a bandwidth. Above the lowest level a "machine" is a whole
+group of the level below, with the plan that is best for what it gets.
 
 A(i, j, m) is the best time for what lies between cuts i and j on m machines, T(i, j) the time on
 one machine, P(i, j) the bytes of its weights, a(k) those that pass cut k, B the bandwidth. The
@@ -20,14 +20,14 @@ and the paper (section 3.1)::
     transfers    2 a(k) / B
     A(i, j, m) = min over k, m' of max(A(i, k, m - m'), last stage, 2 a(k) / B), or one stage
 
-Stages of the paper lie between cuts of which one contains the other. The released code cuts what a
-group of machines gets by sums up to cuts, and does not ask whether such a part can be: in a model
-with branches and on several levels it takes T(i, j) = T(0, j) - T(0, i) also where neither of i and
-j contains the other, and so finds times that no plan has. Which of them depends on an order of cuts
-that it leaves to chance. Here all are taken, so the time is never above that of the released code,
-and equal to it where branches or levels are missing, and for all profiles that come with the code.
+A stage of the paper lies between two cuts of which one contains the other. The released code does
+not ask that of the part that a group of machines gets: in a model with branches and on several
+levels it takes T(i, j) = T(0, j) - T(0, i) also where neither of i and j contains the other, and so
+finds times that no plan has. Which of them it sees depends on an order of cuts that it leaves to
+chance. Here all are seen, so the time is never above that of the released code. It is equal where
+there are no branches or only one level, and for all profiles that come with the code.
 
-A whole model takes O(cuts^2 machines^2) steps, and each level but the last O(cuts^3), as a product
+A whole model takes O(cuts^2 machines^2) steps. Each level but the last takes O(cuts^3): a product
 of matrices in which multiplying is to take the larger and adding is to take the smaller.
 
 Source: Narayanan et al., PipeDream: Generalized Pipeline Parallelism for DNN Training (SOSP 2019).
@@ -58,10 +58,11 @@ class Published:
 
     Attributes:
         model: ``"pipedream"`` for the released code, ``"paper"`` for the paper.
-        machines: The numbers of machines in each group, by level, the lowest first.
+        machines: How many machines, or groups of the level below, a group has, by level, the lowest
+            first.
         bandwidths: The bytes per second of each level.
-        memory: The bytes of a machine for what the released code counts: the weights and outputs
-            of a stage, as often as they are stashed beside the first. Infinite for no limit.
+        memory: The bytes of a machine for what the released code counts: each stashed version of
+            the weights and outputs of a stage, but not the first. Infinite for no limit.
         straight: Whether every stage has one machine.
         fewer: Whether machines may be left over.
         compression: The factor by which activations are compressed; None for transfers that take no
@@ -108,6 +109,7 @@ class Piece(NamedTuple):
 
     Attributes:
         start: The cut before it; -1 for the beginning of the model.
+        end: The cut behind it.
         replicas: The number of machines, or of groups, that it is replicated over at its level.
         pieces: What one of these groups does; empty at the lowest level.
     """
@@ -131,7 +133,7 @@ class Answer:
     pieces: tuple[Piece, ...]
 
     def stages(self) -> list[tuple[int, int, int]]:
-        """Return the stages, as cut before, cut behind and machines in all."""
+        """Return the stages: the cut before, the cut behind, and the machines in all."""
         found: list[tuple[int, int, int]] = []
 
         def visit(pieces: Sequence[Piece], times: int) -> None:
@@ -148,7 +150,7 @@ class Answer:
 class _Level:
     """One level of machines, and the best times on it.
 
-    Times are by row and column of a span (`cuts.spans`). What cannot be is infinite.
+    Times are in seconds, by row and column of a span (`cuts.spans`); infinite for what cannot be.
     """
 
     def __init__(self, cuts: Cuts, asked: Published, number: int, times: Floats) -> None:
@@ -158,7 +160,8 @@ class _Level:
         self._weights = spans(cuts.sums("parameter_bytes"))
         self._stashed = self._weights + spans(cuts.sums("output_bytes"))
         self._stashed_between = _between(self._stashed)
-        # By row and column, whether a front can end at the cut: the released code asks less.
+        # By row and column, whether a front (all stages but the last) can end at the cut. The
+        # released code only asks that it is not within the cut before: see the head of this file.
         same = np.eye(len(cuts), dtype=bool)
         behind = cuts.includes if asked.model == "paper" else ~cuts.includes.T & ~same
         self._front = np.vstack([np.ones(len(cuts), bool), behind])
@@ -166,14 +169,14 @@ class _Level:
         self._stages: dict[int, Floats] = {}
 
     def _one(self, machines: int) -> Floats:
-        """Return, by row and column, the time of a span that is one stage on all machines."""
+        """Return, by row and column, the time of a span that is one stage on so many machines."""
         extra = 4 * (machines - 1) * self._weights / (self._bandwidth * machines * self._within)
         found = self._shared(machines, self._times, self._weights, extra)
         found[self._stashed > self._limit(machines, machines)] = math.inf
         return found
 
     def _shared(self, machines: int, times: Floats, weights: Floats, extra: Floats) -> Floats:
-        """Return the times of stages whose work is shared out, with the exchange of gradients."""
+        """Return the times of stages with replicas, all-reduce included."""
         if self._asked.model == "paper":
             longest = np.maximum(times, 2 * (machines - 1) * weights / self._bandwidth)
             times, extra = longest, np.zeros(1)
@@ -181,12 +184,14 @@ class _Level:
         return found
 
     def _limit(self, machines: int, used: int) -> float:
-        """Return how many bytes of weights and outputs a stage may have."""
+        """Return how many bytes of weights and outputs a stage of ``machines`` may have."""
+        # The released code counts a version for each group of as many machines behind the stage.
         copies = math.ceil((self._machines - used) / machines)
         return self._asked.memory / copies if copies else math.inf
 
     def _last(self, machines: int) -> Floats:
         """Return, by the cuts behind and before it, the time of a stage that is not the first."""
+        # Kept by machines: every row and every split asks for it.
         if machines not in self._stages:
             weights = _between(self._weights)
             extra = 4 * (machines - 1) * weights / (self._bandwidth * machines)
@@ -196,7 +201,7 @@ class _Level:
         return self._stages[machines]
 
     def _transfers(self, machines: int) -> Floats:
-        """Return, by the cuts behind and before a stage, the time of what passes them."""
+        """Return, by the cuts behind and before a stage, the time of its transfers."""
         if self._asked.model == "paper":
             before: Floats = 2 * self._cuts.passing / self._bandwidth
             return before[None, :]
@@ -204,7 +209,7 @@ class _Level:
             return np.zeros((1, 1))
         shared = self._bandwidth * machines * self._asked.compression
         each = 2 * self._cuts.published_passing / shared
-        behind = np.append(each[:-1], 0.0)  # what is behind the model goes nowhere
+        behind = np.append(each[:-1], 0.0)  # the output of the model goes nowhere
         found: Floats = np.maximum(each[None, :], behind[:, None])
         return found
 
@@ -215,7 +220,7 @@ class _Level:
         return _product(fronts, self._last(machines), stashed, limit)
 
     def row(self, row: int) -> list[Floats]:
-        """Return the best times of the spans that begin at a cut, by machines less one."""
+        """Return the best times of the spans that begin at a cut: entry m is for m + 1 machines."""
         found: list[Floats] = []
         for used in range(1, self._machines + 1):
             best = self._one(1 if self._asked.straight else used)[row].copy()
@@ -246,16 +251,15 @@ class _Level:
                 front = found[used - machines - 1]
                 np.minimum(best, self._after(front, machines, used), out=best)
             found.append(best)
-            # From now on it is asked for as a front alone.
+            # With machines left, it is only used as a front from now on.
             if used < self._machines:
                 found[-1] = np.where(self._front, best, math.inf)
         return found[-1]
 
     def ends(self) -> Floats:
-        """Return the same for spans that begin or end the model; others are infinite.
-
-        These cost no more than a row each: all that end the model share what is done behind a cut.
-        """
+        """Return the same for spans that begin or end the model; others are infinite."""
+        # `behind[m][c]` is the best time of all that is behind cut c on m machines. All spans that
+        # end the model share it, so they cost no more than a row.
         count, machines = len(self._cuts), self._machines
         behind = [np.full(count, math.inf) for _ in range(machines + 1)]
         for left in range(machines + 1):
@@ -277,11 +281,12 @@ class _Level:
         return found
 
     def pieces(self, row: int, end: int) -> list[tuple[int, int, int]]:
-        """Return the pieces of the best plan of a span: row, cut behind, groups of each."""
+        """Return the pieces of the best plan of a span: row, cut behind, machines or groups."""
         best, used = self.row(row), self._machines
         found: list[tuple[int, int, int]] = []
         while True:
             goal = best[used - 1][end]
+            # Machines that gain nothing stay idle.
             while self._asked.fewer and used > 1 and best[used - 2][end] <= goal:
                 used -= 1
             if not (self._asked.straight and used > 1) and self._one(used)[row, end] <= goal:
@@ -293,7 +298,7 @@ class _Level:
     def _split(
         self, row: int, end: int, used: int, best: list[Floats], goal: float
     ) -> tuple[int, int]:
-        """Return the machines of the last stage of the best plan of a span, and the cut before."""
+        """Return the machines of the last stage of the best plan, and the cut before that stage."""
         for machines in self._choices(used):
             front = np.where(self._front[row], best[used - machines - 1], math.inf)
             fits = self._stashed_between[end] <= self._limit(machines, used)
@@ -304,16 +309,15 @@ class _Level:
 
 
 def _between(times: Floats) -> Floats:
-    """Return, by the cuts behind and before it, what is given by row and column."""
+    """Turn values by row and column into values by the cuts behind and before."""
     return np.ascontiguousarray(times[1:].T)
 
 
 def _product(left: Floats, right: Floats, sizes: Floats | None, most: float) -> Floats:
-    """Return, for each row of one matrix and each of another, the least larger of two elements.
-
-    The columns of both are cuts. The rows of ``left`` are those of spans, or one alone; the rows of
-    ``right`` are cuts too, and what is not before the cut of its row is infinite there.
-    """
+    """Return the (min, max) product: for each pair of rows, the least larger of two elements."""
+    # The columns of both are cuts. The rows of `left` are those of spans, or one alone. The rows of
+    # `right` are cuts too; a column that is not before the cut of its row is infinite, so each
+    # block ends at its last row, and begins where `left` has finite values.
     found = np.full((len(left), len(right)), math.inf)
     # Blocks of both stay in the cache. With many rows a block has one row of `right` alone.
     wide = 1 if len(left) > 1 else _BLOCK
@@ -331,7 +335,7 @@ def _product(left: Floats, right: Floats, sizes: Floats | None, most: float) -> 
 
 
 def solve(cuts: Cuts, asked: Published) -> Answer:
-    """Return the best plan.
+    """Return the best plan of a published planner.
 
     Args:
         cuts: The cuts of the model.
@@ -345,7 +349,7 @@ def solve(cuts: Cuts, asked: Published) -> Answer:
     for number in range(len(asked.machines)):
         levels.append(_Level(cuts, asked, number, times))
         if number + 2 == len(asked.machines) and asked.machines[-1] == 2:
-            times = levels[-1].ends()  # a plan of two groups has no other pieces
+            times = levels[-1].ends()  # a piece of a plan for two groups begins or ends the model
         elif number + 1 < len(asked.machines):
             times = levels[-1].all_rows()
     end = len(cuts) - 1
@@ -363,7 +367,7 @@ def solve(cuts: Cuts, asked: Published) -> Answer:
 
 
 def _pieces(levels: Sequence[_Level], row: int, end: int) -> tuple[Piece, ...]:
-    """Return the pieces of the best plan of a span, each with its own pieces."""
+    """Return the pieces of the best plan of a span, each with those of the level below."""
     *below, level = levels
     return tuple(
         Piece(start - 1, stop, replicas, _pieces(below, start, stop) if below else ())

@@ -1,15 +1,15 @@
 """The best plan: which layers are a stage, and on how many workers, so that the pipe is fastest.
 
 The search goes from the end of the model to its beginning. ``best[p, r, u][i]`` is the least period
-of a pipe that has the layers behind cut i, begins with a stage of r replicas on the workers from p
-on, and uses u workers in all. It follows from those that begin behind that stage::
+of a pipe that has the layers behind cut i, begins with a stage of r replicas on workers p to
+p + r - 1, and uses u workers in all. It follows from the pipes that begin behind that stage::
 
     best[p, r, u][i] = min over cuts j of  max(period(i, j), transfer(j), best[p', r', u - r][j])
 
 with p' >= p + r, where the stage fits into the memory of its workers; the memory depends on the
-u - r workers behind the stage. So every plan with contiguous stages on contiguous workers is seen,
-also those that leave workers idle. Steps: O(cuts^2 workers^3), and O(cuts^2 workers^2) where all
-workers are alike, since it is then enough to leave idle the first ones.
+u - r workers behind the stage. So the search sees every plan with contiguous stages on contiguous
+workers, also those that leave workers idle. It takes O(cuts^2 workers^3) steps, or O(cuts^2
+workers^2) where all workers are alike: then only the first workers need ever be idle.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pipedream_rt.planning.costing import EVERY, Costing
 from pipedream_rt.planning.cuts import Floats
 
 _EQUAL = 1 + 1e-12
-"""Periods of which one is larger by less are equal, so that rounding does not choose the plan."""
+"""Periods within this factor count as equal, so that rounding does not choose the plan."""
 
 
 class Stage(NamedTuple):
@@ -36,7 +36,8 @@ class Stage(NamedTuple):
 
     Attributes:
         start: The cut before it; -1 for the beginning of the model.
-        workers: Its workers, in order.
+        end: The cut behind it.
+        workers: Its workers, as indices of `Machines.workers`.
     """
 
     start: int
@@ -45,15 +46,17 @@ class Stage(NamedTuple):
 
     @property
     def span(self) -> tuple[int, int]:
-        """Its row and column among the spans (`cuts.spans`)."""
+        """Its row and column, as in `cuts.spans`."""
         return self.start + 1, self.end
 
 
 class _Begin(NamedTuple):
-    """How a rest of the model begins.
+    """How the rest of the model behind some cut begins, and how many workers it uses.
 
     Attributes:
         first: The first worker of its first stage.
+        replicas: The replicas of that stage, on consecutive workers.
+        used: The workers of that stage and all behind it.
     """
 
     first: int
@@ -67,17 +70,17 @@ class _Begin(NamedTuple):
 
     @property
     def after(self) -> int:
-        """The workers on the stages behind the first one."""
+        """How many workers the stages behind the first one use."""
         return self.used - self.replicas
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What plans are looked at.
+    """Which plans the search looks at.
 
     Attributes:
         replicas: The most replicas of a stage; None for any number.
-        workers: The number of workers that are used; None for as many as are best.
+        workers: How many workers a plan uses; None for as many as are best.
     """
 
     replicas: int | None = None
@@ -85,10 +88,10 @@ class Limits:
 
 
 def best_stages(costing: Costing, limits: Limits | None = None) -> tuple[float, list[Stage]]:
-    """Return the least period, and the stages of a plan that has it.
+    """Return the least period in seconds, and the stages of a plan that has it.
 
-    Of several such plans it is one with the fewest workers, and of these the one for which the
-    squares of the periods of all stages have the smallest sum: the most even one.
+    Of several such plans it is one with the fewest workers, and of these the most even one: the sum
+    of the squares of the periods of its stages is the smallest.
     """
     search = _Search(costing, limits or Limits())
     least = search.least()
@@ -100,23 +103,21 @@ def best_stages(costing: Costing, limits: Limits | None = None) -> tuple[float, 
 
 
 def stages_by_workers(costing: Costing, limits: Limits | None = None) -> dict[int, list[Stage]]:
-    """Return, for each number of workers that some plan can use, the stages of a fastest one.
-
-    Where several are as fast, it need not be the most even one.
-    """
+    """Return, for each number of workers that a plan can use, the stages of one of the fastest."""
     search = _Search(costing, limits or Limits())
     return {used: search.stages(search.period(), search.periods, used) for used in search.least()}
 
 
 @dataclass(frozen=True, slots=True)
 class _Goal:
-    """What is made small.
+    """What the sweep minimises.
 
     Attributes:
-        of_stage: Returns the value of the first stage of a beginning, for some spans by row and
-            column; infinite where it cannot be.
-        of_hop: Returns, by cut, the value of the hop from the first stage of a beginning to that of
-            another one.
+        of_stage: The value of a first stage, for some spans by row and column; infinite where the
+            span cannot be one.
+        of_hop: By cut, the value of the hop from one first stage to the next; one value may stand
+            for all cuts.
+        join: Combines the values of two parts that follow each other.
     """
 
     of_stage: Callable[[_Begin, Any], Floats]
@@ -125,7 +126,7 @@ class _Goal:
 
 
 class _Search:
-    """A search for plans."""
+    """A search for plans; periods of stages are computed once for workers that are alike."""
 
     def __init__(self, costing: Costing, limits: Limits) -> None:
         self._costing, self._limits = costing, limits
@@ -134,11 +135,11 @@ class _Search:
 
     @cached_property
     def periods(self) -> dict[_Begin, Floats]:
-        """What `sweep` returns for the shortest periods."""
+        """The best periods of every beginning, as `sweep` returns them."""
         return self.sweep(self.period())
 
     def least(self) -> dict[int, float]:
-        """Return the least period for each number of workers that is allowed, rising."""
+        """Return the least period by number of workers, of those that are allowed, rising."""
         allowed = [each for each in self.periods if self._limits.workers in (None, each.used)]
         found: dict[int, float] = {}
         for begin in sorted(allowed, key=lambda each: each.used):
@@ -152,11 +153,11 @@ class _Search:
     # -- goals ----------------------------------------------------------------------------------
 
     def period(self) -> _Goal:
-        """Return the goal of a short period."""
+        """Minimise the period."""
         return _Goal(self._fitting, self._transfers, np.maximum)
 
     def evenness(self, bound: float) -> _Goal:
-        """Return the goal of a small sum of squares of periods, none of which exceeds a bound."""
+        """Minimise the sum of the squares of the periods, none of which exceeds a bound."""
 
         def of_stage(begin: _Begin, where: Any) -> Floats:
             periods = self._fitting(begin, where)
@@ -168,7 +169,7 @@ class _Search:
         return _Goal(of_stage, of_hop, np.add)
 
     def memory(self) -> _Goal:
-        """Return the goal of little memory on the worker that needs the most."""
+        """Minimise the memory of the worker that needs the most."""
 
         def of_stage(begin: _Begin, where: Any) -> Floats:
             memory = self._costing.memory(begin.replicas, begin.after, where)
@@ -177,7 +178,7 @@ class _Search:
         return _Goal(of_stage, lambda begin, following: np.zeros(1), np.maximum)
 
     def _fitting(self, begin: _Begin, where: Any) -> Floats:
-        """Return the periods of the first stage of a beginning, if the workers have the memory."""
+        """Return the periods of the first stage, infinite where its workers lack the memory."""
         periods, room = self._possible(begin, where), self._costing.room(begin.workers)
         if math.isinf(room):
             return periods
@@ -185,7 +186,7 @@ class _Search:
         return np.where(memory <= room, periods, math.inf)
 
     def _possible(self, begin: _Begin, where: Any) -> Floats:
-        """Return the periods of the first stage of a beginning, infinite where it cannot be."""
+        """Return the periods of the first stage, infinite where the schedule forbids it."""
         machines, workers = self._costing.machines, begin.workers
         speed = min(machines.workers[w].speed for w in workers)
         links = (machines.bandwidth_of(workers), machines.latency_of(workers))
@@ -197,23 +198,24 @@ class _Search:
         return periods if is_possible else np.full_like(periods, math.inf)
 
     def _transfers(self, begin: _Begin, following: _Begin) -> Floats:
-        """Return the times of messages between the first stages of two beginnings."""
+        """Return, by cut, the seconds of messages between the first stages of two beginnings."""
         return self._costing.transfers(begin.workers, following.workers)
 
     # -- the sweep ------------------------------------------------------------------------------
 
     def _begins(self) -> Iterator[_Begin]:
-        """Yield how a rest of the model can begin, those that begin farther behind first."""
+        """Yield all beginnings, each after those that can follow it."""
         workers = len(self._costing.machines)
         for first in reversed(range(workers)):
             left = workers - first
             for replicas in range(1, min(self._most, left) + 1):
+                # If workers are alike, let only the first ones of all be idle: none behind `first`.
                 fewest = left if self._costing.machines.are_alike else replicas
                 for used in range(fewest, left + 1):
                     yield _Begin(first, replicas, used)
 
     def sweep(self, goal: _Goal) -> dict[_Begin, Floats]:
-        """Return, for each beginning, the best value of a rest, by the cut before it plus one."""
+        """Return, for each beginning, the best value of the rest, by the cut before it plus one."""
         best: dict[_Begin, Floats] = {}
         for begin in self._begins():
             rest = self._rest(goal, begin, best)
@@ -221,10 +223,10 @@ class _Search:
         return best
 
     def _rest(self, goal: _Goal, begin: _Begin, best: dict[_Begin, Floats]) -> Floats:
-        """Return, by the cut behind the first stage, the best value of what follows."""
+        """Return, by the cut behind the first stage, the best value of what follows it."""
         found = np.full(len(self._costing.cuts), math.inf)
         if not begin.after:
-            found[-1] = 0.0
+            found[-1] = 0.0  # behind the last cut nothing need follow
         for following in _followers(begin, best):
             behind = goal.join(goal.of_hop(begin, following), best[following][1:])
             np.minimum(found, behind, out=found)
@@ -253,13 +255,13 @@ def _at(hops: Floats, cut: int) -> float:
 
 
 def _followers(begin: _Begin, best: Mapping[_Begin, Floats]) -> list[_Begin]:
-    """Return the beginnings of what can follow the first stage of a beginning."""
+    """Return the beginnings that can follow the first stage of another."""
     free = begin.first + begin.replicas
     return [each for each in best if each.first >= free and each.used == begin.after]
 
 
 def _nothing_fits(costing: Costing, search: _Search, allowed: Sequence[_Begin]) -> str:
-    """Return the text of an error: what there is, and the smallest memory that would do."""
+    """Return the text of an error: why there is no plan, or the least memory that would do."""
     if not allowed:
         return f"a plan cannot use more than the {len(costing.machines)} workers that there are"
     needed = search.sweep(search.memory())

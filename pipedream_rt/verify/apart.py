@@ -1,7 +1,7 @@
-"""Calling the user's code in the script's process so that nothing there is changed afterwards.
+"""Calling the user's code in the script's process so that it leaves no change behind.
 
-The model and the loss are copies there. But what is pickled by its name they share with the script:
-classes, globals of modules, and all that can be reached from these.
+It runs on copies of the model and the loss. But the copies share with the script what is pickled by
+its name: classes, globals of modules, and all that can be reached from these.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from pipedream_rt.stage.seeds import kept_generator_state
 from pipedream_rt.torch_private import preserve_version_counter
 
 LIMIT = 64 << 20
-"""The most bytes of tensors that are copied to be put back, and of the weights of a model of which
-the first mini-batch is verified by itself."""
+"""Bytes of tensors that are copied to be put back, at most; also the bytes of weights up to which
+the first mini-batch of a model is verified by itself."""
 
 
 def drawn() -> tuple[Any, ...]:
-    """Return what differs once random numbers were drawn."""
+    """Return the states of the random generators: they differ once numbers were drawn."""
     return torch.get_rng_state().numpy().tobytes(), *drawn_outside()
 
 
 _CONSTANT = (
     *PLAIN, bytes, type, FunctionType, ModuleType, torch.dtype, torch.device, io.IOBase
 )  # fmt: skip
-"""Of these nothing is put back: they do not change, or, as a file, show that code was called."""
+"""Nothing of these is put back: they do not change, or are files, where it cannot be."""
 
 
 @contextmanager
 def apart(job: Job) -> Iterator[None]:
-    """Let the body compute as a worker does, and leave no trace of it in this process."""
+    """Let the block compute as a worker does, and then put back what it shares with the script."""
     threads = torch.get_num_threads()
     roots = [job.model.whole, job.options.loss_fn, job.optimizer and job.optimizer.optimizer_class]
     holders = Holders(t for _, t in named_tensors(job.model.whole))
@@ -55,9 +55,10 @@ def apart(job: Job) -> Iterator[None]:
     kept = _Kept(holders)
     try:
         with ExitStack() as stack:
-            # Who compares versions to see what the script has changed is not to see this.
+            # Versions tell the runtime what the script has changed: it is not to see this.
             for tensor in kept.tensors:
                 stack.enter_context(preserve_version_counter(tensor))
+            # Runs before those contexts end, so what it writes does not count as a change either.
             stack.callback(kept.put_back)
             stack.enter_context(kept_generator_state())
             stack.enter_context(kept_outside())
@@ -71,7 +72,7 @@ def apart(job: Job) -> Iterator[None]:
 
 
 class _Kept:
-    """What the script and copies of its model share, as it was."""
+    """What the script and the copies of its model share, as it was."""
 
     def __init__(self, holders: Holders) -> None:
         self.tensors: list[Tensor] = []
@@ -79,11 +80,11 @@ class _Kept:
         self._size = 0
         left: deque[Any] = deque()
         for holder in holders.found.values():
-            if not holder.travels:
+            if not holder.travels:  # what travels is a copy already
                 held = dict(holder.raw())
                 self._undo.append(partial(holder.restore, held))
                 left.extend(held.values())
-        seen: dict[int, Any] = {}
+        seen: dict[int, Any] = {}  # holds the objects, so that no id is given twice
         while left:
             value = left.pop()
             if id(value) not in seen and not isinstance(value, _CONSTANT):
@@ -91,12 +92,11 @@ class _Kept:
                 left.extend(self._inside(value))
 
     def put_back(self) -> None:
-        """Let everything be as it was."""
         for undo in self._undo:
             undo()
 
     def _inside(self, value: Any) -> Iterator[Any]:
-        """Keep what an object holds, and yield it."""
+        """Note how to put an object back, and yield what it holds."""
         undo: Callable[[], object] | None = None
         match value:
             case Tensor():
@@ -136,7 +136,7 @@ class _Kept:
             self._undo.append(undo)
 
     def _of_tensor(self, tensor: Tensor) -> Callable[[], object] | None:
-        """Keep the values of a tensor."""
+        """Return what puts the values of a tensor back."""
         if tensor.is_meta or tensor.is_inference() or tensor.layout is not torch.strided:
             return None
         self._count(tensor.nbytes)
@@ -145,7 +145,7 @@ class _Kept:
         return lambda: None if tensor._version == version else tensor.detach().copy_(before)
 
     def _count(self, size: int) -> None:
-        """Count bytes that are copied."""
+        """Count bytes that are copied, up to `LIMIT`."""
         self._size += size
         if self._size > LIMIT:
             raise ConfigError(
@@ -155,7 +155,8 @@ class _Kept:
 
 
 def _restore(value: Any, held: dict[str, Any]) -> None:
-    """Let an object have the attributes that it had."""
+    """Give an object the attributes back that it had."""
+    # By `object`: the class may have a `__setattr__` of its own, which is the user's code.
     for name in [n for n in attributes_of(value) if n not in held]:
         object.__delattr__(value, name)
     for name, before in held.items():

@@ -1,4 +1,4 @@
-"""Comparing what two trainings have computed, value by value in the order in which they did."""
+"""Comparing what two trainings have computed, value by value, in the order of computation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ class Place(NamedTuple):
     """Where a value was seen.
 
     Attributes:
+        step: The number of the mini-batch.
+        micro_batch: Counted over all mini-batches; -1 for what belongs to the update.
+        kind: ``"input"`` or ``"output"`` of a layer, ``"loss"``, ``"gradient"``, ``"state"``.
         name: The layer, with ``#2`` at its second call; the parameter or the buffer.
+        number: Which of the tensors of an input or output.
     """
 
     step: int
@@ -43,7 +47,7 @@ class Place(NamedTuple):
 
 
 Seen: TypeAlias = dict[Place, Any]
-"""What a training has computed, in its order: tensors, and losses as numbers."""
+"""What a training has computed, in the order of computation: tensors, and losses as numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +55,13 @@ class Verification:
     """What `Pipeline.verify` has found. It is true if nothing parts from plain PyTorch.
 
     Attributes:
-        same: Whether all values that were compared are the same bits, or may not be and differ by
-            rounding alone.
+        same: Whether no value that was compared differs by more than rounding.
         values: The number of values that were compared: tensors, and losses.
         steps: The number of mini-batches that were trained on.
         parted: The first value that differs by more than rounding, in words; empty if none does.
-        difference: By how much it differs, as a part of the largest element; 0.0 if none does.
+        difference: By how much it differs, as a share of its largest element; 0.0 if none does.
         cause: The likeliest cause; empty if none does.
-        notes: What was left out of the comparison, and what else there is to know.
+        notes: What was left out of the comparison, and what else there is to know, in sentences.
     """
 
     same: bool
@@ -90,7 +93,9 @@ class Parted(NamedTuple):
     """The first value that differs.
 
     Attributes:
+        difference: As a share of the largest element; infinite where one side lacks the value.
         before: The number of values before it, which are the same.
+        rounds: Whether rounding may explain the difference.
     """
 
     place: Place
@@ -100,7 +105,10 @@ class Parted(NamedTuple):
 
 
 def compared(plain: Seen, other: Seen) -> tuple[int, Parted | None]:
-    """Compare two trainings, in the order of the plain one."""
+    """Return how many values were compared, and the first that differs by more than rounding.
+
+    If none does, the first that differs at all; None if all bits are the same.
+    """
     count, first = 0, None
     for place, value in plain.items():
         if place not in other:
@@ -115,7 +123,7 @@ def compared(plain: Seen, other: Seen) -> tuple[int, Parted | None]:
 
 
 def lacking(plain: Seen, other: Seen, kinds: Sequence[str]) -> Place | None:
-    """Return the first place of some kinds that one has and the other lacks, as a gradient."""
+    """Return the first place, of some kinds, that one training has and the other lacks."""
     for one, another in ((plain, other), (other, plain)):
         for place in one:
             if place.kind in kinds and place not in another:
@@ -124,7 +132,7 @@ def lacking(plain: Seen, other: Seen, kinds: Sequence[str]) -> Place | None:
 
 
 def _difference(one: Any, other: Any) -> tuple[float, bool]:
-    """Return by how much two values differ, and whether that may be rounding."""
+    """Return the difference as a share of the largest element, and whether it may be rounding."""
     one, other = (_as_tensor(each) for each in (one, other))
     if one.shape != other.shape or one.dtype != other.dtype:
         return float("inf"), False
@@ -136,12 +144,12 @@ def _difference(one: Any, other: Any) -> tuple[float, bool]:
     difference = apart.max().item() / size if size else float("inf")
     if not difference < float("inf"):  # NaN or infinite in one of them
         return float("inf"), False
-    # Bits that differ in a difference that is nothing are those of -0.0.
+    # Other bits with a difference of 0 are those of -0.0; the least number above 0 tells of them.
     return difference or 5e-324, difference <= rounding_of(one.dtype)
 
 
 def _as_tensor(value: Any) -> Tensor:
-    """Return a value as a dense tensor on the host."""
+    """Return a value as a dense tensor on the host; a number as float32."""
     if not isinstance(value, Tensor):
         return torch.tensor(value, dtype=torch.float32)
     here: Tensor = value.detach().to("cpu")
@@ -177,7 +185,7 @@ _CAUSES: Mapping[str, str] = {
 
 
 def cause_of(place: Place) -> str:
-    """Return the likeliest cause of a value that differs, when all before it are the same."""
+    """Return the likeliest cause of the first value that differs: all before it are the same."""
     later = " It parts in a later micro-batch alone, so something has changed meanwhile."
     first = place.step == 0 and place.micro_batch <= 0
     return f"{_CAUSES[place.kind]}.{'' if first else later}"

@@ -1,4 +1,4 @@
-"""Training a copy of the unsplit model in plain PyTorch, as a pipeline without staleness does."""
+"""Training a copy of the unsplit model in plain PyTorch, as a pipeline without staleness would."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ class Copies:
 
 
 def copies_of(job: Job, state: Mapping[str, Any] | None) -> Copies:
-    """Return a copy of the script's model and loss, as they would be sent to workers."""
+    """Return copies of the script's model and loss, as workers would get them.
+
+    ``state`` has their weights and buffers; None for those of the script.
+    """
     given, loss = job.model.given, job.options.loss_fn
     if job.model.blueprint.specs or any(p.is_meta for p in job.model.parameters.values()):
         raise ConfigError(
@@ -61,7 +64,7 @@ def copies_of(job: Job, state: Mapping[str, Any] | None) -> Copies:
     model = UnsplitModel(given, loss, opens=job.model.sequence is None)
     for each in model.modules.values():
         own_buffers(each)
-    for name, (before, after) in hooks.items():  # which no pickle has
+    for name, (before, after) in hooks.items():  # a pickled parameter has lost them
         for hook in before:
             model.parameters[name].register_hook(hook)
         for hook in after:
@@ -75,7 +78,7 @@ def copies_of(job: Job, state: Mapping[str, Any] | None) -> Copies:
             if isinstance(loss, nn.Module):
                 own = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
                 loss.load_state_dict(own)
-        except RuntimeError as error:  # as of a buffer of another size
+        except RuntimeError as error:  # a buffer may have another size by now
             raise ConfigError(
                 f"the weights of now do not go into a copy of the model: {error}"
             ) from error
@@ -87,6 +90,7 @@ class Tap:
 
     Attributes:
         at: The step and the micro-batch that is computed; None to note nothing.
+        inside: The names of the layers that are being called, outermost first.
     """
 
     def __init__(
@@ -100,9 +104,12 @@ class Tap:
         self._names: dict[int, list[str]] = {}
         self._calls: dict[int, int] = {}
         self.inside: list[str] = []
+        # One layer may stand under several names, in the order of its calls.
         for name, layer in layers.items():
             self._names.setdefault(id(layer), []).append(name)
         once = {id(layer): layer for layer in layers.values()}.values()
+        # First of the pre-hooks and last of the hooks: the user's hooks are part of the layer. Also
+        # called where the layer raises, so that it leaves `inside`.
         self._handles = [
             handle
             for layer in once
@@ -113,7 +120,7 @@ class Tap:
         ]
 
     def begin(self, step: int, number: int) -> None:
-        """Note what is computed of a micro-batch from now on."""
+        """Note, from now on, what is computed of a micro-batch."""
         self.at = step, number
         self._calls.clear()
 
@@ -134,10 +141,10 @@ class Tap:
             self._note("output", self.inside.pop(), output)
 
     def _note(self, kind: str, name: str, value: Any) -> None:
-        """Note the tensors in a value, as they are now."""
         assert self.at is not None
         for number, tensor in enumerate(found(value, Tensor)):
             place = Place(*self.at, kind, name, number)
+            # A copy: a later layer may change the tensor in place.
             self._seen.setdefault(place, tensor.detach().clone())
 
     def remove(self) -> None:
@@ -147,7 +154,10 @@ class Tap:
 
 
 class _Seeding(TorchFunctionMode):
-    """Seeds the functions that a forward calls between its layers and that draw random numbers."""
+    """Seeds the functions that draw random numbers between the layers of a forward.
+
+    Inside of a layer it seeds nothing: each layer has a seed of its own.
+    """
 
     def __init__(
         self, names: Sequence[str], inside: Sequence[str], seed: Callable[[str], object]
@@ -158,7 +168,7 @@ class _Seeding(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Call a function of torch."""
+        # Recorded steps are named as ``(dropout 7)``, after the function and a number.
         name = f"({getattr(func, '__name__', '')} "
         if self._left and self._left[0].startswith(name) and not self._inside:
             self._seed(self._left.pop(0))
@@ -186,6 +196,7 @@ class PlainTraining:
         ]
         build: Any = parts.optimizer_class
         self._optimizer: torch.optim.Optimizer = build(groups, **parts.kwargs)
+        # What the script has set on its optimizer.
         vars(self._optimizer).update(copy.deepcopy(parts.attributes))
         whole = self._model.whole
         self._layers = self._model.sequence or {
@@ -195,7 +206,7 @@ class PlainTraining:
         self.notes: dict[str, None] = {}
 
     def set_mode(self, training: bool | None) -> None:
-        """Set the mode of all modules; None leaves the one that they have."""
+        """Set the mode of all modules; None leaves them as they are."""
         if training is not None:
             for each in (self._model.whole, self._loss):
                 if isinstance(each, nn.Module):
@@ -204,7 +215,7 @@ class PlainTraining:
     def step(
         self, step: int, cut: CutBatch, drawing: Mapping[int, Sequence[str]], hyper: Sequence[Hyper]
     ) -> Seen:
-        """Train on a mini-batch, and return what was computed."""
+        """Train on mini-batch ``step``; ``drawing`` has, by program, the steps that draw."""
         seen: Seen = {}
         for group, packed in zip(self._optimizer.param_groups, hyper, strict=True):
             set_hyper(group, packed)
@@ -225,6 +236,7 @@ class PlainTraining:
                 tap.at = None
                 seen[Place(step, number, "loss")] = loss.item()
                 if share:
+                    # In a backward each stage draws for itself: what is drawn cannot be compared.
                     self._seed(number, "backward")
                     before = torch.get_rng_state()
                     (loss * share if share != 1.0 else loss).backward()
@@ -237,7 +249,7 @@ class PlainTraining:
             if parameter.grad is not None:
                 seen[Place(step, -1, "gradient", name)] = parameter.grad.detach().clone()
         before = torch.get_rng_state()
-        step_spared(self._optimizer)
+        step_spared(self._optimizer)  # does not import the compiler into the script's process
         if not torch.equal(before, torch.get_rng_state()):
             self._leave_out("step")
         self._optimizer.zero_grad()
@@ -247,7 +259,7 @@ class PlainTraining:
         return {place: value for place, value in seen.items() if place.kind not in self.left_out}
 
     def loss_of(self, given: Any, target: Any) -> float | None:
-        """Return the loss of inputs in eval mode; None where random numbers are drawn for it."""
+        """Return the loss of inputs in eval mode; None if computing it draws random numbers."""
         self.set_mode(False)
         self._seed(0, "eval mode")
         before = drawn()
@@ -257,9 +269,9 @@ class PlainTraining:
         return loss if drawn() == before else None
 
     def losses_of(self, cut: CutBatch) -> tuple[float, float] | None:
-        """Return the loss of a whole mini-batch in eval mode, and the mean of its micro-batches.
+        """Return the loss of a mini-batch in eval mode, and the weighed sum of its micro-batches.
 
-        None where they need not be the same.
+        None where they need not be the same: random numbers, or losses that are not finite.
         """
         found = [self.loss_of(*inputs_of(self._job, cut.batch))]
         for part in cut.filled.values():
@@ -278,11 +290,11 @@ class PlainTraining:
         return kinds | ({"state"} if "step" in self.notes else set())
 
     def _leave_out(self, what: str) -> None:
-        """Note that something draws random numbers, which it does on each stage by itself."""
+        """Note that something draws random numbers, which are others on each stage."""
         self.notes[what] = None
 
     def state(self) -> dict[str, Any]:
-        """Return the weights and buffers of now, by the names that stages have for them."""
+        """Return the current weights and buffers, by the names that stages give them."""
         state = dict(self._model.whole.state_dict())
         if isinstance(self._loss, nn.Module):
             state |= self._loss.state_dict(prefix=f"{LOSS_LAYER}.")
@@ -323,7 +335,7 @@ class PlainTraining:
 
 
 def inputs_of(job: Job, batch: Batch) -> tuple[Any, Any]:
-    """Return what the model, or its first layer, takes of a mini-batch; and the target."""
+    """Return what the model, or its first layer, takes of a mini-batch, and the target."""
     batch = unmarked(batch)
     given = batch.args[0] if job.model.sequence is not None else (batch.args, batch.kwargs)
     return given, batch.target

@@ -1,4 +1,8 @@
-"""Asking whether a run computes what plain PyTorch does."""
+"""Asking whether a run computes what plain PyTorch does: when somebody asks, and at its start.
+
+Stages in this process show *where* they part, since all that they compute can be seen. The workers
+themselves are compared by what they return: losses and weights.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +98,11 @@ def beside(
     hyper: Sequence[Sequence[Hyper]],
     training: bool | None,
 ) -> Verification:
-    """Train stages in this process beside plain PyTorch, and compare all that they compute."""
+    """Train stages in this process beside plain PyTorch, and compare all that they compute.
+
+    ``state`` has the weights and buffers at the start, None for those of the script; ``hyper`` has,
+    for each mini-batch, the hyper-parameters of each group.
+    """
     count, rounded = 0, None
     with apart(job), _Twin(job, copies_of(job, state), batches[0]) as twin:
         plain = PlainTraining(job, copies_of(job, state), twin.parts, names_by_stage(job))
@@ -103,7 +111,8 @@ def beside(
         notes = [*twin.left_out, *_staleness(job.plan)]
         for step, (batch, of_step) in enumerate(zip(batches, hyper)):
             theirs = twin.step(step, batch, of_step)
-            cut = twin.cut(batch)  # afterwards: a new program goes to the stages once
+            # After `step`: only the first cut of a new program has its definition, for the stages.
+            cut = twin.cut(batch)
             if text := _parts_differ(job, copies_of(job, plain.state()), cut):
                 return Verification(False, count, step + 1, *text, tuple(notes))
             own = plain.step(step, cut, steps_that_draw(twin.forwards), of_step)
@@ -123,7 +132,7 @@ def beside(
 
 
 def _parts_differ(job: Job, copies: Copies, cut: CutBatch) -> tuple[str, float, str] | None:
-    """Say so if the loss of a whole mini-batch is not that of its micro-batches."""
+    """Return what differs, by how much and why, if micro-batches change the loss; else None."""
     assert job.optimizer is not None
     plain = PlainTraining(job, copies, job.optimizer, names_by_stage(job))
     found = plain.losses_of(cut) if len(cut.filled) > 1 else None
@@ -145,7 +154,7 @@ def _parts_differ(job: Job, copies: Copies, cut: CutBatch) -> tuple[str, float, 
 
 
 def _rounding(job: Job) -> float:
-    """Return how much of a loss may be rounding."""
+    """Return the share of a loss that may be rounding."""
     dtypes = {p.dtype for p in job.model.parameters.values()} | {job.forwards.dtype}
     if job.options.training.autocast is not None:
         dtypes.add(job.options.training.autocast)
@@ -156,6 +165,8 @@ class _Twin:
     """The stages of a job on a plan without staleness, in the thread of the script.
 
     Attributes:
+        parts: The optimizer, taken apart.
+        left_out: What of the job is left out, in sentences.
         forwards: What the forwards of the copy do.
     """
 
@@ -164,6 +175,7 @@ class _Twin:
         self.parts: Parts = job.optimizer
         options, self.left_out = _plain_options(job, copies, batch)
         made = prepare(copies.model, options)
+        # Its notices are left out: those of the job itself were given.
         made = replace(
             made,
             optimizer=job.optimizer,
@@ -186,15 +198,13 @@ class _Twin:
             self._watch(stage)
 
     def __enter__(self) -> _Twin:
-        """Return the stages."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End them."""
         self._group.life.close()
 
     def set_mode(self, training: bool | None) -> None:
-        """Set the mode of all modules; None leaves it."""
+        """Set the mode of all modules; None leaves them as they are."""
         if training is not None:
             self._run.feeder.set_training(training)
 
@@ -237,6 +247,7 @@ class _Twin:
 
         stage.runner.train = watched  # type: ignore[method-assign]
         if stage.optimizer is not None and stage.optimizer.torch_optimizer is not None:
+            # Just before the step, so after clipping: as plain training notes them.
             named = stage.parameters.named
             stage.optimizer.torch_optimizer.register_step_pre_hook(
                 lambda *_: self._note_gradients(named)
@@ -251,7 +262,7 @@ class _Twin:
 
 
 def _plain_options(job: Job, copies: Copies, batch: Batch) -> tuple[Options, list[str]]:
-    """Return the options of a job without what plain PyTorch has not, and say what that is."""
+    """Return the options of a job without what plain PyTorch lacks, and a note of what that is."""
     options, training, layout, plan = (
         job.options,
         job.options.training,
@@ -259,6 +270,7 @@ def _plain_options(job: Job, copies: Copies, batch: Batch) -> tuple[Options, lis
         job.plan,
     )
     assert job.optimizer is not None
+    # The names are bound by a default: a closure would see those of the last group.
     rules: Any = [
         (lambda name, parameter, mine=frozenset(names): name in mine, of_group)
         for names, of_group in job.optimizer.groups
@@ -307,7 +319,8 @@ def names_by_stage(job: Job) -> list[list[str]]:
         mine = [job.model.names[id(p)] for p in part.parameters() if id(p) in job.model.names]
         found.append([name for name in mine if name not in seen])
         seen.update(mine)
-    found[-1] += [name for name in job.model.names.values() if name not in seen]  # of the loss
+    # What no stage has belongs to the loss, which is on the last one.
+    found[-1] += [name for name in job.model.names.values() if name not in seen]
     return found
 
 
@@ -327,7 +340,7 @@ def steps_that_draw(forwards: Forwards) -> dict[int, list[str]]:
 
 
 def _staleness(plan: Plan) -> list[str]:
-    """Say which versions an asynchronous plan reads, by the rule of its schedule."""
+    """Check the versions that an asynchronous plan reads by a formula, and say which they are."""
     k, n, shape = plan.per_update, plan.num_stages, plan.shape
     if plan.flushes or plan.replicated or plan.name not in ("async-1f1b", "2bw"):
         return []
@@ -349,11 +362,13 @@ def _with_workers(
     found: Verification, job: Job, run: Run, state: Mapping[str, Any], batch: Batch
 ) -> Verification:
     """Compare the loss of a mini-batch in eval mode on the workers themselves, too."""
-    if not found or job.script_values.forwards_store:  # which an evaluation would change
+    # Where forwards store values, an evaluation would change them.
+    if not found or job.script_values.forwards_store:
         return found
     feeder, passes = run.feeder, run.feeder.passes
     theirs = feeder.evaluate([batch], _as_it_is)["loss"]
-    feeder.passes = passes  # layers that draw random numbers draw as if there were none of these
+    # Seeds count passes: layers that draw are to draw as if this one had not been.
+    feeder.passes = passes
     with apart(job):
         assert job.optimizer is not None
         plain = PlainTraining(job, copies_of(job, state), job.optimizer, names_by_stage(job))
@@ -361,6 +376,7 @@ def _with_workers(
     if own is None or not math.isfinite(own):
         return found
     apart_by = abs(own - theirs) / max(abs(own), abs(theirs), 1e-30)
+    # Codecs on the workers change the loss; here there are none.
     if apart_by <= _rounding(job) or job.codecs.of_graph:
         return replace(found, values=found.values + 1)
     return replace(
@@ -382,7 +398,11 @@ def _as_it_is(item: Any) -> Any:
 
 
 class Watching:
-    """Verifies the first mini-batches of a run as they are injected."""
+    """Verifies the first mini-batches of a run as they are injected.
+
+    ``asked`` is how many somebody has asked for. With 0 it is the first one alone, by what the
+    workers return for it.
+    """
 
     def __init__(self, job: Job, run: Run, asked: int) -> None:
         self._job, self._run, self._asked = job, run, asked
@@ -400,7 +420,7 @@ class Watching:
         return not (touched or evaluated or pending.step != len(self._batches))
 
     def injected(self, cut: CutBatch, pending: PendingStep) -> bool:
-        """Look at a mini-batch that was injected; return whether to look at the next one too."""
+        """Look at an injected mini-batch; return whether to look at the next one too."""
         optimizer = self._run.feeder.optimizer
         assert optimizer is not None
         if self._as_at_first(pending):
@@ -422,7 +442,7 @@ class Watching:
         return True
 
     def end(self) -> None:
-        """Say what was found of the mini-batches that somebody has asked to verify."""
+        """Print what was found of the mini-batches that were asked for; raise where they part."""
         if self._asked and self._batches:
             batches, self._batches = self._batches, []
             found = beside(self._job, None, batches, self._hyper, self._run.feeder.training)
@@ -431,7 +451,7 @@ class Watching:
             print(f"verified: {found}", file=sys.stderr, flush=True)
 
     def _compare_first(self, cut: CutBatch, pending: PendingStep) -> None:
-        """Compare what the workers say of the first mini-batch with plain PyTorch."""
+        """Compare what the workers return for the first mini-batch with plain PyTorch."""
         job, result = self._job, pending.result()
         own, parts = self._tried(self._plain, cut), self._tried(self._parts, cut)
         if own is None:
@@ -452,6 +472,7 @@ class Watching:
                 "the first mini-batch %s what plain PyTorch computes, in %d values", how, number
             )
             return
+        # Code that differs from itself (a clock, a counter) says nothing about the workers.
         again = self._tried(self._plain, cut)
         if again is None or compared(own, again)[1] is not None:
             _log.info(
@@ -473,7 +494,7 @@ class Watching:
 
     @staticmethod
     def _tried(call: Callable[[CutBatch], T], cut: CutBatch) -> T | None:
-        """Call the user's code in a process for which it was not written; None where it raises."""
+        """Call the user's code, which was not written for this process; None if it raises."""
         try:
             return call(cut)
         except Exception as error:
@@ -481,7 +502,7 @@ class Watching:
             return None
 
     def _parts(self, cut: CutBatch) -> tuple[str, float, str] | None:
-        """Say so if the loss of the first mini-batch is not that of its micro-batches."""
+        """Return what `_parts_differ` says of the first mini-batch."""
         with apart(self._job):
             return _parts_differ(self._job, copies_of(self._job, None), cut.first_part or cut)
 
@@ -500,7 +521,7 @@ class Watching:
 
 
 def _steps_plainly(job: Job) -> bool:
-    """Whether the first update of a job is that of plain PyTorch."""
+    """Whether the first update of a job must be that of plain PyTorch, so that it is compared."""
     training, plan = job.options.training, job.plan
     clip = training.clip
     estimates = clip is not None and clip.of_model and plan.norms == "estimated"
@@ -518,7 +539,7 @@ def watching(job: Job, run: Run, asked: int) -> Watching | None:
 
 
 def why_not(job: Job) -> str:
-    """Return why the first mini-batch of a job is not verified by itself; empty if it is."""
+    """Return why the first mini-batch of a job is not verified unasked; empty if it is."""
     training, model = job.options.training, job.model
     tensors = [t for m in model.modules.values() for t in (*m.parameters(), *m.buffers())]
     size = sum(t.nbytes for t in tensors if t.layout is not None)
@@ -538,7 +559,7 @@ def why_not(job: Job) -> str:
 
 
 def _communicates(module: nn.Module) -> bool:
-    """Whether the code of a module names torch.distributed, whose calls wait for others."""
+    """Whether the code of a module names torch.distributed: its calls wait for other processes."""
     return any(
         "distributed" in function.__code__.co_names
         or any(

@@ -1,1 +1,1 @@
-"""The page that shows a run: as a file (`pipedream-rt report`) and live (`pipedream-rt watch`)."""
+"""The page that shows a run: a file of `pipedream-rt report`, or live by `pipedream-rt watch`."""

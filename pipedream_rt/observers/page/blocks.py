@@ -1,4 +1,7 @@
-"""What panels are made of beside charts: tables, bars, lists, and the drawn plan."""
+"""What panels are made of, beside charts: tables, bars, lists, and the drawn plan.
+
+`Markup.format` escapes what it is given, so a name from a run cannot be HTML.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,19 @@ from markupsafe import Markup
 from pipedream_rt.errors import PipelineError
 
 _NARROW = 0.09
-"""The share of a bar from which on a part has its number written in it."""
+"""The share of a bar from which on there is room for a number in a part."""
 
 Cell = str | Markup
 
 
 class Part(NamedTuple):
-    """A part of a bar."""
+    """A part of a bar.
+
+    Attributes:
+        kind: The class in the style sheet, as ``"forward"``.
+        name: In words; the legend has it up to a colon.
+        share: Of the whole bar, from 0 to 1.
+    """
 
     kind: str
     name: str
@@ -24,22 +33,22 @@ class Part(NamedTuple):
 
 
 class Box(NamedTuple):
-    """A stage in the drawing of a plan."""
+    """The box of a stage in the drawing of a plan."""
 
     title: str
     lines: Sequence[str]
 
 
 def known(ask: Callable[[int], int], stage: int) -> str:
-    """Return what a plan says of a stage; of a schedule that a user wrote it may not know."""
-    try:
+    """Return what a plan says of a stage, or a question mark."""
+    try:  # of a schedule that a user wrote, a read plan knows only the name
         return str(ask(stage))
     except (PipelineError, AttributeError, AssertionError, TypeError):
         return "?"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Cell]]) -> Markup:
-    """Return a table, which scrolls by itself where it is too wide."""
+    """Return a table, which scrolls in itself where it is too wide."""
     cells = Markup("").join(Markup("<th scope=col>{}</th>").format(text) for text in head)
     body = Markup("").join(
         Markup("<tr>{}</tr>").format(
@@ -74,7 +83,6 @@ def bars(rows: Iterable[tuple[str, Sequence[Part]]]) -> Markup:
 
 
 def _part(part: Part) -> Markup:
-    """Return one part of a bar."""
     words = f"{part.share:.0%}"
     return Markup('<span class="part {}" style="width:{}%" title="{} {}">{}</span>').format(
         part.kind,
@@ -86,7 +94,7 @@ def _part(part: Part) -> Markup:
 
 
 def facts(values: Mapping[str, str]) -> Markup:
-    """Return names and values, one below the other."""
+    """Return names and their values, as a list of definitions."""
     return Markup('<dl class="facts">{}</dl>').format(
         Markup("").join(
             Markup("<div><dt>{}</dt><dd>{}</dd></div>").format(name, value)
@@ -96,7 +104,7 @@ def facts(values: Mapping[str, str]) -> Markup:
 
 
 def sentences(texts: Iterable[str], kind: str) -> Markup:
-    """Return a list of sentences."""
+    """Return a list of sentences; ``kind`` is its class in the style sheet."""
     items = Markup("").join(Markup("<li>{}</li>").format(text) for text in texts)
     return Markup('<ul class="{}">{}</ul>').format(kind, items)
 
@@ -114,6 +122,5 @@ def drawn_plan(workers: Iterable[tuple[str, Sequence[Box]]]) -> Markup:
 
 
 def _box(box: Box) -> Markup:
-    """Return the box of a stage."""
     lines = Markup("").join(Markup("<p>{}</p>").format(line) for line in box.lines)
     return Markup('<div class="stage"><h4>{}</h4>{}</div>').format(box.title, lines)

@@ -1,4 +1,4 @@
-"""Objects as HTML, for the cells of a notebook."""
+"""Plans, results and traces as HTML, for the cells of a notebook."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STYLE = (
 
 
 class Result(Protocol):
-    """The result of a mini-batch, as far as it is shown."""
+    """What is shown of the result of a mini-batch."""
 
     step: int
     loss: float
@@ -38,7 +38,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> 
 
 
 def text_html(text: str) -> Markup:
-    """Return a text with its columns."""
+    """Return a text whose columns stay aligned."""
     return Markup("<pre>{}</pre>").format(text)
 
 

@@ -1,6 +1,6 @@
-"""Line charts as SVG, whose colours and sizes the page's style sheet knows.
+"""Line charts as SVG; colours and sizes are in the page's style sheet.
 
-Lines differ by dashes too, so that a chart is read without colour.
+Lines differ by dashes too, so that a chart can be read without colour.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from markupsafe import Markup, escape
 _WIDTH, _HEIGHT = 520, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 14, 42
 _LETTER = 6.2
-"""The width of a letter of a tick, at most, in units of the drawing."""
+"""The largest width of a letter of a tick, in units of the drawing."""
 
 _THINNED, _APART = ("saved", "evaluated"), 12
-"""The kinds of marks of which there may be many, and how far apart those are that are drawn."""
+"""The kinds of marks that there may be many of, and the least distance of two that are drawn."""
 
 _LOG_FROM, _LOG_OFFERED = 100.0, 1.5
-"""How many times the least value the largest must be for a logarithmic axis, or for a switch."""
+"""The ratio of the largest to the least value for a logarithmic axis, or for a switch to one."""
 
 _SWITCH = '<button type="button" class="axis">other axis</button>'
-"""It shows the drawing whose vertical axis is logarithmic, or is not; see page.js."""
+"""The switch between the drawings with a linear and a logarithmic vertical axis (page.js)."""
 
 FARTHEST = 1e300
-"""The largest number that an axis has, so that the distance of two of them is one too."""
+"""The largest number on an axis: the distance of two such numbers is finite, too."""
 
 _SUFFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -36,7 +36,8 @@ class Line(NamedTuple):
     """A line of a chart.
 
     Attributes:
-        band: Below and above each point; empty for no band.
+        points: From left to right; a value that is not finite makes a gap.
+        band: The lower and the upper value at each point; empty for no band.
     """
 
     name: str
@@ -45,7 +46,12 @@ class Line(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Something that happened at a place of the axis."""
+    """Something that happened at a place of the horizontal axis.
+
+    Attributes:
+        kind: ``"recovered"``, ``"saved"`` or ``"evaluated"``.
+        text: For the tooltip.
+    """
 
     at: float
     kind: str
@@ -53,7 +59,7 @@ class Mark(NamedTuple):
 
 
 class _Axis(NamedTuple):
-    """A range of values, and where they lie in a drawing."""
+    """A range of values, ``low`` to ``high``, drawn from ``first`` to ``last``."""
 
     low: float
     high: float
@@ -62,7 +68,7 @@ class _Axis(NamedTuple):
     logarithmic: bool = False
 
     def at(self, value: float) -> float:
-        """Return where a value lies."""
+        """Return where a value lies in the drawing; one out of range lies at the end."""
         low, high = self.low, self.high
         if self.logarithmic:
             low, high, value = math.log10(low), math.log10(high), math.log10(value)
@@ -70,19 +76,20 @@ class _Axis(NamedTuple):
         return self.first + min(max(share, 0.0), 1.0) * (self.last - self.first)
 
     def ticks(self, most: int) -> list[float]:
-        """Return at most so many round values in the range."""
+        """Return round values in the range, about ``most`` of them."""
         if self.logarithmic:
             first, last = math.ceil(math.log10(self.low)), math.floor(math.log10(self.high))
             stride = max(1, math.ceil((last - first + 1) / most))
             return [10.0**power for power in range(first, last + 1, stride)]
         step = _round_step((self.high - self.low) / most)
+        # 1e-9: a tick at the very end of the range is not to be lost by rounding.
         count = math.floor(self.high / step + 1e-9) - math.ceil(self.low / step - 1e-9)
         start = math.ceil(self.low / step - 1e-9) * step
         return [start + i * step for i in range(count + 1)]
 
 
 def _round_step(least: float) -> float:
-    """Return the next of 1, 2, 5, 10, 20... from a value on."""
+    """Return the least of ..., 0.5, 1, 2, 5, 10, 20, ... that is not below a value."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least * (1 - 1e-9))
 
@@ -92,7 +99,7 @@ def number_text(value: float, digits: int = 3) -> str:
     if not math.isfinite(value):
         return str(value)
     for unit, suffix in _SUFFIXES:
-        if abs(value) >= unit * 0.9999995:
+        if abs(value) >= unit * 0.9999995:  # what six digits round to the unit
             return f"{value / unit:.{digits}g}{suffix}"
     if value and abs(value) < 1e-3:
         return f"{value:.{digits - 3}e}".replace("e-0", "e-")
@@ -100,7 +107,7 @@ def number_text(value: float, digits: int = 3) -> str:
 
 
 def tick_texts(values: Sequence[float]) -> list[str]:
-    """Return the texts of ticks, no two of them alike."""
+    """Return the texts of ticks, with as many digits as make them differ."""
     texts: list[str] = []
     for digits in range(3, 7):
         texts = [number_text(value, digits) for value in values]
@@ -117,7 +124,7 @@ def line_chart(
     *,
     from_zero: bool = False,
 ) -> Markup:
-    """Return a chart; a sentence in its place where there is nothing to draw."""
+    """Return a chart, or a sentence where there is nothing to draw; ``title`` is read aloud."""
     drawn = [(i, line) for i, line in enumerate(lines) if any(map(_is_drawn, line.points))]
     if not drawn:
         return Markup('<p class="none">Nothing to draw yet.</p>')
@@ -145,7 +152,7 @@ def line_chart(
 
 
 def _is_drawn(point: tuple[float, float]) -> bool:
-    """Whether a point has a place."""
+    """Whether a point has a place in the drawing."""
     return math.isfinite(point[0]) and math.isfinite(point[1])
 
 
@@ -157,13 +164,14 @@ def _axis(
     from_zero: bool = False,
     log_from: float | None = None,
 ) -> _Axis:
-    """Return an axis over some values, with a little room where it is a vertical one."""
+    """Return an axis over some values; ``log_from`` is None for a horizontal one."""
     low, high = (min(max(v, -FARTHEST), FARTHEST) for v in (min(values), max(values)))
     if log_from is not None and not from_zero and low > 0 and high / low >= log_from:
         return _Axis(low / 1.1, high * 1.1, first, last, True)
     if from_zero:
         low = min(low, 0.0)
     if high - low <= 1e-12 * max(abs(high), abs(low)):
+        # (Almost) one value: an axis without length would divide by zero.
         room = abs(high) / 2 or 1.0
         return _Axis(low if from_zero else low - room, high + room, first, last)
     if log_from is not None:
@@ -173,7 +181,7 @@ def _axis(
 
 
 def _grid(x: _Axis, y: _Axis, x_words: str) -> Iterator[str]:
-    """Yield the ticks of both axes, and the words below."""
+    """Yield the grid with the ticks of both axes, and the words below."""
     bottom = _HEIGHT - _BOTTOM
     values = y.ticks(5)
     for value, text in zip(values, tick_texts(values), strict=True):
@@ -182,7 +190,7 @@ def _grid(x: _Axis, y: _Axis, x_words: str) -> Iterator[str]:
             f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
             f'<text x="{_LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{text}</text>'
         )
-    free = 0.0  # where the last text ended
+    free = 0.0  # from where on there is room for the next text
     values = x.ticks(6)
     for value, text in zip(values, tick_texts(values), strict=True):
         at = x.at(value)
@@ -202,13 +210,13 @@ _SHAPES = {
     "saved": "l4,4 l-4,4 l-4,-4 z",
     "evaluated": "v3 m-1.5,0 h3 v3 h-3 z",
 }
-"""By kind of mark, what is drawn from the middle of its upper edge on."""
+"""By kind of mark, the path that is drawn from the middle of its upper edge on."""
 
 _NAMES = {"recovered": "recovery", "saved": "checkpoint", "evaluated": "evaluation"}
 
 
 def _apart(x: _Axis, marks: Sequence[Mark]) -> Iterator[Mark]:
-    """Yield marks, of those of a kind that lie too close to each other the first one alone."""
+    """Yield marks; of a kind that may be many, only those far enough from the last one."""
     last: dict[str, float] = {}
     for mark in sorted(marks, key=lambda each: each.at):
         at = x.at(mark.at)
@@ -218,7 +226,7 @@ def _apart(x: _Axis, marks: Sequence[Mark]) -> Iterator[Mark]:
 
 
 def _mark(x: _Axis, mark: Mark) -> str:
-    """Return a shape for the kind of a mark, with a line down from it, or with a tick."""
+    """Return the shape of a mark, with a line down from it, or a tick if there may be many."""
     at = x.at(mark.at)
     end = _TOP + 5 if mark.kind in _THINNED else _HEIGHT - _BOTTOM
     return (
@@ -241,13 +249,13 @@ def _line(number: int, line: Line, x: _Axis, y: _Axis) -> Iterator[str]:
         if _is_drawn(point):
             path.append(f"{'L' if joined else 'M'}{x.at(point[0]):.1f},{y.at(point[1]):.1f}")
         joined = _is_drawn(point)
-    # A point alone has a path of no length, which round ends make a dot.
+    # A single point needs a path of length 0, which round line ends draw as a dot.
     d = "".join(path) + ("h0" if len(path) == 1 else "")
     yield f'<path class="line l{number % 8}" d="{d}"/>'
 
 
 def _last(line: Line) -> str:
-    """Return the last value of a line, as it stands behind its name; empty if it has none."""
+    """Return the last value of a line, to stand behind its name; empty if it has none."""
     values = [y for at, y in line.points if _is_drawn((at, y))]
     return f" {number_text(values[-1])}" if values else ""
 

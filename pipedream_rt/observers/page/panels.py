@@ -1,4 +1,4 @@
-"""The panels of the page: what a record and a trace tell, each under its heading."""
+"""The panels of the page: what a record and a trace tell of a run."""
 
 from __future__ import annotations
 
@@ -35,29 +35,35 @@ from pipedream_rt.schema import printable
 from pipedream_rt.simulation.predict import predict, what_if
 
 _GAIN = 1.1
-"""How many times as fast a change must make a run in a simulation for the page to tell of it."""
+"""How many times as fast a simulated change must make a run for the page to advise it."""
 
 _HELD_UP = 0.2
-"""The share of the time for which the first stage waits for the script, to tell of it."""
+"""The share of the time that a first stage waits for the script, from which on that is told."""
 
 _SMOOTHED, _SLOWLY = 40, 0.1
-"""The number of points from which on a smoothed line is drawn, and how far it goes to each."""
+"""Points from which on a smoothed line is drawn, and the weight of each new point in it."""
 
 _METRICS = 8
-"""The number of metrics of evaluations of which curves are drawn."""
+"""Metrics of evaluations that get a curve, at most."""
 
 _COMPARED = ("loss", "evaluated", "rate", "throughput", "staleness")
-"""How the names of the curves begin whose first lines are set side by side."""
+"""How the names begin of the curves that compare runs, by their first lines."""
 
 _RECENT_S = 60.0
-"""The seconds over which the rate of now is measured."""
+"""Seconds over which the current rate is measured."""
 
 _MOST_SIMULATED = 20_000
-"""The number of spans up to which a trace is simulated for the page, in a second or two."""
+"""Spans up to which a trace is simulated for the page: that takes a second or two."""
 
 
 class Panel(NamedTuple):
-    """A part of the page."""
+    """A part of the page.
+
+    Attributes:
+        name: Stays the same while the page is live, so that the panel can be replaced.
+        wide: Whether it takes the whole width.
+        note: How to read it, in a sentence.
+    """
 
     name: str
     title: str
@@ -67,7 +73,7 @@ class Panel(NamedTuple):
 
 
 def panels(record: RunRecord, *, live: bool = False) -> list[Panel]:
-    """Return the panels of a run."""
+    """Return the panels of a run; those of a ``live`` page are made often, and simulate nothing."""
     begun, plan = record.begun, record.plan
     if begun is None or plan is None:
         return [Panel("head", "No run", Markup("<p>The run has not begun.</p>"), True)]
@@ -97,7 +103,7 @@ def panels(record: RunRecord, *, live: bool = False) -> list[Panel]:
 
 
 def compared(records: Mapping[str, RunRecord]) -> list[Panel]:
-    """Return the panels that set runs side by side: figures, settings and curves."""
+    """Return the panels that set runs side by side, by name: figures, settings and curves."""
     names = list(records)
     figures = {name: {"run": title_of(r), **head_figures(r)} for name, r in records.items()}
     settings = {n: {} if r.begun is None else r.begun.settings for n, r in records.items()}
@@ -132,13 +138,13 @@ def _beside(names: Sequence[str], values: Mapping[str, Mapping[str, str]]) -> Ma
 
 
 def title_of(record: RunRecord) -> str:
-    """Return what a run is called on the page."""
+    """Return the title of a run."""
     plan = record.plan
     return "no run" if plan is None else f"{plan.name}, {plan.in_words}"
 
 
 def workers_panel(workers: Sequence[Mapping[str, Any]]) -> Panel:
-    """Return what the workers do at the moment."""
+    """Return what the workers do now."""
     table = blocks.table(WORKER_HEAD, worker_rows(workers, 80))
     return Panel("workers", "Workers now", table, True)
 
@@ -189,10 +195,11 @@ def head_figures(record: RunRecord) -> dict[str, str]:
 
 
 def _computed(record: RunRecord) -> tuple[list[float], float, int] | None:
-    """Return what each stage has computed in how many seconds, and of how many micro-batches.
+    """Return the seconds that each stage computed, those that passed, and the micro-batches.
 
-    None where that is not known: in one process, of replicas, and once other workers count from 0.
+    None where that is not known.
     """
+    # Not known in one process, of replicas, and once new workers count from 0.
     buckets, plan = list(record.steps), record.plan
     settings = {} if record.begun is None else record.begun.settings
     if len(buckets) < 2 or plan is None or plan.replicated or settings.get("workers") == "serial":
@@ -206,7 +213,7 @@ def _computed(record: RunRecord) -> tuple[list[float], float, int] | None:
 
 
 def _last(record: RunRecord) -> Bucket | None:
-    """Return the last mini-batches."""
+    """Return the last bucket of mini-batches."""
     return next(iter([*record.steps][-1:]), None)
 
 
@@ -216,14 +223,14 @@ def _updates(count: int) -> str:
 
 
 def _state(record: RunRecord) -> str:
-    """Return how a run stands."""
+    """Return the state of a run in words."""
     if record.ended is None:
         return "running" if record.may_run else "killed: its process is gone"
     return f"failed: {record.ended.reason}"[:300] if record.ended.reason else "ended"
 
 
 def _rate_text(record: RunRecord) -> str:
-    """Return how fast the run has been of late."""
+    """Return the rate of the last `_RECENT_S` seconds in words."""
     buckets = list(record.steps)
     if len(buckets) < 2:
         return "-"
@@ -244,20 +251,20 @@ def _rate_text(record: RunRecord) -> str:
 
 
 def _list(texts: Sequence[str], kind: str) -> Markup:
-    """Return a list of what was said."""
     return blocks.sentences(texts, kind)
 
 
 def _said(record: RunRecord, begun: Begun) -> tuple[list[str], list[str]]:
-    """Return what the runtime has said before it began, and after: each text once, as it came."""
+    """Return the warnings before the run began, and those after: each text once, in order."""
     before = dict.fromkeys(each.text for each in record.warned if each.time < begun.time)
     after = dict.fromkeys(each.text for each in record.warned if each.time >= begun.time)
     return list(before)[-20:], list(after)[-20:]
 
 
 def _advice(record: RunRecord, plan: Plan, trace: Trace | None, live: bool) -> Iterator[str]:
-    """Yield what the times of the stages suggest, unless the runtime has said so."""
+    """Yield what the times of the stages suggest, unless the runtime has warned of it."""
     buckets = list(record.steps)
+    # A warning is known again by a phrase of its text.
     said = " ".join(each.text for each in record.warned)
     alone = record.begun is not None and record.begun.settings.get("workers") == "serial"
     if (
@@ -278,7 +285,7 @@ def _advice(record: RunRecord, plan: Plan, trace: Trace | None, live: bool) -> I
         return
     computed = _computed(record)
     if computed is not None and (small := about_size(plan, *computed)):
-        # What such a stage waits for is messages, however the script loads.
+        # In so small a run a stage waits for messages, however fast the script loads.
         yield from () if "too small for" in said else small
         return
     for stage in summary.stages:
@@ -289,12 +296,13 @@ def _advice(record: RunRecord, plan: Plan, trace: Trace | None, live: bool) -> I
                 "the loader or the body of the loop holds the pipe up. Load ahead, as with "
                 "DataLoader(num_workers=...), or do less in the loop"
             )
-    if not live and " share " not in said:  # cores that are shared are not idle in a hop
+    # Workers that share cores (a warning says so) use those during a hop: slack gains nothing.
+    if not live and " share " not in said:
         yield from _slack_advice(trace)
 
 
 def _slack_advice(trace: Trace) -> Iterator[str]:
-    """Yield that slack hides the hops, if a simulation says that it does."""
+    """Yield the advice to use slack, if a simulation says that it hides the hops."""
     plan = trace.plan
     if plan.num_stages < 2 or plan.replicated or plan.shape.slack:
         return
@@ -320,6 +328,9 @@ class _Curve(NamedTuple):
     """A chart of the page.
 
     Attributes:
+        name: That of its panel, as are ``title`` and ``note``.
+        words: What it shows, to be read aloud.
+        over_time: Whether its horizontal axis is the time, rather than mini-batches.
         from_zero: Whether its vertical axis begins at 0.
     """
 
@@ -333,13 +344,13 @@ class _Curve(NamedTuple):
 
 
 def _says_something(line: Line, from_zero: bool) -> bool:
-    """Whether a line has values, and not only zeros where that is where its axis begins."""
+    """Whether a line has values; on an axis that begins at 0, others than 0."""
     values = [value for _, value in line.points if math.isfinite(value)]
     return any(values) if from_zero else bool(values)
 
 
 def _curves(record: RunRecord, begun: Begun, live: bool) -> Iterator[Panel]:
-    """Yield the curves over steps and over time; while a run goes on also those that are empty."""
+    """Yield the curves over mini-batches and over time; on a live page also empty ones."""
     by_step = _marks(record, lambda event: float(event.step))
     by_time = _marks(record, lambda event: event.time - record.first)
     for curve in _table_of_curves(record, len(begun.stages)):
@@ -403,7 +414,7 @@ def _table_of_curves(record: RunRecord, stages: int) -> list[_Curve]:
 
 
 def _smoothed(points: Sequence[tuple[float, float]]) -> list[Line]:
-    """Return a line that follows many points slowly; none for few points."""
+    """Return the exponential mean of many points as a line; none for few points."""
     if len(points) < _SMOOTHED:
         return []
     found, mean = [], math.nan
@@ -415,7 +426,7 @@ def _smoothed(points: Sequence[tuple[float, float]]) -> list[Line]:
 
 
 def _evaluated(record: RunRecord) -> Iterator[_Curve]:
-    """Yield a curve for each metric of evaluations."""
+    """Yield a curve for each metric of evaluations, up to `_METRICS`."""
     names = dict.fromkeys(n for e in record.evaluations for n in e.values if n != "loss")
     for number, name in enumerate([*names][:_METRICS]):
         points = [(float(e.step), e.values.get(name, math.nan)) for e in record.evaluations]
@@ -426,7 +437,7 @@ def _evaluated(record: RunRecord) -> Iterator[_Curve]:
 
 
 def _marks(record: RunRecord, place: Any) -> list[Mark]:
-    """Return the recoveries and checkpoints at their places."""
+    """Return the recoveries, checkpoints and evaluations at their places."""
     marks = [
         Mark(
             place(e),
@@ -441,7 +452,8 @@ def _marks(record: RunRecord, place: Any) -> list[Mark]:
 
 
 def _throughput(buckets: Sequence[Bucket], first: float) -> list[tuple[float, float]]:
-    """Return the samples, or mini-batches, per second, between neighbours that are far enough."""
+    """Return the samples, or mini-batches, per second, by seconds since the start."""
+    # At most 200 points: closer neighbours are taken together.
     found, since = [], 0
     least = (buckets[-1].last.time - buckets[0].last.time) / 200 if buckets else 0.0
     for i in range(1, len(buckets)):
@@ -456,7 +468,7 @@ def _throughput(buckets: Sequence[Bucket], first: float) -> list[tuple[float, fl
 
 
 def _busy(buckets: Sequence[Bucket], first: float, stages: int) -> list[list[tuple[float, float]]]:
-    """Return for each stage the share of the time in which it computed."""
+    """Return, by stage, the share of the time in which it computed, by seconds since the start."""
     count = min((len(b.last.busy_s) for b in buckets), default=stages)
     found: list[list[tuple[float, float]]] = [[] for _ in range(count)]
     stride = max(1, len(buckets) // 100)
@@ -464,7 +476,7 @@ def _busy(buckets: Sequence[Bucket], first: float, stages: int) -> list[list[tup
         seconds = after.last.time - before.last.time
         for stage in range(count):
             computed = after.last.busy_s[stage] - before.last.busy_s[stage]
-            # After a recovery other workers count from 0 again.
+            # After a recovery new workers count from 0.
             share = math.nan if seconds <= 0 or computed < 0 else min(computed / seconds, 1.0)
             found[stage].append((after.last.time - first, share))
     return found
@@ -474,7 +486,7 @@ def _busy(buckets: Sequence[Bucket], first: float, stages: int) -> list[list[tup
 
 
 def _stages(record: RunRecord, begun: Begun, plan: Plan) -> Iterator[Panel]:
-    """Yield what is known of each stage: versions, staleness, memory against the formula."""
+    """Yield what is known of each stage: versions, staleness, and memory beside the formula."""
     last, now = _last(record), begun.stages
     if record.ended is not None and record.ended.stages:
         now = record.ended.stages
@@ -511,14 +523,14 @@ def _stages(record: RunRecord, begun: Begun, plan: Plan) -> Iterator[Panel]:
 
 
 def _weights(plan: Plan, stage: int, counters: Mapping[str, Any]) -> str:
-    """Return the bytes of the versions of a stage, of those that there may be."""
+    """Return the bytes of the versions that a stage has kept, and of those that it may keep."""
     size, kept = counters["weight_bytes"], known(plan.kept, stage)
     most = bytes_text(int(kept) * size) if kept.isdecimal() else "?"
     return f"{bytes_text(counters['versions_kept_most'] * size)} of {most}"
 
 
 def _on_device(counters: Mapping[str, Any]) -> str:
-    """Return the peak of a device's memory; empty if it is none of its own."""
+    """Return the peak memory of a stage's device; empty if the device has none of its own."""
     peak = counters.get("peak_device_memory_bytes")
     return "" if peak is None else bytes_text(peak)
 
@@ -535,7 +547,7 @@ _KINDS = (
     ("backward", "backward", (CODES[Kind.BACKWARD], CODES[Kind.INPUT], CODES[Kind.WEIGHT])),
     ("update", "updating", tuple(CODES[kind] for kind in OF_UPDATES)),
 )
-"""The parts of the time in which a stage computes: class, name, kinds of spans."""
+"""The parts of the time in which a stage computes: CSS class, name, kinds of spans."""
 
 
 def _of_trace(trace: Trace, live: bool) -> Iterator[Panel]:
@@ -574,7 +586,7 @@ def _of_trace(trace: Trace, live: bool) -> Iterator[Panel]:
 
 
 def where_time_goes(trace: Trace, address: int) -> list[blocks.Part]:
-    """Return the parts of the time of a stage, from the first action of the run to the last."""
+    """Return the parts of a stage's time, from the first action of the trace to the last."""
     plan, spans = trace.plan, trace.spans
     acting = spans[np.isin(spans["kind"], (*COMPUTES, PASS)) & (spans["stage"] >= 0)]
     begin, end = int(acting["start"].min()), int(acting["end"].max())
@@ -586,6 +598,8 @@ def where_time_goes(trace: Trace, address: int) -> list[blocks.Part]:
         share = float((chosen["end"] - chosen["start"]).sum()) / whole
         parts.append(blocks.Part(kind, name, share))
     ready = np.maximum(mine["ready"], begin)
+    # Clipped: a message that came before the worker was ready kept nobody waiting, and no wait goes
+    # on after the action began.
     came = np.clip(mine["arrived"], ready, np.maximum(mine["start"], ready))
     needed = mine["waited_for"] != NOBODY
     for cause in np.unique(mine["waited_for"][needed]).tolist():
@@ -605,7 +619,7 @@ def where_time_goes(trace: Trace, address: int) -> list[blocks.Part]:
 
 
 def _window_text(trace: Trace) -> str:
-    """Return how much of a run a trace has, if it has not all of it."""
+    """Return how much of the run a trace covers; empty if all of it."""
     spans = trace.spans
     if not trace.dropped or not len(spans):
         return ""
@@ -691,5 +705,5 @@ def _events(record: RunRecord, begun: Begun) -> Iterator[Panel]:
 
 
 def _software(begun: Begun) -> dict[str, str]:
-    """Return what computed."""
+    """Return the software, and the machine of the script."""
     return {**begun.software, "machine": begun.host}

@@ -1,4 +1,4 @@
-"""The page as HTML: one file, which asks the network for nothing."""
+"""The page as HTML: one file that loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -32,20 +32,21 @@ def _text(name: str) -> str:
 @functools.cache
 def _template() -> Any:
     """Return the template of the page."""
+    # Imported only where a page is made.
     from jinja2 import Environment
 
     return Environment(autoescape=True).from_string(_text("page.html.jinja"))
 
 
 def inside_of(panel: Panel) -> Markup:
-    """Return what stands in the section of a panel."""
+    """Return the content of the section of a panel."""
     head = Markup("<h2>{}</h2>").format(panel.title) if panel.title else Markup("")
     note = Markup('<p class="note">{}</p>').format(panel.note) if panel.note else Markup("")
     return head + panel.body + note
 
 
 def page_of(title: str, found: Sequence[Panel], *, live: bool = False) -> str:
-    """Return a page with some panels."""
+    """Return a page with some panels; a ``live`` one asks its server for news."""
     page: str = _template().render(
         title=title,
         panels=[(panel, inside_of(panel)) for panel in found],
@@ -69,12 +70,12 @@ def comparison_of(records: Mapping[str, RunRecord]) -> str:
 
 
 def write_report(path: str | os.PathLike[str], record: RunRecord) -> Path:
-    """Write the report of a run into a file; see `write_page`."""
+    """Write the report of a run into a file, and return its path."""
     return write_page(path, report_of(record))
 
 
 def write_page(path: str | os.PathLike[str], page: str) -> Path:
-    """Write a page into a file, which is replaced as a whole."""
+    """Write a page into a file, which is replaced as a whole, and return its path."""
     path = Path(path)
     try:
         write_file(path, page.encode())
@@ -84,7 +85,10 @@ def write_page(path: str | os.PathLike[str], page: str) -> Path:
 
 
 class ReportFile:
-    """Writes the report of a run when it has ended, however it did. An `Observer`."""
+    """Writes the report of a run when it has ended, however it did. An `Observer`.
+
+    The record must be told of each event first.
+    """
 
     def __init__(self, path: str | os.PathLike[str], record: RunRecord) -> None:
         self._path, self._record = Path(path), record

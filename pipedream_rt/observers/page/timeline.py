@@ -1,4 +1,4 @@
-"""The timeline of the page: a lane for each worker, which is zoomed by making it wider."""
+"""The timeline of the page: a lane for each worker. To zoom in is to make the lanes wider."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pipedream_rt.observe.timeline import NAMES, Box, Window, window
 from pipedream_rt.observe.trace import COMPUTES, Trace
 
 ACTIONS = 400
-"""The number of actions in a drawing."""
+"""Actions in a drawing."""
 
 _TICKS = 5
 
 
 def timelines(trace: Trace) -> Markup:
-    """Return all of a short run, else its beginning and middle, or its end if that is all."""
+    """Draw all of a short run, of others the beginning and the middle, or the end if it is all."""
     spans = trace.spans[(trace.spans["stage"] >= 0)]
     acting = spans[[int(kind) in COMPUTES for kind in spans["kind"]]] if len(spans) else spans
     if not len(acting):
         raise TraceError("there is no action in the trace")
     ends = sorted((acting["end"] - spans["start"].min()).tolist())
-    if trace.dropped:
+    if trace.dropped:  # there is no beginning
         begin = ends[-ACTIONS - 1] / 1e9 if len(ends) > ACTIONS else 0.0
         return _drawn(trace, window(trace, begin, ends[-1] / 1e9), "The last moments")
     if len(ends) <= 2 * ACTIONS:
@@ -72,7 +72,6 @@ def _drawn(trace: Trace, view: Window, words: str) -> Markup:
 
 
 def _act(trace: Trace, box: Box, view: Window) -> Markup:
-    """Return one action."""
     length = max(view.end - view.begin, 1)
     left = (max(box.start, view.begin) - view.begin) / length
     right = (min(box.end, view.end) - view.begin) / length
@@ -83,7 +82,7 @@ def _act(trace: Trace, box: Box, view: Window) -> Markup:
     ).format(
         chr(box.kind),
         f"{100 * left:.3f}",
-        f"{100 * max(right - left, 0.0003):.3f}",
+        f"{100 * max(right - left, 0.0003):.3f}",  # or a short action would be invisible
         f"{trace.plan.title_of(box.stage)} {box.label}, version {box.version}, "
         f"{seconds_text((box.end - box.start) / 1e9)}",
         label,
