@@ -1,7 +1,7 @@
 """Asynchronous pipeline-parallel training for PyTorch that is reproducible bit for bit.
 
-The names below are loaded when they are first used: importing torch takes seconds, which the
-command line and a waiting worker need not spend.
+The names below are imported at first use: importing torch takes seconds, which the command line and
+a waiting worker save.
 """
 
 from __future__ import annotations
@@ -152,6 +152,7 @@ def __getattr__(name: str) -> object:
     """Import a public name on first use."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # A script that asks for Pipeline will need workers: their fork server imports torch meanwhile.
     if name == "Pipeline" and _is_asked_by_program():
         from pipedream_rt.cluster.fork_server import start_with_program
 
@@ -159,12 +160,12 @@ def __getattr__(name: str) -> object:
     try:
         return getattr(import_module(_HOMES.get(name, "pipedream_rt.errors")), name)
     except AttributeError as error:
-        # Python takes one for a name that is not there, and tells nobody what it said.
+        # For Python an AttributeError here means that there is no such name, and its text is lost.
         raise ImportError(f"pipedream_rt.{name} cannot be loaded: {error}") from error
 
 
 def _is_asked_by_program() -> bool:
-    """Whether the file that Python was started with asks for a name, and no module does."""
+    """Whether the script itself asks for a name, and no module that it imports."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("importlib"):
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Runs ``python -m pipedream_rt``, which is what ``pipedream-rt`` does."""
+"""``python -m pipedream_rt``, the same as ``pipedream-rt``."""
 
 from __future__ import annotations
 

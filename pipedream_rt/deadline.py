@@ -1,4 +1,4 @@
-"""Deadlines: an operation has one, and hands it down to every wait in it."""
+"""Deadlines: an operation has one, and passes it to every wait in it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ class Deadline:
     """A moment on the monotonic clock, after which waiting is an error.
 
     Attributes:
-        timeout: The time from the start of the deadline; None for no limit.
+        timeout: The time from the making of the deadline; None for no limit. Who gives None says in
+            a comment what ends the wait.
     """
 
     __slots__ = ("_at", "timeout")
@@ -24,10 +25,8 @@ class Deadline:
         return None if self._at is None else max(0.0, self._at - time.monotonic())
 
     def remaining_ms(self) -> float | None:
-        """Return the milliseconds that are left, for ``poll``; None, no limit, for over 24 days.
-
-        It takes a C integer.
-        """
+        """Return the milliseconds that are left, for ``poll``; None if there is no limit."""
+        # poll takes a C integer: over 24 days are no limit.
         seconds = self.remaining_s()
         return None if seconds is None or seconds >= 2**31 / 1000 else 1000 * seconds
 

@@ -1,8 +1,8 @@
 """Keeps torch from importing its compiler where nothing is compiled.
 
-Some methods of torch's optimizers are hidden from torch's compiler, dynamo. torch imports dynamo to
-hide each at its first call, and at each step, which takes as long as to import torch itself. While
-dynamo is not imported nothing can be compiled, so there is nothing to hide from.
+Some methods of torch's optimizers are hidden from torch's compiler, dynamo. To hide them, torch
+imports dynamo at their first call and at each step, which takes as long as importing torch itself.
+While dynamo is not imported nothing can be compiled, so there is nothing to hide from.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch
 _DYNAMO = "torch._dynamo"
 
 _HIDDEN = "__dynamo_disable"
-"""The attribute in which a function keeps what is called in its place (torch/_compile.py)."""
+"""The attribute of a function that torch calls in its place (torch/_compile.py)."""
 
 
 @contextmanager
 def dynamo_spared() -> Iterator[None]:
     """Let torch build and use optimizers within the block without importing its compiler.
 
-    It changes no result. If something else imports the compiler meanwhile, the functions are hidden
-    from it as ever.
+    Results stay the same. If something else imports the compiler meanwhile, the methods are hidden
+    from it as usual.
     """
     spared = _spare_methods()
     try:
@@ -38,9 +38,9 @@ def dynamo_spared() -> Iterator[None]:
 
 
 def spare_dynamo() -> None:
-    """Let torch build and use optimizers in this process, a worker's, without its compiler.
+    """Let torch build and use optimizers in this worker process without importing its compiler.
 
-    It changes no result. If something else imports the compiler, all is as ever from then on.
+    Results stay the same. If something else imports the compiler, torch does as usual from then on.
     """
     _spare_methods()
     for cls in _classes(torch.optim.Optimizer):
@@ -51,7 +51,7 @@ def spare_dynamo() -> None:
 
 
 def _spare_methods() -> list[Any]:
-    """Let hidden methods of optimizers be called as they are; return those that were not yet."""
+    """Have hidden methods of optimizers called directly; return those that were changed for it."""
     spared = [method for method in _hidden_methods() if not hasattr(method.__wrapped__, _HIDDEN)]
     for method in spared:
         setattr(method.__wrapped__, _HIDDEN, _direct(method))
@@ -59,14 +59,14 @@ def _spare_methods() -> list[Any]:
 
 
 def _classes(base: type[Any]) -> Iterator[type[Any]]:
-    """Yield a class and all that are made of it."""
+    """Yield a class and all its subclasses."""
     yield base
     for cls in base.__subclasses__():
         yield from _classes(cls)
 
 
 def _step_of(step: Any) -> Callable[..., Any]:
-    """Return a step without the compiler, which it asks for a break in what it compiles."""
+    """Return a step that asks for no graph break while the compiler is not imported."""
     beneath = step.__wrapped__
 
     @functools.wraps(beneath)
@@ -80,7 +80,7 @@ def _step_of(step: Any) -> Callable[..., Any]:
 
 
 def step_spared(optimizer: torch.optim.Optimizer) -> None:
-    """Step with an optimizer without importing the compiler, as `spare_dynamo` lets workers do."""
+    """Step with an optimizer without importing the compiler, outside of a worker."""
     step: Any = type(optimizer).step
     hooked = getattr(step, "__wrapped__", None)  # torch wraps it once more for its profiler
     for each in (step, hooked):
@@ -103,7 +103,7 @@ def _hidden_methods() -> list[Any]:
 
 
 def _direct(method: Any) -> Callable[..., Any]:
-    """Return what calls the function beneath a wrapper, unless the compiler is there by now."""
+    """Return a function that calls what a wrapper hides, until the compiler is there."""
     function = method.__wrapped__
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ The tree::
     │   └── UnknownOption (also TypeError)   there is no option of that name
     ├── ScheduleError                   an order breaks a rule; the message shows the grid
     ├── VersionError                    an action reads a weight version that is not kept
-    ├── TransportError                  a message cannot be handed over
+    ├── TransportError                  a message cannot be delivered
     │   ├── RendezvousTimeout           not all workers joined in time
     │   ├── MessageTimeout              an awaited message did not come in time
     │   └── PeerLost                    the process at the other end is gone
@@ -29,7 +29,7 @@ from typing import Any
 
 
 def _rebuild(cls: type[PipelineError], args: tuple[Any, ...], state: dict[str, Any]) -> Exception:
-    """Return an error from its parts, without its constructor, whose signature may differ."""
+    """Rebuild an unpickled error without its constructor, whose signature may differ."""
     error = cls.__new__(cls, *args)
     error.args = args
     error.__setstate__(state)
@@ -40,10 +40,8 @@ class PipelineError(Exception):
     """The base of every error of this package."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Let pickle keep the class, the text and the attributes.
-
-        And an error of the system that it comes from: that may be gone when it is tried again.
-        """
+        """Let pickle keep the class, the text and the attributes."""
+        # And an `OSError` as the cause: a retry looks at it, since such a condition may pass.
         of_system = isinstance(self.__cause__, OSError)
         state = self.__dict__ | ({"__cause__": self.__cause__} if of_system else {})
         return (_rebuild, (type(self), self.args, state))
@@ -66,7 +64,7 @@ class VersionError(PipelineError):
 
 
 class TransportError(PipelineError):
-    """A message cannot be handed over."""
+    """A message cannot be delivered."""
 
 
 class RendezvousTimeout(TransportError):
@@ -121,13 +119,13 @@ class WorkerLost(PipelineError):
         worker: Name of the worker.
         stage: Index of the stage that it hosted, the first of several; None if not known.
         doing: Text form of its last action, as ``"2:F3"``; empty if not known.
-        crashed: Whether a signal ended it that comes from what it computed, as SIGSEGV.
+        crashed: Whether a signal such as SIGSEGV ended it, which comes from what it computed.
 
     Attributes:
         worker: Name of the worker.
         stage: Index of the stage that it hosted, the first of several; None if not known.
         doing: Text form of its last action, as ``"2:F3"``; empty if not known.
-        crashed: Whether a signal ended it that comes from what it computed, as SIGSEGV.
+        crashed: Whether a signal such as SIGSEGV ended it, which comes from what it computed.
     """
 
     def __init__(
@@ -194,7 +192,7 @@ class PoisonedMicroBatch(PipelineError):
 
 
 class RemoteError(PipelineError):
-    """The cause of a `StageFailed` in the place of an error that cannot be pickled."""
+    """The cause of a `StageFailed` if the error itself cannot be pickled."""
 
 
 class PipelineClosed(PipelineError):

@@ -1,4 +1,4 @@
-"""The life of what is opened once and closed once: one enum and one table of legal moves.
+"""The life of anything that is opened once and closed once: an enum and a table of legal moves.
 
 ::
 
@@ -6,8 +6,8 @@
       │             │
       └─────────────┴──────────► FAILED
 
-What is open can be used. What is closing takes nothing new, and does what its end needs. What has
-failed was ended by an error, which it keeps as the reason.
+OPEN can be used. CLOSING takes nothing new, and finishes. FAILED was ended by an error, which is
+kept as the reason.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pipedream_rt.errors import PipelineClosed, PipelineError
 
 
 class Life(Enum):
-    """Where something stands in its life."""
+    """A state of life."""
 
     OPEN = "open"
     CLOSING = "closing"
@@ -45,13 +45,13 @@ class Lifecycle:
     """The life of one thing. Safe from any thread.
 
     Attributes:
-        reason: The error that it failed with; None otherwise.
+        reason: The error that it failed with; None if it has not failed.
     """
 
     def __init__(self, what: str, end: Callable[[], object] = lambda: None) -> None:
         self._what = what
         self._end = end
-        self._lock = threading.RLock()  # a signal handler may close what is just being closed
+        self._lock = threading.RLock()  # a signal handler may close while its thread closes
         self._ending = False
         self._pid = os.getpid()
         self.state = Life.OPEN
@@ -64,11 +64,11 @@ class Lifecycle:
 
     @property
     def is_over(self) -> bool:
-        """Whether everything has ended, or is being ended."""
+        """Whether it is closed or has failed; its ``end`` may still run."""
         return self.state in (Life.CLOSED, Life.FAILED)
 
     def check(self) -> None:
-        """Refuse to use what is not open any more."""
+        """Refuse use after the end, and in a forked child."""
         if os.getpid() != self._pid:
             raise PipelineClosed(
                 f"{self._what} belongs to process {self._pid}; this one, {os.getpid()}, was forked "
@@ -94,27 +94,27 @@ class Lifecycle:
             return True
 
     def close(self) -> None:
-        """End everything, and be closed. Idempotent."""
+        """Move to CLOSED, and call ``end``. Idempotent."""
         self.begin_closing()
         self._finish(Life.CLOSED)
 
     def fail(self, reason: BaseException) -> None:
-        """End everything, and have failed with a reason. The first reason stays."""
+        """Move to FAILED, and call ``end``. The first reason stays."""
         self._finish(Life.FAILED, reason)
 
     def _finish(self, to: Life, reason: BaseException | None = None) -> None:
-        """Make the last move, and end everything once."""
+        """Make the last move, and call ``end`` if nobody has."""
         with self._lock:
             if to in MOVES[self.state]:
                 self.move(to, reason)
             if self._ending:
                 return
             self._ending = True
-        self._end()
+        self._end()  # without the lock: it may take long, and calls other code
 
     @contextmanager
     def guard(self, spare: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
-        """End everything if the body fails: nothing may be left running behind an error."""
+        """Fail if the body raises, except for ``spare``: an error must leave nothing running."""
         try:
             yield
         except spare:
@@ -128,25 +128,21 @@ class Lifecycle:
 
 
 class Closable(Protocol):
-    """What has a method `close`."""
-
     def close(self) -> object: ...
 
 
 _ends: WeakSet[Closable] = WeakSet()
-"""What tells others, by being closed, that this process is dead: connections and locks."""
+"""Connections and locks whose closing tells others that this process is dead."""
 
 
 def close_in_forked_children(end: Closable) -> None:
-    """Have a connection or a lock closed in every child that the user's script forks.
-
-    A data loader forks some. A child that kept it open would make a dead parent look alive.
-    """
+    """Have a connection or a lock closed in every forked child, such as those of a data loader."""
+    # A child that kept it open would make a dead parent look alive.
     _ends.add(end)
 
 
 def _close_ends() -> None:
-    """Close the connections and locks; runs in a forked child."""
+    """Close the connections and locks. Runs in a forked child."""
     for end in list(_ends):
         end.close()
 

@@ -1,12 +1,12 @@
-"""Pipelines in notebooks: cells that are run again, Ctrl-C, and what is shown of objects.
+"""Pipelines in notebooks: cells that run again, Ctrl-C, and how objects are shown.
 
 Nothing here acts outside IPython.
 
-- A process has one pipeline on worker processes at a time, and a cell is run again without anybody
-  having closed the pipeline that it opened before: so a cell closes that of an earlier one.
-- Ctrl-C in the middle of a mini-batch would leave it fed in part, and so ends a pipeline. In a
-  notebook it is noted, and raised between two mini-batches: the pipeline can be used afterwards. A
-  second one is raised at once.
+- A process has one pipeline on worker processes at a time, and people run a cell again without
+  closing the pipeline that it has opened. So a cell closes the pipelines of earlier cells.
+- Ctrl-C in the middle of a mini-batch leaves it fed in part, and so ends a pipeline. In a notebook
+  it is held back and raised between two mini-batches, so that the pipeline can be used afterwards.
+  A second Ctrl-C is raised at once.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ class Open(Protocol):
 
 
 _opened: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""By pipeline, the number of the cell that has opened it."""
+"""By pipeline, the number of the cell that opened it."""
 
 
 def shell() -> Any:
     """Return the running shell of IPython; None if there is none."""
+    # Without importing IPython, which a script need not have.
     module = sys.modules.get("IPython")
     return None if module is None else getattr(module, "get_ipython", lambda: None)()
 
 
 def close_earlier() -> None:
-    """Close the pipelines of earlier cells, and say so."""
+    """Close the open pipelines of earlier cells, with a warning."""
     found = shell()
     if found is None:
         return
@@ -67,20 +68,20 @@ def remember(pipeline: Open) -> None:
 
 
 class Interrupts:
-    """Ctrl-C, noted while something goes on that must not be left in the middle."""
+    """Holds Ctrl-C back while something runs that must not be left in the middle."""
 
     def __init__(self) -> None:
         self.came = False
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Note the first; raise the second."""
+        """Note the first Ctrl-C; raise the second."""
         if self.came:
             raise KeyboardInterrupt
         self.came = True
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Note Ctrl-C while the body runs, rather than raise in the middle of it."""
+        """Hold Ctrl-C back while the body runs."""
         before = signal.signal(signal.SIGINT, self._note)
         try:
             yield
@@ -88,19 +89,19 @@ class Interrupts:
             signal.signal(signal.SIGINT, before)
 
     def check(self) -> None:
-        """Raise what was noted."""
+        """Raise a Ctrl-C that was held back."""
         if self.came:
             self.came = False
             raise KeyboardInterrupt
 
 
 def _may_hold() -> bool:
-    """Whether Ctrl-C is that of a cell of a notebook, which runs in the main thread."""
+    """Whether this is a cell of a notebook, in the main thread, which alone may set handlers."""
     return shell() is not None and threading.current_thread() is threading.main_thread()
 
 
 def calmly(results: Generator[T, None, None]) -> Generator[T, None, None]:
-    """Yield what a generator yields, and let Ctrl-C end it between two items."""
+    """Yield what a generator yields; raise Ctrl-C between two items only."""
     if not _may_hold():
         yield from results
         return
@@ -122,7 +123,7 @@ _END: Any = object()
 
 
 def calm_call(call: Callable[[Iterable[Any]], T], loader: Iterable[Any]) -> T:
-    """Call what draws from a loader, and let Ctrl-C end it where it draws the next item."""
+    """Make a call that draws from a loader; raise Ctrl-C only where it draws the next item."""
     if not _may_hold():
         return call(loader)
     interrupts = Interrupts()
@@ -133,14 +134,13 @@ def calm_call(call: Callable[[Iterable[Any]], T], loader: Iterable[Any]) -> T:
 
 
 class _Drawn:
-    """A loader that raises Ctrl-C where the next item is drawn."""
+    """A loader that raises a held-back Ctrl-C before it yields the next item."""
 
     def __init__(self, loader: Iterable[Any], interrupts: Interrupts) -> None:
         self._loader = loader
         self._interrupts = interrupts
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the items."""
         for item in self._loader:
             self._interrupts.check()
             yield item
@@ -159,22 +159,21 @@ _SHOWN = {
         "partition_html",
     ),
 }
-"""By module and class, the module and the function that shows an object."""
+"""By module and class of an object, the module and the function that render it."""
 
 
 def register(found: Any) -> None:
-    """Let a shell of IPython show plans, results and traces as HTML."""
+    """Have a shell of IPython show plans, results and traces as HTML."""
     formatter = found.display_formatter.formatters["text/html"]
     for (module, name), function in _SHOWN.items():
         formatter.for_type_by_name(module, name, _Shows(*function))
 
 
 class _Shows:
-    """Shows an object by a function that is imported when it is first needed."""
+    """Renders an object by a function that is imported at first use."""
 
     def __init__(self, module: str, function: str) -> None:
         self._module, self._function = module, function
 
     def __call__(self, shown: Any) -> str:
-        """Return the object as HTML."""
         return str(getattr(import_module(self._module), self._function)(shown))

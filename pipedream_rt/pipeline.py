@@ -1,7 +1,7 @@
-"""The face of the runtime: a pipeline over the stages of a model.
+"""The public face of the runtime: a pipeline over the stages of a model.
 
-Each method says what it does; the objects in ``coordinator/`` do it, one job each. One thread uses
-a pipeline at a time, the one that calls its methods.
+The methods here document; the objects in ``coordinator/`` do the work, one job each. One thread at
+a time uses a pipeline.
 """
 
 from __future__ import annotations
@@ -102,40 +102,40 @@ class Pipeline:
             first item is taken: a model that is no sequence of layers is run on it once, to find
             out what passes between its layers. Later mini-batches may have other shapes.
         loss_fn: A function ``(output, target) -> scalar tensor`` that returns a mean over samples,
-            or over what ``weigh`` counts; it runs on the last stage. A dict that has it under
-            ``"loss"`` may have parts of it too, which are told in ``result.metrics``. If it is an
-            ``nn.Module``, its parameters are trained with the model's, see `loss_module`. None for
-            inference alone, or if the model computes its loss itself and returns it as ``loss``.
+            or over what ``weigh`` counts; it runs on the last stage. It may return a dict with the
+            scalar under ``"loss"`` and parts of it, which appear in ``result.metrics``. If it is an
+            ``nn.Module``, its parameters are trained with the model's (see `loss_module`). None for
+            inference only, or if the model computes its loss itself and returns it as ``loss``.
         optimizer: A pair ``(class, dict of arguments)``; the same with rules for parameter groups,
-            ``(class, dict, [("*.bias", {"weight_decay": 0.0})])``, of which each has a pattern of
-            names, or a function of name and parameter; or an optimizer over the model's parameters,
-            whose groups and state are kept. None for inference alone.
+            ``(class, dict, [("*.bias", {"weight_decay": 0.0})])``, each with a pattern of names or
+            a function of name and parameter; or an optimizer over the model's parameters, whose
+            groups and state are kept. None for inference only.
         schedule: A name (``pipedream-rt schedule help`` lists them), or an object with a method
             ``order`` (see `WrittenSchedule`), which is checked before anything starts. None: what
-            reaches a loss soonest with the optimizer, as far as it was measured: ``"1f1b"``, or
-            ``"async-1f1b"`` where what waiting costs is clearly more than what staleness does, with
+            reaches a loss soonest with the optimizer, as far as it was measured. That is
+            ``"1f1b"``; or ``"async-1f1b"`` where waiting clearly costs more than staleness, with
             fewer micro-batches than stages, and for options that are about staleness.
         micro_batches: The number of micro-batches that a mini-batch is cut into; the model is
-            updated once for all of them. None: with a schedule that is left out too, 4 for each
-            stage, or 1 where there is BatchNorm; in ``async-1f1b`` and ``2bw`` as many as make no
-            gradient more than one update stale, which is the number of stages (and more with slack
-            or replicas); in schedules that flush 1, and the bits are then those of plain PyTorch.
+            updated once for all of them. None: if ``schedule`` is None too, 4 for each stage, or 1
+            where there is BatchNorm; in ``async-1f1b`` and ``2bw`` as many as make no gradient more
+            than one update stale, which is the number of stages (more with slack or replicas); in
+            schedules that flush 1, whose bits are those of plain PyTorch.
         workers: ``"local"`` starts worker processes; ``"serial"`` does everything in the thread of
             the script; ``"HOST:PORT"`` listens there for `pipedream-rt worker`. None: what the
             environment says (`pipedream-rt run`, torchrun), else ``"local"``.
-        devices: What the stages compute on: ``"cuda"`` or another accelerator that torch knows, of
-            which neighbours share one where there are fewer than stages; ``"cuda:1"``; or a list
-            with one for each stage or worker, in which some may be ``"cpu"``. A worker that was
-            started elsewhere may have a device of its own (`pipedream-rt worker --device`). None:
-            where the model's tensors are.
-        report: A file for a report of the run, HTML to be seen in a browser, which is written when
-            the pipeline ends. `Pipeline.report` writes one meanwhile.
+        devices: What the stages compute on: ``"cuda"`` or another kind of accelerator that torch
+            knows (with fewer of them than stages, neighbouring stages share one); ``"cuda:1"``; or
+            a list with one for each stage or worker, in which some may be ``"cpu"``. A worker that
+            was started elsewhere may have a device of its own (`pipedream-rt worker --device`).
+            None: where the model's tensors are.
+        report: A file for a report of the run in HTML, written when the pipeline ends.
+            `Pipeline.report` writes one before that.
         seed: The seed of all random numbers that layers draw, an integer.
         threads: The number of threads for torch's own parallel loops in each worker that is started
             here. Another number gives other bits.
-        corrections: What every stage does about stale gradients, in the order in which it is done:
-            objects of `pipedream_rt.corrections`, or of classes of your own (`Correction`).
-            ``"auto"``: those that were measured to be the best for the optimizer and the staleness
+        corrections: What every stage does about stale gradients, in this order: objects of
+            `pipedream_rt.corrections`, or of classes of your own (`Correction`). ``"auto"``: those
+            that were measured to be the best for the optimizer and the staleness
             (`pipedream_rt.corrections.advice`). None: the same, where nothing speaks against it.
             ``()``: none.
         checkpoint: The folder for checkpoints, or `Checkpoints`, which also says when to make them.
@@ -236,28 +236,26 @@ class Pipeline:
     ) -> Epoch:
         """Train on every mini-batch of a loader, keeping the pipe full.
 
-        In asynchronous schedules the pipe is not drained at the end; the next epoch follows on.
-
-        Results come some mini-batches after their injection. After a ``break``, the mini-batches
-        from `seen` up to `step` are trained on all the same, and their results are not handed out.
+        In asynchronous schedules the pipe is not drained at the end: the next epoch follows at
+        once. A result comes some mini-batches after their injection. After a ``break``, the
+        mini-batches from `seen` up to `step` are trained on all the same, without their results.
 
         Args:
             loader: An iterable of pairs ``(x, y)``: the model is called with x, the loss with its
                 output and y; or of dicts: the entries are the model's keyword arguments, and the
-                loss gets the dict in the place of y; or of ``(args, kwargs, y)``. The pipeline
-                draws from it always one item ahead of what is injected, neither more nor less, so
-                that random numbers drawn by the loader and by the body of the loop do not depend
-                on timing.
-            prepare: A function that makes one of these of an item, where the loader yields
+                loss gets the dict in place of y; or of ``(args, kwargs, y)``. The pipeline always
+                draws exactly one item ahead of what is injected, so that random numbers drawn by
+                the loader and by the body of the loop do not depend on timing.
+            prepare: A function that makes one of these out of an item, where the loader yields
                 something else.
             metrics: Functions of output and target that return a number, by name, as in `evaluate`.
-                They see what the loss sees, in training mode, and what they say of a mini-batch is
+                They get what the loss gets, in training mode, and their value for a mini-batch is
                 in its result: ``result.metrics["accuracy"]``.
             progress: Whether to show a bar, on standard error or in the notebook.
 
         Yields:
-            The result of each mini-batch, in order; all of them before the iteration ends. ``len``
-            of what is returned is that of the loader, where it has one.
+            The result of each mini-batch, in order; all of them before the iteration ends. The
+            ``len`` of the iterator is that of the loader, if it has one.
 
         Raises:
             ConfigError: Another epoch is under way, or what the script does around the loop would
@@ -282,7 +280,7 @@ class Pipeline:
         progress: bool,
         begun: list[bool],
     ) -> Generator[StepResult, None, None]:
-        """Train, and yield the results; see `train_epoch`. Put something into a list at first."""
+        """Train, and yield the results. ``begun`` is not empty once something was drawn."""
         begun.append(True)
         with ShorterTracebacks():
             fed = self._run_state.mini_batch_was_fed
@@ -296,8 +294,8 @@ class Pipeline:
     def submit(self, *item: Any) -> PendingStep:
         """Inject one mini-batch with the hyper-parameters that are set now.
 
-        When as many mini-batches are on their way as there are credits, this waits for the losses
-        of the oldest one first.
+        When as many mini-batches are in flight as there are credits, it first waits for the losses
+        of the oldest one.
 
         Args:
             *item: An item as `train_epoch` takes it from a loader, in its parts: x and y; or a
@@ -318,8 +316,8 @@ class Pipeline:
     def flush(self) -> None:
         """Wait until nothing is in flight on any stage, and every update is applied.
 
-        It changes nothing else: which version a later micro-batch reads depends on its number
-        alone, so a run with a flush in it gives the same bits as one without.
+        Nothing else changes: the version that a later micro-batch reads depends on its number only,
+        so a run with a flush gives the same bits as one without.
         """
         self._feeder.flush()
 
@@ -330,15 +328,15 @@ class Pipeline:
 
     @property
     def seen(self) -> int:
-        """The number of mini-batches, of all that were injected, up to the last result seen.
+        """The number of mini-batches up to the last result that the script has seen.
 
-        It is behind `step` while results are on their way, and stays behind after a ``break``.
+        It is behind `step` while results are in flight, and stays behind after a ``break``.
         """
         return self._epochs.seen
 
     @property
     def epoch(self) -> int:
-        """The number of the epoch under way: how many calls of `train_epoch` have ended.
+        """The number of the current epoch: how many calls of `train_epoch` have ended.
 
         ``for epoch in range(pipe.epoch, epochs)`` goes on in the right one after a resume.
         """
@@ -382,27 +380,27 @@ class Pipeline:
     ) -> float | dict[str, float]:
         """Return the mean loss over a loader, in eval mode, with every update applied.
 
-        The model gets each mini-batch whole, as in plain PyTorch, and its buffers go on from one to
-        the next. Then every module, the loss too, gets its mode, weights and buffers back.
+        The model gets each mini-batch whole, as in plain PyTorch, and its buffers carry over from
+        one to the next. Then every module, the loss too, gets its mode, weights and buffers back.
 
         Args:
             loader: Yields what `train_epoch` takes. Nothing is trained on it.
             prepare: As in `train_epoch`.
-            version: The kept version whose weights are read; None for those of now.
+            version: The kept version whose weights are read; None for the current ones.
             metrics: Functions of output and target that return a number, by name, as
                 ``{"accuracy": lambda output, y: (output.argmax(-1) == y).float().mean()}``. They
-                are computed where the loss is, on the last stage.
+                are computed on the last stage, like the loss.
             keep_buffers: Whether buffers stay as the evaluation leaves them.
             progress: Whether to show a bar; see `train_epoch`.
 
         Returns:
-            The mean of ``loss_fn``, in which each mini-batch weighs as much as it has samples, or
+            The mean of ``loss_fn``, weighted by the number of samples of each mini-batch, or by
             what ``weigh`` returns for it. With ``metrics``, a dict: the loss under ``"loss"``, and
-            the means of the metrics, weighed likewise, under their names.
+            the means of the metrics, weighted likewise, under their names.
 
         Raises:
-            ConfigError: No loss was given, the loader is empty, or a metric gave no number; the
-                pipeline goes on.
+            ConfigError: No loss was given, the loader is empty, or a metric returned no number.
+                The pipeline can still be used.
         """
         if version is not None and keep_buffers:
             raise ConfigError("keep_buffers changes the newest buffers, and version reads others")
@@ -435,10 +433,10 @@ class Pipeline:
         """Run the model on every item of a loader, several at a time, in eval mode.
 
         Args:
-            loader: Yields what `train_epoch` takes, whose targets are not used; or the input of the
-                model alone, a tensor.
+            loader: Yields what `train_epoch` takes, whose targets are not used; or only the input
+                of the model, a tensor.
             prepare: As in `train_epoch`.
-            version: The kept version whose weights are read; None for those of now.
+            version: The kept version whose weights are read; None for the current ones.
             progress: Whether to show a bar; see `train_epoch`.
 
         Yields:
@@ -462,14 +460,14 @@ class Pipeline:
         """Generate tokens with a causal model of transformers, each stage with its own cache.
 
         It is the model's own ``generate``, greedy or by sampling, and draws from torch's generator
-        in this process: with the same seed it gives the tokens that the unsplit model gives.
+        in this process: with the same seed it gives the same tokens as the unsplit model.
 
         Args:
             *args: The positional arguments of the model's ``generate``: ids (B, T).
-            version: The kept version whose weights are read; None for those of now, with every
+            version: The kept version whose weights are read; None for the current ones, with every
                 update applied.
-            beside: What one item is drawn of after each token, such as `train_epoch`: so training
-                goes on meanwhile. Give a ``version`` with it.
+            beside: An iterable of which one item is drawn after each token, such as `train_epoch`:
+                so training goes on meanwhile. It needs a ``version``.
             **kwargs: The keyword arguments of ``generate``, as ``max_new_tokens`` and
                 ``do_sample``.
 
@@ -491,7 +489,7 @@ class Pipeline:
             return generate(self._feeder, self._job.model.whole, args, kwargs, number, drawn)
 
     def keep_version(self, *, ema: bool = False) -> KeptVersion:
-        """Keep a copy of the weights and buffers of now on the stages. Flushes the pipe.
+        """Keep a copy of the current weights and buffers on the stages. Flushes the pipe.
 
         `generate`, `evaluate`, `predict`, `state_dict` and `module` can read it while training
         goes on::
@@ -500,8 +498,8 @@ class Pipeline:
                 pipe.generate(ids, version=version, beside=pipe.train_epoch(loader))
 
         Args:
-            ema: Whether to keep the average of the weights, which the argument of `Pipeline` of
-                this name asks for, in the place of the weights.
+            ema: Whether to keep the average of the weights (``Training(ema=...)``) instead of the
+                weights.
 
         Raises:
             ConfigError: No average is made, or a layer changes weights when its mode is set.
@@ -525,7 +523,12 @@ class Pipeline:
         return version.number_for(self._lease)
 
     def __call__(self, *args: Any, training: bool = False, **kwargs: Any) -> Any:
-        """Run the model without gradient, with every update applied, in eval mode."""
+        """Run the model without gradient, with every update applied, in eval mode.
+
+        The arguments are those of the model, or the input of the first layer of a sequence. They
+        are not cut into micro-batches. With ``training=True`` every module stays in its mode of
+        training: dropout drops, and statistics of BatchNorm move, so the run changes.
+        """
         with ShorterTracebacks():
             return self._feeder.infer(Batch(args, kwargs, None), training=training)
 
@@ -545,24 +548,24 @@ class Pipeline:
     def verify(
         self, loader: Iterable[Any], *, steps: int = 3, prepare: Prepare | None = None
     ) -> Verification:
-        """Train copies beside plain PyTorch, and say whether and where they part. Flushes the pipe.
+        """Train copies beside plain PyTorch, and say where they differ, if so. Flushes the pipe.
 
-        A copy of the stages trains in this process, in a schedule without staleness; a copy of the
-        unsplit model, its loss and its optimizer, which begins without state, trains in a plain
-        loop: on the same mini-batches, from the weights of now, with the random numbers that each
-        layer gets in the stages. What goes into each layer and comes out of it is compared, the
+        A copy of the stages trains in this process, in a schedule without staleness. A copy of the
+        unsplit model with its loss and its optimizer, which begins without state, trains in a plain
+        loop. Both start from the current weights, on the same mini-batches, with the random numbers
+        that each layer gets in the stages. Compared are the inputs and outputs of each layer, the
         losses, the gradients, and weights and buffers after each update; the loss of a whole
         mini-batch with those of its micro-batches; and a loss that the workers compute. Nothing of
         the run changes: no weight, random number, item of the loader or state of the optimizer.
 
         Args:
-            loader: Yields what `train_epoch` takes, and begins anew for it.
+            loader: Yields what `train_epoch` takes, and can be iterated over again.
             steps: The number of mini-batches, at least 1.
             prepare: As in `train_epoch`.
 
         Returns:
-            What was found: true if all is the same; as text, how many values were compared, or the
-            first one that parts, by how much, and the likeliest cause.
+            What was found: true if all is the same. Its text says how many values were compared, or
+            which one is the first to differ, by how much, and the likeliest cause.
 
         Raises:
             ConfigError: Nothing can be trained, the loader yields nothing or each item once, or the
@@ -578,40 +581,40 @@ class Pipeline:
         """Return weights and buffers under the keys of the unsplit model. Flushes the pipe.
 
         Args:
-            version: The kept version to return; None for the weights of now.
+            version: The kept version to return; None for the current weights.
         """
         return self._run_state.state_dict(self._number_of(version))
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
         """Load weights and buffers, with the keys of the unsplit model. Flushes the pipe.
 
-        Older weight versions are forgotten: the next micro-batches read what was loaded. The
+        Older weight versions are dropped: the next micro-batches read what was loaded. The
         optimizer state stays.
 
         Raises:
-            ConfigError: Keys are missing or too many, or a shape differs.
+            ConfigError: A key is missing or unknown, or a shape differs.
         """
         self._run_state.load_state_dict(state_dict)
 
     def module(self, *, version: KeptVersion | None = None) -> nn.Module:
-        """Return a copy of the unsplit model with the weights of now. Flushes the pipe.
+        """Return a copy of the unsplit model with the current weights. Flushes the pipe.
 
         Where the pipeline was given a list of modules, this is an ``nn.Sequential`` of them. What
-        is done to the copy does not reach the stages: its gradients stay None, so to clip them does
-        nothing, and an optimizer over it trains the copy alone.
+        is done to the copy does not reach the stages: its gradients stay None, so clipping them
+        does nothing, and an optimizer over it trains only the copy.
 
         Args:
-            version: The kept version to take the weights of; None for those of now.
+            version: The kept version whose weights it gets; None for the current ones.
 
         Raises:
-            ConfigError: The model can be copied in no way.
+            ConfigError: The model cannot be copied.
         """
         return self._job.model.copy_with(self.state_dict(version=version))
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield copies of all parameters, as `nn.Module.parameters` does. Flushes the pipe.
 
-        They are there to be looked at: what is done to them does not reach the stages.
+        They are for reading: what is done to them does not reach the stages.
         """
         return (parameter for _, parameter in self.named_parameters())
 
@@ -620,7 +623,7 @@ class Pipeline:
         return copies_of(self._job.model.whole, self.state_dict())
 
     def to(self, *args: Any, **kwargs: Any) -> Pipeline:
-        """Return the pipeline, if asked for one on the CPU, where what it returns is.
+        """Return the pipeline if asked for the CPU, where its outputs are.
 
         Raises:
             ConfigError: Another device or dtype is asked for.
@@ -629,11 +632,11 @@ class Pipeline:
         return self
 
     def cpu(self) -> Pipeline:
-        """Return the pipeline: what it returns is on the CPU, wherever its stages compute."""
+        """Return the pipeline, whose outputs are on the CPU, wherever its stages compute."""
         return self
 
     def loss_module(self) -> nn.Module:
-        """Return a copy of the loss function with the weights of now. Flushes the pipe.
+        """Return a copy of the loss function with its current weights. Flushes the pipe.
 
         Raises:
             ConfigError: The loss function is no ``nn.Module``.
@@ -659,25 +662,25 @@ class Pipeline:
     ) -> Path:
         """Write a checkpoint, from which `load` goes on with the same bits. Flushes the pipe.
 
-        The flush changes nothing else, so a run that is saved now and then is the same run. Each
-        worker writes its own part; all must share the folder. Other tools read the weights: they
-        are safetensors under the keys of the unsplit model, with a Hugging Face index.
+        The flush changes nothing else, so saving does not change the run. Each worker writes its
+        own part, so all must share the folder. Other tools can read the weights: they are
+        safetensors under the keys of the unsplit model, with a Hugging Face index.
 
         Args:
             folder: The folder of the run, in which a folder such as ``step-00000100`` is made.
-                None for the folder that the pipeline was given.
+                None for the folder given to the pipeline.
             keep: The number of newest checkpoints to keep; older ones are removed. None for all.
             extra: Data of your own: numbers, texts, lists, dicts.
 
         Returns:
-            The folder of the checkpoint, which is whole. (A folder of that name is never half
+            The folder of the checkpoint, which is complete. (A folder of that name is never half
             written.)
 
         Call it last in the body of a loop over `train_epoch`: a script that resumes from the
-        checkpoint does not do again what the body did after the call.
+        checkpoint does not repeat what the body did after the call.
 
         Raises:
-            CheckpointError: It cannot be written. The pipeline goes on.
+            CheckpointError: It cannot be written. The pipeline can still be used.
         """
         if keep is not None:
             require_count("keep", keep)
@@ -690,16 +693,16 @@ class Pipeline:
     def keep_best(
         self, path: str | os.PathLike[str], value: float, *, highest: bool = False
     ) -> bool:
-        """Write the weights of now into one file, if a value is the best so far. Flushes if so.
+        """Write the current weights into one file if a value is the best so far. Flushes if so.
 
-        For the weights that generalise best, and for stopping early::
+        For the weights that generalise best, and for early stopping::
 
             pipe.keep_best("best.safetensors", pipe.evaluate(validation))
 
         Args:
-            path: A file of safetensors with the keys of the unsplit model, without those of a loss
-                with weights of its own, which is replaced. A run that goes on from a checkpoint
-                goes on with the value in it.
+            path: A safetensors file, which is replaced. It has the keys of the unsplit model, and
+                none of a loss with weights of its own. A run that goes on from a checkpoint goes on
+                with the best value in it.
             value: A number, such as the loss of an evaluation. NaN is never the best.
             highest: Whether the highest value is the best, as of an accuracy.
 
@@ -708,7 +711,7 @@ class Pipeline:
 
         Raises:
             CheckpointError: It cannot be written, or the model has extra state, which is no tensor.
-                The pipeline goes on.
+                The pipeline can still be used.
         """
         require_choice("highest", highest, (True, False))
         if not hasattr(value, "__float__"):
@@ -720,34 +723,34 @@ class Pipeline:
     def load(self, folder: str | os.PathLike[str], *, accept: Sequence[str] = ()) -> Manifest:
         """Go on from a checkpoint: weights, versions, optimizer state, its parameter groups, step.
 
-        With the same schedule, slack and number of stages the run that follows gives the bits of a
-        run that never stopped; with another number of stages or another split too, in schedules
-        that flush. In asynchronous ones the first micro-batches then read the newest weights in the
-        place of older ones, and a warning says so.
+        With the same schedule, slack and number of stages, the run has the bits of a run that never
+        stopped. With another number of stages or another split that holds in schedules that flush;
+        in asynchronous ones the first micro-batches then read the newest weights instead of older
+        ones, and a warning says so.
 
-        What was given to `attach` gets its state of then. The next `train_epoch` gives the random
-        generators of this process theirs, brings its loader to the place where it was (see
-        `coordinator.loading`), and yields the results that the script had not seen first.
+        Objects given to `attach` get their state of that time. The next `train_epoch` restores the
+        random generators of this process, brings its loader to the place where it was (see
+        `coordinator.loading`), and first yields the results that the script had not seen.
 
         Args:
-            folder: The folder of a checkpoint, or of a run, whose newest whole checkpoint is then
+            folder: The folder of a checkpoint; or of a run, whose newest complete checkpoint is
                 loaded.
             accept: What may differ from the script that made the checkpoint; see `Checkpoints`.
 
         Returns:
-            What the checkpoint says of itself; ``extra`` in it is what `save` was given.
+            The manifest of the checkpoint; its ``extra`` is what `save` was given.
 
         Raises:
-            CheckpointError: No checkpoint is whole, or it is of another model, or the script
-                differs in what was not accepted; nothing was changed.
+            CheckpointError: No checkpoint is complete, or it is of another model, or the script
+                differs in something that ``accept`` does not name. Nothing was changed.
         """
         return self._run_state.load(Path(folder).absolute(), require_acceptable(accept))
 
     def attach(self, **stateful: Any) -> None:
-        """Let objects of yours go into checkpoints and come back with them.
+        """Save objects of yours in checkpoints, and restore them with these.
 
-        Call it before training. After a resume it gives each its state at once, and
-        `optimizer` its hyper-parameters again, which schedulers change when they are made.
+        Call it before training. After a resume it restores each object at once, and the
+        hyper-parameters of `optimizer` again, which schedulers change when they are made.
 
         Args:
             **stateful: Objects with ``state_dict`` and ``load_state_dict``, as learning-rate
@@ -761,7 +764,7 @@ class Pipeline:
 
     @property
     def resumed(self) -> Manifest | None:
-        """What the checkpoint says of itself from which the run goes on; None if from none."""
+        """The manifest of the checkpoint from which the run goes on; None if there is none."""
         return self._run_state.resumed
 
     # -- optimizer ------------------------------------------------------------------------------
@@ -770,7 +773,7 @@ class Pipeline:
     def optimizer(self) -> DistributedOptimizer:
         """The optimizer; give its ``param_groups`` to a scheduler. Can be replaced.
 
-        An optimizer that is assigned starts with empty state; assigning flushes the pipe.
+        An optimizer that is assigned starts with empty state. Assigning flushes the pipe.
 
         Raises:
             ConfigError: The pipeline was made without one.
@@ -794,11 +797,10 @@ class Pipeline:
     def statistics(self) -> list[dict[str, Any]]:
         """Return counters of every stage: updates, versions kept, parameters, busy time, memory.
 
+        Each entry also names the stage's device, with the memory of an accelerator in its process.
         Where gradients are clipped by the norm of the model, the entry of the first stage has that
-        norm before clipping, for each of the last updates, as ``grad_norms``.
-        And the device on which it computes, with the memory of an accelerator in its process.
-
-        Of a stage with replicas, there is an entry for each. Does not flush.
+        norm before clipping, for each of the last updates, as ``grad_norms``. A stage with replicas
+        has an entry for each. Does not flush.
         """
         statistics: list[dict[str, Any]] = self._group.command(CommandName.STATISTICS)
         return statistics
@@ -806,15 +808,14 @@ class Pipeline:
     def on_stages(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call a function with the module of every stage, on its worker. Flushes the pipe.
 
-        To look at gradients or activations while the stages train, register hooks on the model's
-        layers or parameters before it is given to `Pipeline`; they go along::
+        Example::
 
             pipe.on_stages(lambda module: sum(p.norm() for p in module.parameters()).item())
 
         Args:
-            function: Called as ``function(module, *args, **kwargs)``, without gradient. In the
-                module everything has the name that it has in the unsplit model. What the function
-                does to the module is done again in a recovery, but is in no checkpoint.
+            function: Called as ``function(module, *args, **kwargs)``, without gradient. Names in
+                the module are those of the unsplit model. Changes that the function makes to the
+                module are repeated in a recovery, but are in no checkpoint.
             *args: Further arguments.
             **kwargs: Keyword arguments.
 
@@ -824,7 +825,10 @@ class Pipeline:
 
         Raises:
             ConfigError: The function raised, returned something else, or changed weights of which
-                there are older versions or copies. The pipeline goes on.
+                there are older versions or copies. The pipeline can still be used.
+
+        To see gradients or activations while the stages train, register hooks on the model's layers
+        or parameters before it is given to `Pipeline`: they go along.
         """
         self.flush()
         try:
@@ -841,8 +845,8 @@ class Pipeline:
         """Describe the split, the versions and the memory, as a table of text.
 
         Args:
-            program: Whether to show also what the first recorded forward does between the layers,
-                stage by stage; a sequence of layers has none.
+            program: Whether to also show what the first recorded forward does between the layers,
+                stage by stage. A sequence of layers has none.
         """
         forwards = self._feeder.forwards
         text = explain(
@@ -859,10 +863,10 @@ class Pipeline:
         return Lines(f"{text}\n{forwards.program()}" if program else text)
 
     def report(self, path: str | os.PathLike[str]) -> Path:
-        """Write a report of the run so far: HTML to be seen in a browser. Flushes an open pipe.
+        """Write a report of the run so far, in HTML. Flushes an open pipe.
 
-        It is one file, which asks the network for nothing. The pipeline must have been asked to
-        keep what goes into it: by ``report``, ``Observe(record=...)`` or ``Observe(to=...)``.
+        It is one file that loads nothing from the network. The pipeline must have been asked to
+        keep its contents: by ``report``, ``Observe(record=...)`` or ``Observe(to=...)``.
 
         Args:
             path: The file, which is replaced if it is there.
@@ -871,7 +875,8 @@ class Pipeline:
             The file.
 
         Raises:
-            ConfigError: Nothing was kept, or the file cannot be written; the pipeline goes on.
+            ConfigError: Nothing was kept, or the file cannot be written. The pipeline can still be
+                used.
         """
         if self._telling is None:
             raise ConfigError(
@@ -889,7 +894,7 @@ class Pipeline:
         return self._trace.collect() if self._trace.is_recorded else None
 
     def trace(self) -> Trace:
-        """Return what every stage did so far. Flushes the pipe.
+        """Return the trace of what every stage did so far. Flushes the pipe.
 
         Raises:
             ConfigError: Nothing is recorded; see `Observe`.
@@ -898,7 +903,7 @@ class Pipeline:
 
     @property
     def restarts(self) -> tuple[Restart, ...]:
-        """The recoveries from failed workers so far, and the times when others have come."""
+        """The restarts so far: recoveries from failed workers, and arrivals of others."""
         return tuple(self._group.restarts)
 
     @property
@@ -907,16 +912,16 @@ class Pipeline:
         return self._group.life.state
 
     def __repr__(self) -> str:
-        """Return what runs, how far it has come, and whether it is open."""
+        """Return the schedule, the step and the state."""
         plan = self.plan
         return f"<Pipeline {plan.name}, {plan.in_words}, step {self.step}, {self.state.value}>"
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: the split, the versions and the memory."""
+        """Return what a notebook shows: `explain` while the pipeline is open."""
         return Lines(self.explain() if self._group.life.is_open else repr(self))._repr_html_()
 
     def __getattr__(self, name: str) -> Any:
-        """Say what to do instead, for what people look for on a module."""
+        """Raise, with advice for names that people know from modules."""
         advice = f": {ADVICE[name]}" if name in ADVICE else ""
         raise AttributeError(f"a Pipeline has no attribute {name!r}{advice}", name=name, obj=self)
 
@@ -937,10 +942,10 @@ class Pipeline:
     def close(self) -> None:
         """End all workers. Idempotent. What is in flight is dropped; read `state_dict` before.
 
-        With a trace to write, the pipe is flushed and the trace written first.
+        If a trace is to be written, the pipe is flushed and the trace written first.
 
         Raises:
-            TraceError: It cannot be written; everything has ended all the same.
+            TraceError: The trace cannot be written; everything has ended all the same.
         """
         life = self._group.life
         # Not after a failure, and not where a signal interrupted a wait.
@@ -972,7 +977,7 @@ class Pipeline:
         return self
 
     def __exit__(self, exception_type: type[BaseException] | None, *exception: Any) -> None:
-        """Close it; after Ctrl-C and the like without waiting for anything."""
+        """Close the pipeline; after Ctrl-C and the like, without waiting for anything."""
         if exception_type is None:
             self.close()
             return
@@ -983,14 +988,14 @@ class Pipeline:
             self._checkpointer.abandon()
             if issubclass(exception_type, Exception):
                 self.close()
-        except PipelineError as error:  # the caller's own error is the one to be seen
+        except PipelineError as error:  # the caller's own error is to be seen
             _log.warning("no trace is left: %s", error)
         finally:
             self._group.life.close()
 
 
 def _telling_of(options: Options) -> Telling | None:
-    """Return what tells observers of the run, if there are any."""
+    """Return what reports the run to observers; None if there are none."""
     if not options.is_told:
         return None
     from pipedream_rt.coordinator.telling import telling_of

@@ -1,7 +1,8 @@
-"""Schemas of what comes from outside: which fields a record or a file has, of which type and size.
+"""Schemas of data from outside: the fields of a record or a file, with their types and sizes.
 
-A check is a function that says whether a value is right. What has passed can be used without doubt;
-what has not is refused with the name of the field, in a text that can be printed.
+A check is a function that says whether a value is valid. A value that fails is refused with the
+name of its field, in a text that is safe to print. Here are also reading and writing of files that
+somebody else may have made.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Check = Callable[[Any], bool]
 _BLOCK = 1 << 20
 
 _MOST_LINKS = 40
-"""Links that may lead to a file one after another, as in the kernel."""
+"""Symbolic links that may be followed one after another, as in the kernel."""
 
 
 def text(most: int) -> Check:
@@ -31,17 +32,17 @@ def text(most: int) -> Check:
 
 
 def line(most: int) -> Check:
-    """A text of at most so many characters, which can be printed."""
+    """A printable text of at most so many characters."""
     return lambda value: isinstance(value, str) and len(value) <= most and value.isprintable()
 
 
 def exactly(length: int) -> Check:
-    """So many bytes."""
+    """Exactly so many bytes."""
     return lambda value: isinstance(value, bytes) and len(value) == length
 
 
 def whole(low: int, high: int = 2**63) -> Check:
-    """An integer between two others, which may be equal to them."""
+    """An integer between two others, inclusive."""
     return lambda value: type(value) is int and low <= value <= high
 
 
@@ -51,12 +52,12 @@ def truth(value: Any) -> bool:
 
 
 def one_of(*texts: str) -> Check:
-    """Return a check for one of some texts."""
+    """One of these texts."""
     return lambda value: isinstance(value, str) and value in texts
 
 
 def number(value: Any) -> bool:
-    """A number, which is finite, and no integer that is larger than all floating-point numbers."""
+    """A finite number; of integers, one that a float can hold."""
     try:
         return type(value) in (int, float) and math.isfinite(value)
     except OverflowError:
@@ -64,7 +65,7 @@ def number(value: Any) -> bool:
 
 
 def seconds(value: Any) -> bool:
-    """A number of at least 0, which is finite."""
+    """A finite number of at least 0."""
     return number(value) and value >= 0
 
 
@@ -100,7 +101,7 @@ def mapping(key: Check, check: Check) -> Check:
 
 
 def fields(checks: Mapping[str, Check], optional: Collection[str] = ()) -> Check:
-    """A dict that has these fields and no other."""
+    """A dict with these fields and no others; ``optional`` ones may be left out."""
     required = checks.keys() - set(optional)
     return lambda value: (
         isinstance(value, dict)
@@ -110,7 +111,7 @@ def fields(checks: Mapping[str, Check], optional: Collection[str] = ()) -> Check
 
 
 def problem_of(record: Mapping[str, Any], checks: Mapping[str, Check]) -> str:
-    """Say which field of a record is wrong; empty if none is."""
+    """Return in words which field of a record is wrong; empty if none. Absent ones are None."""
     for name, check in checks.items():
         if not check(record.get(name)):
             return f"its {name!r} is {printable(repr(record.get(name)), 60)}"
@@ -118,26 +119,27 @@ def problem_of(record: Mapping[str, Any], checks: Mapping[str, Check]) -> str:
 
 
 _MOST_DIGITS = 18
-"""Of a number that a person writes; Python itself refuses thousands of them."""
+"""Digits of a number that a person writes. Python itself refuses to read thousands."""
 
 
 def is_count(text: str) -> bool:
-    """Whether a text is an integer of at least 0, of no more digits than anybody means."""
+    """Whether a text is an integer of at least 0 with a plausible number of digits."""
     return text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS
 
 
 def printable(text: str, most: int = 300) -> str:
-    """Return a text from outside as it may be printed: escaped, and no longer than so much.
-
-    A stranger's text could move the cursor of a terminal, or look like a line of the log.
-    """
+    """Return a text from outside for printing: escaped, and cut to so many characters."""
+    # A stranger's text could move the cursor of a terminal, or forge a line of the log.
     cut = text[:most] + ("..." if len(text) > most else "")
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
 
 
 def open_file(path: str | os.PathLike[str], *, follow: bool = True) -> BinaryIO:
-    """Open a file to read that somebody else may have made."""
-    # Not to wait for the other end of a pipe.
+    """Open an ordinary file for reading, which somebody else may have made. OSError for any other.
+
+    ``follow``: whether it may be a symbolic link.
+    """
+    # O_NONBLOCK, since opening a pipe waits for its other end.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     fd = os.open(Path(path), flags)
     mode = os.fstat(fd).st_mode
@@ -151,11 +153,12 @@ def open_file(path: str | os.PathLike[str], *, follow: bool = True) -> BinaryIO:
 
 
 def write_file(path: str | os.PathLike[str], *parts: bytes | memoryview) -> None:
-    """Write a file, which takes the place of one that is there when all of it is written.
+    """Write a file atomically: it replaces an older one when all of it is written.
 
-    What is no file cannot be replaced: a terminal, a pipe or a device, such as ``/dev/null``, is
-    written to, and so is a file that a process has open, such as ``/dev/stdout``. Where a folder
-    lets no file be replaced, as one that is mounted by itself, the file is written in place.
+    A terminal, a pipe or a device, such as ``/dev/null``, cannot be replaced and is written to; so
+    is a file that a process has open, such as ``/dev/stdout``. A file that cannot be replaced, as
+    one that is mounted by itself, is written in place. If writing fails with an OSError, a file
+    that would have been replaced is as before.
     """
     path = _destination(Path(path))
     try:
@@ -177,25 +180,27 @@ def write_file(path: str | os.PathLike[str], *parts: bytes | memoryview) -> None
 
 
 def takes_output(mode: int) -> bool:
-    """Whether what has a mode of ``stat`` may be written to: no folder, no disk and no socket."""
+    """Whether output may go to a file of this ``stat`` mode: no folder, disk or socket."""
     return stat.S_ISREG(mode) or stat.S_ISCHR(mode) or stat.S_ISFIFO(mode)
 
 
 _OPEN_FILES = re.compile(r"/proc/(\d+)(/task/\d+)?/fd")
-"""The folders in which the kernel shows what a process has open."""
+"""Folders in which the kernel shows the open files of a process."""
 
 _IRREPLACEABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXDEV)
-"""Errors of a folder that lets nothing be made, or of a file that is mounted by itself."""
+"""Errors of a folder in which nothing can be made, or of a file that is mounted by itself."""
 
 
 def _destination(path: Path) -> Path:
-    """Return what a path leads to, through links, but for what a process has open."""
+    """Return the target of a path through symbolic links, but not of those in `_OPEN_FILES`."""
     try:
         for _ in range(_MOST_LINKS):
             folder = Path(os.path.realpath(path.parent))
             path = folder / path.name
             if _OPEN_FILES.fullmatch(str(folder)) or not path.is_symlink():
                 return path
+            # As the kernel's protected_symlinks: in a folder such as /tmp, anybody could plant a
+            # link to a file that only this user may write.
             around, owner = folder.stat(), path.lstat().st_uid
             open_to_all = stat.S_IWOTH | stat.S_ISVTX
             if around.st_mode & open_to_all == open_to_all and owner not in (
@@ -212,12 +217,12 @@ def _destination(path: Path) -> Path:
 def _write_through(
     path: Path, there: os.stat_result | None, parts: Sequence[bytes | memoryview]
 ) -> None:
-    """Write to what is no file, or to what a process has open."""
+    """Write to something other than a file, or to an open file of a process."""
     opened, mode = _OPEN_FILES.fullmatch(str(path.parent)), there.st_mode if there else 0
     if not takes_output(mode):
         raise OSError(errno.EINVAL, "it is neither a file nor a pipe nor a terminal")
     if stat.S_ISREG(mode) and opened is not None and int(opened[1]) == os.getpid():
-        fd = os.dup(int(path.name))  # another one would begin to write at the start of the file
+        fd = os.dup(int(path.name))  # opened anew, it would write at the start of the file
     else:
         fd = open_to_append(path, os.O_WRONLY | os.O_APPEND)
     with open(fd, "wb") as file:
@@ -225,13 +230,13 @@ def _write_through(
 
 
 def _replace(path: Path, there: os.stat_result | None, parts: Sequence[bytes | memoryview]) -> None:
-    """Write a file by another name, and rename it, with owner and rights of the one before."""
+    """Write a file under another name with owner and mode of the old one, and rename it."""
     beside = path.with_name(f".{secrets.token_hex(8)}.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         with open(os.open(beside, flags, 0o666), "wb") as file:
             if there is not None:
-                with suppress(PermissionError):  # of another user: then it is as a new one
+                with suppress(PermissionError):  # the old one is another user's
                     os.fchown(file.fileno(), there.st_uid, there.st_gid)
                     os.fchmod(file.fileno(), stat.S_IMODE(there.st_mode))
             file.writelines(parts)
@@ -243,18 +248,18 @@ def _replace(path: Path, there: os.stat_result | None, parts: Sequence[bytes | m
 
 
 def open_to_append(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a file for `open`, without waiting until somebody reads, where it is a pipe."""
+    """Open a file, as the opener of `open`; an OSError for a pipe without a reader."""
     fd = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666)
     os.set_blocking(fd, True)
     return fd
 
 
 def read_file(path: str | os.PathLike[str], most: int, *, follow: bool = True) -> bytes:
-    """Return the bytes of a file that somebody else may have made."""
+    """Return the bytes of a file that somebody else may have made; ValueError if over ``most``."""
     with open_file(path, follow=follow) as file:
         size = os.fstat(file.fileno()).st_size
         data = bytearray()
-        # In blocks: a read of so many bytes would ask for the memory at once.
+        # In blocks, since a read of ``most`` bytes would allocate them at once.
         while size <= most and len(data) <= most and (block := file.read(_BLOCK)):
             data += block
         if max(size, len(data)) > most:

@@ -1,4 +1,4 @@
-"""What of a machine the bits of a run depend on: the versions of its software, its processor."""
+"""What the bits of a run depend on, of a machine: versions of software, processor, commit."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from pipedream_rt.schema import printable
 
 
 def software() -> str:
-    """Return the versions of what computes and of what unpickles in this process, in one line.
-
-    torch is not imported for it: a worker that waits for its job has not done so yet.
-    """
+    """Return in one line the versions of torch, Python and this package."""
+    # Without importing torch: a worker that waits for its job has not done so yet.
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     return f"torch {_version_of_torch()}, Python {python}, pipedream-rt {__version__}"
 
@@ -31,13 +29,13 @@ def _version_of_torch() -> str:
         return "is missing"
     try:
         found = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
-    except OSError:  # it is in an archive, say
+    except OSError:  # torch is in an archive, for example
         return "of no known version"
     return str(found.get("__version__"))
 
 
 def processor() -> str:
-    """Return the kind of processor of this machine, and which of its instructions torch uses."""
+    """Return the model of the processor, and which of its vector instructions torch uses."""
     import torch  # not at the top: a worker asks for `software` before it imports torch
 
     name = platform.processor() or platform.machine()
@@ -51,11 +49,11 @@ def processor() -> str:
 
 
 _GIT_S = 5.0
-"""For git to say which commit it is; a run does not begin before."""
+"""Seconds for git to name the commit. A run begins only afterwards."""
 
 
 def commit(folder: Path) -> str:
-    """Return the commit of git in a folder, with a plus where files differ from it; "" for none."""
+    """Return the git commit of a folder, with a plus if files differ from it; "" for none."""
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--abbrev=12"]
     try:
         done = subprocess.run(

@@ -1,9 +1,9 @@
 """Every private name of torch that this library uses, looked up once.
 
 torch may rename or drop such a name in any version. Most are *needed*: without them a result could
-differ unnoticed, or nothing could run, so where one is missing the import ends with a sentence. For
-the others there stands here what is done without them. `tests/test_layers.py` finds private names
-of torch in any other file.
+differ unnoticed, or nothing could run, so the import says which one is missing and fails. The
+*optional* ones have a fallback here. `tests/test_layers.py` finds private names of torch in any
+other file.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 
 OLDEST, NEWEST = "2.9", "2.14"
 """The oldest and the newest torch that were tried; the first is the floor of ``setup.cfg``. In 2.8
-no backward begins in the middle of a graph at a Function written in Python, as that of
-`zero-bubble` does; 2.7 lacks the name by which hooks on saved tensors are found."""
+no backward can begin in the middle of a graph at a Function written in Python, as that of
+`zero-bubble` does. 2.7 lacks the name by which hooks on saved tensors are found."""
 
 
 _MISSING = object()
 
 
 def optional(path: str, otherwise: Any) -> Any:
-    """Return what a dotted path below ``torch`` names, or another value where it names nothing."""
+    """Return what a dotted path below ``torch`` names, or a fallback if it names nothing."""
     found, parts = torch, path.split(".")
     for count, part in enumerate(parts[1:], 2):
         try:
             found = getattr(found, part)
         except AttributeError:
-            try:  # a module that torch does not import by itself
+            try:  # perhaps a module that torch does not import by itself
                 found = import_module(".".join(parts[:count]))
             except ImportError:
                 return otherwise
@@ -50,7 +50,7 @@ def optional(path: str, otherwise: Any) -> Any:
 
 
 def needed(path: str) -> Any:
-    """Return what a dotted path below ``torch`` names."""
+    """Return what a dotted path below ``torch`` names; ImportError if it names nothing."""
     found = optional(path, _MISSING)
     if found is _MISSING:
         _refuse(f", which lacks {path}")
@@ -58,7 +58,7 @@ def needed(path: str) -> Any:
 
 
 def _refuse(why: str = "") -> NoReturn:
-    """Say which versions of torch are right."""
+    """Raise an error that says which versions of torch work."""
     raise ImportError(
         f"pipedream-rt was tried with torch {OLDEST} to {NEWEST}, and this is torch "
         f"{torch.__version__}{why}; install another, as by: pip install 'torch>={OLDEST}'"
@@ -66,7 +66,7 @@ def _refuse(why: str = "") -> NoReturn:
 
 
 def _minor(version: str) -> list[int]:
-    """Return the first two numbers of a version."""
+    """Return major and minor number of a version."""
     return [int(part) for part in version.split(".")[:2]]
 
 
@@ -74,10 +74,10 @@ if _minor(torch.__version__) < _minor(OLDEST):
     _refuse()
 
 
-# -- what is on in a thread, and would change what a layer computes ------------------------------
+# -- modes of a thread that change what a layer computes -----------------------------------------
 
 set_grad_enabled: Any = needed("torch._C._set_grad_enabled")
-"""What a recorded ``no_grad`` comes down to."""
+"""The call to which a recorded ``no_grad`` comes down."""
 
 count_function_modes: Callable[[], int] = needed("torch._C._len_torch_function_stack")
 function_modes: Callable[[], list[Any]] = needed("torch.overrides._get_current_function_mode_stack")
@@ -92,10 +92,10 @@ in_transform: Callable[[], Any] = needed("torch._C._functorch.peek_interpreter_s
 preserve_version_counter: Any = needed("torch.autograd._unsafe_preserve_version_counter")
 
 order_of_attention: Callable[[], Any] = optional("torch._C._get_sdp_priority_order", lambda: None)
-"""In which order kernels of attention are tried; a torch without it has the one order."""
+"""The order in which attention kernels are tried. A torch without it has one fixed order."""
 
 nnpack_enabled: Callable[[], bool] | None = optional("torch._C._get_nnpack_enabled", None)
-"""Without it the setting can be read by nobody, and is left as it is in each process."""
+"""Without it nobody can read the setting, so each process keeps its own."""
 
 _top_hooks = needed("torch._C._autograd._top_saved_tensors_default_hooks")  # since torch 2.8
 _forward_ad = needed("torch.autograd.forward_ad")
@@ -109,20 +109,17 @@ if not TYPE_CHECKING:
 
 
 def saved_tensors_hooks() -> Any:
-    """Return the hooks on what autograd saves in this thread; None if there are none."""
+    """Return this thread's innermost hooks on tensors that autograd saves; None if none."""
     return _top_hooks(True)
 
 
 class _Entered(threading.local):
-    """How often this thread is in contexts of a class.
-
-    For contexts of which torch itself tells nobody that they are on: `watch` counts them.
-    """
+    """Counts how deep this thread is in contexts of a class, for which torch has no query."""
 
     depth = 0
 
     def watch(self, context: Any) -> None:
-        """Count from now on how often the contexts of a class are entered and left."""
+        """Count from now on when contexts of a class are entered and left."""
         enter, leave = context.__enter__, context.__exit__
 
         @functools.wraps(enter)
@@ -160,7 +157,7 @@ def parametrizations_are_cached() -> int:
 
 
 def reader_of_cublas(name: str) -> Callable[[], Any] | None:
-    """Return what reads a setting of reductions on CUDA; None where this torch has none of it."""
+    """Return the getter of a cuBLAS setting; None if this torch has no such setting."""
     found: Callable[[], Any] | None = optional(f"torch._C._get_cublas_{name}", None)
     return found
 
@@ -179,10 +176,8 @@ _grouped: Any = optional("torch.utils._foreach_utils._group_tensors_by_device_an
 
 
 def order_of_dtypes(tensors: list[Tensor]) -> list[torch.dtype]:
-    """Return the dtypes of tensors on the host in the order in which a norm over them takes them.
-
-    Without torch's own function it is that of their first appearance.
-    """
+    """Return the dtypes of host tensors in the order in which torch's norm over them sums them."""
+    # Without torch's own grouping: in the order of their first appearance.
     found = [t.dtype for t in tensors] if _grouped is None else [d for _, d in _grouped([tensors])]
     return list(dict.fromkeys(found))
 
@@ -192,19 +187,18 @@ make_subclass: Callable[[type[Tensor], Tensor, bool], Any] = needed("torch.Tenso
 no_torch_function: Callable[[], AbstractContextManager[None]] = needed(
     "torch._C.DisableTorchFunctionSubclass"
 )
-"""Returns a context in which no class of tensors is asked what a function does."""
+"""Makes a context in which ``__torch_function__`` of subclasses is not called."""
 
 is_profiled: Callable[[], bool] = optional("torch.autograd._profiler_enabled", lambda: True)
-"""Whether a profiler is on; without it every step is taken for one that a profiler wants to see."""
+"""Whether a profiler is on. Without it one is assumed at every step."""
 
 shares_type: Callable[[Tensor, Tensor], bool] = optional(
     "torch._has_compatible_shallow_copy_type", lambda one, other: one.device == other.device
 )
-"""Whether the memory of one tensor can be assigned to another."""
+"""Whether one tensor can take the data of another (``.data =``)."""
 
 
 def _copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy tensors one by one."""
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
 
@@ -212,42 +206,41 @@ def _copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
 copy_all: Callable[[list[Tensor], list[Tensor]], None] = optional(
     "torch._foreach_copy_", _copy_each
 )
-"""Copies a list of tensors; one by one it takes longer."""
+"""Copies a list of tensors. One by one is only slower."""
 
 
 def _norm_each(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
-    """Compute norms one by one."""
     return [torch.linalg.vector_norm(tensor, norm_type) for tensor in tensors]
 
 
 norms_of: Callable[[list[Tensor], float], list[Tensor]] = optional(
     "torch._foreach_norm", _norm_each
 )
-"""The norms by which torch's own clipping clips; one by one they round otherwise on CUDA."""
+"""The norms with which torch's own clipping works. One by one they round differently on CUDA."""
 
 
 class _NeverRaised(Exception):
-    """In the place of an error that this torch does not have."""
+    """Stands in for an error that this torch does not have."""
 
 
 RecomputationEnds: type[Exception] = optional(
     "torch.utils.checkpoint._StopRecomputationError", _NeverRaised
 )
-"""What ends the second computation of activations, once it has made what the backward needs."""
+"""What ends a recomputation of activations early, when the backward has all that it needs."""
 
 
 # -- modules and optimizers ----------------------------------------------------------------------
 
 CustomOpDef: Any = optional("torch._library.custom_ops.CustomOpDef", ())
-"""The class of what ``torch.library.custom_op`` makes. Without it such an operator is not pickled,
+"""The class of operators that ``torch.library.custom_op`` makes. Without it they cannot be pickled,
 which is refused by name."""
 
 OPERATORS: dict[str, Any] = optional("torch._library.custom_ops.OPDEFS", {})
-"""Those of this process, by name; without it one that is there already is defined once more."""
+"""The custom operators of this process by name. Without it one that exists is defined again."""
 
 
 def parts_of_operator(operator: Any) -> tuple[Any, ...]:
-    """Take an operator of the user's apart that ``torch.library.custom_op`` has made."""
+    """Return the parts of a user's ``custom_op``; PicklingError for one with unknown parts."""
     known = {"_init_fn", "_abstract_fn", "_setup_context_fn", "_backward_fn"}
     others = [
         name
@@ -277,7 +270,7 @@ _of_all_optimizers = needed("torch.optim.optimizer")
 
 
 def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer, or all, have hooks on their steps; so too where it cannot be told."""
+    """Whether steps of an optimizer have hooks, its own or global; true if it cannot be told."""
     return bool(
         getattr(optimizer, "_optimizer_step_pre_hooks", True)
         or getattr(optimizer, "_optimizer_step_post_hooks", True)
@@ -291,15 +284,15 @@ OF_MODULES = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
     *("_call_impl", "_wrapped_call_impl", "_compiled_call_impl"),
 )
-"""The private attributes of a module that are used, by their names."""
+"""Names of the private attributes of modules that this library uses."""
 
 OF_TENSORS = ("_version", "_backward_hooks", "_post_accumulate_grad_hooks", "_is_view")
-"""Those of a tensor."""
+"""Names of the private attributes of tensors that this library uses."""
 
 for _name in OF_TENSORS:
     needed(f"torch.Tensor.{_name}")
 needed("torch.UntypedStorage._cdata")
-_module = nn.Module()  # a class has them by its instances alone
+_module = nn.Module()  # most exist on instances only
 for _name in OF_MODULES:
     if not hasattr(_module, _name):
         needed(f"torch.nn.Module.{_name}")
@@ -325,12 +318,13 @@ _torchs_pickler = needed("torch.distributed.rpc.internal._internal_rpc_pickler")
 
 
 def ignore_leaks_of_rrefs() -> None:
-    """Have torch RPC shut down without a complaint about references that are still held."""
+    """Have torch RPC shut down without complaining about references that are still held."""
     _api._ignore_rref_leak = True
 
 
 def use_pickler(pickler: InternalRpcPickler | None) -> None:
-    """Let torch RPC in this process write and read by a pickler; None is torch's own."""
+    """Have torch RPC in this process use a pickler; None for torch's own."""
+    # Each module of torch has its own name for the pickler.
     chosen = _torchs_pickler if pickler is None else pickler
     _internal._internal_rpc_pickler = chosen
     _api._internal_rpc_pickler = chosen

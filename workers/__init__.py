@@ -1,1 +1,1 @@
-"""The worker process: its command, start-up, signals and end. Its name is pipedream_rt.workers."""
+"""The worker process: command, start-up, signals and end. Installed as pipedream_rt.workers."""

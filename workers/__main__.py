@@ -1,4 +1,4 @@
-"""Runs ``python -m pipedream_rt.workers``, which is what ``pipedream-rt worker`` does."""
+"""``python -m pipedream_rt.workers``, the same as ``pipedream-rt worker``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The command of a worker process.
 
-It imports torch only once a coordinator calls, so a worker that waits is small and starts at once.
+It imports torch only when a coordinator has admitted it, so a waiting worker is small and starts
+at once.
 """
 
 from __future__ import annotations
@@ -86,12 +87,12 @@ def main(
 ) -> None:
     """Start a worker process that joins the coordinator at HOST:PORT."""
     if fork_server_fd is not None:
-        # torch reads it when imported; see `serve`.
+        # torch reads it when imported. A worker need not log that other processes end.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         connection = socket.socket(fileno=fork_server_fd)
         if not serve_forks(connection, _run_forked, not no_imports):
-            end_orphans()  # who only wants no more workers kills this process
-        os._exit(0)
+            end_orphans()  # the parent is dead: one that wants no more workers kills this process
+        os._exit(0)  # as at the end of this function
     name = name or f"{re.sub('[^A-Za-z0-9_-]', '-', socket.gethostname())[:80]}-{os.getpid()}"
     _set_up(name, "INFO")
     if address is None:
@@ -130,7 +131,7 @@ def main(
         _log.error("%s", error)
         code = EXIT_FAILED
     if persist and code in _RETURNS:
-        # A fresh process image: torch keeps RPC counters for the life of a process.
+        # A fresh process image, since torch keeps RPC counters for the life of a process.
         again = _again(secret, tries.after(code, time.monotonic()))
         os.execv(sys.executable, [sys.executable, "-m", "pipedream_rt.workers", *again])
     logging.shutdown()
@@ -139,11 +140,11 @@ def main(
 
 
 _SPARE_PAUSE_S = 0.5
-"""Seconds between two attempts of a spare worker at most: when it is needed, a recovery waits."""
+"""Longest pause between two attempts of a spare worker. When it is needed, a recovery waits."""
 
 
 def _set_up(name: str, level: str) -> None:
-    """Set up logging and signals; PIPEDREAM_RT_LOG, if set, overrides the level of the log."""
+    """Set up logging and signals. PIPEDREAM_RT_LOG, if set, overrides the level."""
     wanted = os.environ.get("PIPEDREAM_RT_LOG", level).upper()
     known = isinstance(logging.getLevelName(wanted), int)
     if (folder := os.environ.get(LOG_DIR)) and is_name(name):
@@ -161,10 +162,7 @@ def _set_up(name: str, level: str) -> None:
 
 
 def _write_into(path: Path) -> None:
-    """Let all that this process writes go into a file, behind what is there.
-
-    Where that cannot be, it stays where it is: no worker ends because it has no log.
-    """
+    """Append all that this process writes to a file, if possible: no log is no reason to end."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab", buffering=0, opener=open_to_append) as file:
@@ -175,7 +173,7 @@ def _write_into(path: Path) -> None:
 
 
 def _run_forked(fd: int, name: str, threads: int, join: dict[str, Any] | None) -> int:
-    """Be a worker, in a child of the fork server."""
+    """Be a worker, in a child of the fork server. ``fd`` is as `RunWorker` says."""
     _set_up(name, "WARNING")
     try:
         if join is not None:
@@ -184,7 +182,7 @@ def _run_forked(fd: int, name: str, threads: int, join: dict[str, Any] | None) -
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             tls = tls_of_environment()
             worker = Worker(name, threads, read_secret(fd), join["bind"], tls)
-            # Its script may open a pipeline at any time, and calls this worker then.
+            # No deadline: the script may open a pipeline at any time, and calls this worker then.
             place = Place(
                 join["address"], join["timeout_s"], call_timeout=None, known=True,
                 longest_pause_s=_LONGEST_PAUSE_S,
@@ -205,16 +203,14 @@ _RETURNS = (0, LIFE_AGAIN, EXIT_COORDINATOR_LOST)
 
 
 def _join_for_ever(place: Place, worker: Worker) -> int:
-    """Join one coordinator after another, each in a child of this process, which has torch.
-
-    torch keeps RPC counters for the life of a process, so each job has a process of its own.
-    """
+    """Join one coordinator after another, each in a forked child, which has torch already."""
+    # A process for each job, since torch keeps RPC counters for the life of a process.
     tries = Tries()
     while True:
         here, pid = os.getpid(), os.fork()
         if pid == 0:
             dies_with_parent(signal.SIGKILL)()
-            if os.getppid() != here:  # it died before the line above
+            if os.getppid() != here:  # the parent died before the line above
                 os._exit(EXIT_COORDINATOR_LOST)
             os._exit(_serve_once(place, worker, tries))
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -230,15 +226,15 @@ def _join_for_ever(place: Place, worker: Worker) -> int:
 
 
 _LONGEST_PAUSE_S = 5.0
-"""Seconds between two attempts of a worker that `pipedream-rt run` has started: its job ends with a
-word to all workers, for which the first node waits three times as long."""
+"""Longest pause between two attempts of a worker that `pipedream-rt run` has started. At the end of
+a job all workers are told, for which the first node waits three times as long."""
 
 _NOBODY = 77
-"""Exit code of a child that found no coordinator for as long as it was to wait."""
+"""Exit code of a child that found no coordinator in time."""
 
 
 def _serve_once(place: Place, worker: Worker, tries: Tries) -> int:
-    """Be the worker for one job; return the exit code."""
+    """Be the worker for one job; return its exit code."""
     try:
         code: int = serve_at(place, worker, tries)
         return code
@@ -253,13 +249,13 @@ def _serve_once(place: Place, worker: Worker, tries: Tries) -> int:
         return EXIT_FAILED
     except BaseException:  # the top of a process
         traceback.print_exc()
-        return LIFE_AGAIN  # the next child may fare better; it comes after a pause
+        return LIFE_AGAIN  # tried again in a new child, after a pause
     finally:
         logging.shutdown()
 
 
 def _again(secret: Secret | None, tries: Tries) -> list[str]:
-    """Arguments of this command for a new process image, which gets the secret by a pipe."""
+    """Return this command's arguments for a new process image, which gets the secret by a pipe."""
     arguments, given = [], iter(sys.argv[1:])
     for argument in given:
         if argument in ("--secret-fd", "--failures", "--lost"):
@@ -273,10 +269,8 @@ def _again(secret: Secret | None, tries: Tries) -> list[str]:
 
 
 def _end_by_signal(number: int, frame: FrameType | None) -> None:
-    """End the process on SIGINT or SIGTERM.
-
-    A worker has nothing to save, and the coordinator notices at once that its connection ends.
-    """
+    """End the process on SIGINT or SIGTERM."""
+    # A worker has nothing to save, and the coordinator sees at once that the connection ends.
     _log.info("ended by %s", signal.Signals(number).name)
     logging.shutdown()
     os._exit(128 + number)

@@ -27,34 +27,38 @@ _SET_NAME = 15
 """PR_SET_NAME of prctl."""
 
 _ORPHANS_END_S = 5
-"""Seconds for workers to end by themselves once the process that has asked for them is dead."""
+"""Seconds for workers to end by themselves after the process that asked for them has died."""
 
 RunWorker = Callable[[int, str, int, "dict[str, Any] | None"], int]
-"""``run(fd, name, threads, join)`` is the life of a worker and returns its exit code.
+"""``run(fd, name, threads, join)`` lives the life of a worker and returns its exit code.
 
-The descriptor is that of its control connection; or, where it is told where to join coordinators,
-that of a pipe with the secret of the job.
+``fd`` is the control connection. If ``join`` says where to join coordinators, ``fd`` is instead a
+pipe with the secret of the job.
 """
 
 
 def serve_forks(connection: socket.socket, run: RunWorker, imports: bool = True) -> bool:
-    """Fork a worker for each request, and report each that ends, until the other end closes."""
+    """Fork a worker for each request, and report each that ends, until the other end closes.
+
+    Return whether its workers join by themselves, and so have to die with this process.
+    """
     # Imported once for all workers. Nothing is computed here, so torch makes no thread pool.
     import_module("pipedream_rt.workers.process")
-    # The threads of NumPy's library of linear algebra only wait, and it handles forks itself.
+    # Python warns of NumPy's BLAS threads, which only wait, and whose library handles forks.
     warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
     woken, wake = socket.socketpair()
     wake.setblocking(False)
-    # An engine that ends a job sends SIGTERM to all processes; this one ends with its parent.
+    # An engine that ends a job sends SIGTERM to all processes. This one ends with its parent.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Some handler is needed for the wakeup descriptor to be written at all.
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wake.fileno())
-    _report_ends(connection)  # of children that this process had before `_without_threads`
+    _report_ends(connection)  # of children from before an `execv` of `_import`
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     poll.register(woken, select.POLLIN)
     joining = False
-    # The other end may close with something unread, or while it is written to.
+    # The other end may close with something unread, or while this end writes.
     with contextlib.suppress(ConnectionError):
         while True:
             for fd, _ in poll.poll():
@@ -80,6 +84,7 @@ def serve_forks(connection: socket.socket, run: RunWorker, imports: bool = True)
                     _be_worker(request, fds, run)
                 for each in fds:
                     os.close(each)
+                # A descriptor of the process: its number may belong to another one later.
                 pidfd = os.pidfd_open(pid)
                 socket.send_fds(connection, [msgpack.packb({"pid": pid})], [pidfd])
                 os.close(pidfd)
@@ -87,14 +92,12 @@ def serve_forks(connection: socket.socket, run: RunWorker, imports: bool = True)
 
 
 def end_orphans() -> None:
-    """Wait for the workers of a dead process to end, and kill those that are late.
-
-    A worker that is stopped, or in a C call that holds the interpreter's lock, notices nothing.
-    """
+    """Wait for the workers of a dead process to end, and kill those that are late."""
+    # A worker that is stopped, or in a C call that holds the GIL, does not notice.
 
     def kill(*_: object) -> None:
         for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
-            os.kill(int(pid), signal.SIGKILL)  # waited for by nobody else, so no other has its pid
+            os.kill(int(pid), signal.SIGKILL)  # only this process reaps it: the pid is still its
         os._exit(0)
 
     signal.set_wakeup_fd(-1)
@@ -106,18 +109,16 @@ def end_orphans() -> None:
 
 
 def _import(names: Sequence[str], connection: socket.socket) -> None:
-    """Import modules; begin again without them if children could not do with them.
-
-    A child of a process with threads may wait for a lock for ever, and that of a process that has
-    used an accelerator cannot use it.
-    """
+    """Import modules; if they would spoil forked children, restart this program without them."""
+    # A child of a process with threads may find a lock held for ever, and a child of a process that
+    # has used an accelerator cannot use it.
     threads = _threads()
     for each in names:
         module, _, name = each.partition(":")
         with contextlib.suppress(Exception):  # a foreign module may raise anything
             found = import_module(module)
             if name:
-                getattr(found, name)  # which some packages import only now
+                getattr(found, name)  # some packages import it only now
     if _threads() > threads or _spoils_children():
         os.set_inheritable(connection.fileno(), True)
         command = [sys.executable, "-m", "pipedream_rt.workers", "--no-imports"]
@@ -125,9 +126,9 @@ def _import(names: Sequence[str], connection: socket.socket) -> None:
 
 
 def _spoils_children() -> bool:
-    """Whether a child of this process could not use the accelerator, because this one has.
+    """Whether children of this process cannot use the accelerator, because this one has.
 
-    Only a child can tell: with CUDA, to ask whether there is a device is enough.
+    Only a child can tell: with CUDA, having asked whether there is a device spoils it already.
     """
     import torch
 
@@ -144,12 +145,12 @@ def _spoils_children() -> bool:
 
 
 def _threads() -> int:
-    """Return the number of threads of this process."""
+    """Return the number of threads of this process, C threads included; 1 if it is unknown."""
     return len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
 
 
 def _report_ends(connection: socket.socket) -> None:
-    """Report how each child ended that has ended."""
+    """Report the exit codes of children that have ended."""
     with contextlib.suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -160,10 +161,10 @@ def _report_ends(connection: socket.socket) -> None:
 
 
 def _be_worker(request: dict[str, Any], fds: Sequence[int], run: RunWorker) -> None:
-    """Run the life of a worker in a child; ends the process."""
+    """Run the life of a worker in a forked child, and end the process."""
     code = 1
     try:
-        os.setsid()
+        os.setsid()  # Ctrl-C at the terminal then reaches the coordinator only
         for fd, number in zip(fds[1:], (1, 2)):
             if fd != number:
                 os.dup2(fd, number)
@@ -176,7 +177,7 @@ def _be_worker(request: dict[str, Any], fds: Sequence[int], run: RunWorker) -> N
             os.chdir(request["cwd"])
         name = request["name"]
         ctypes.CDLL(None).prctl(_SET_NAME, name.encode()[:15], 0, 0, 0)
-        random.seed()  # else all children would draw the same numbers
+        random.seed()  # else all children draw the same numbers
         np.random.seed()
         code = run(fds[0], name, request["threads"], request.get("join"))
     except BaseException:  # the top of a process

@@ -1,6 +1,6 @@
-"""How a worker finds its coordinator, proves what it knows, and becomes a member of a group.
+"""How a worker finds its coordinator, proves that it knows the secret, and joins a group.
 
-Imports torch only once a coordinator has admitted it, so a worker that waits is small.
+Imports torch only when a coordinator has admitted the worker, so a waiting worker is small.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from pipedream_rt.transport.tls import Tls
 _log = logging.getLogger("pipedream_rt.worker")
 
 _SENT_TIMEOUT = timedelta(seconds=2)
-"""For the last words of a worker to be sent, where they are encrypted."""
+"""For the last bytes to an encrypted control connection to be sent."""
 
 _LONGEST_PAUSE_S = 30.0
-"""Seconds between two attempts to join a coordinator that has no place for this worker."""
+"""Longest pause between two attempts to join a coordinator that has no place for the worker."""
 
 _EAGER_S = 120.0
-"""Seconds for which a worker that has lost its group tries often: the group waits for it."""
+"""Seconds for which a worker that has lost its group tries often, since the group waits for it."""
 
 _SHORTEST_EAGER_S, _LONGEST_EAGER_S = 0.1, 0.5
 
@@ -49,10 +49,11 @@ class Worker:
     """What a worker is started with.
 
     Attributes:
+        name: Unique in the job.
         threads: Number of threads for torch's own parallel loops.
         secret: The secret of the job; None over an inherited connection, whose call carries it.
         bind: Network interface to listen on for other workers; None for loopback.
-        tls: Encrypts its connections; None to leave them.
+        tls: Encrypts its connections; None for plain ones.
     """
 
     name: str
@@ -64,9 +65,10 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Tries:
-    """How often a worker has tried to join in vain, and whether a group waits for it.
+    """How often a worker has failed to join, and whether a group waits for it.
 
     Attributes:
+        failures: Failed attempts in a row.
         lost: When the worker lost its last group, in seconds of the monotonic clock of this
             machine; None if it never was in one.
     """
@@ -75,24 +77,24 @@ class Tries:
     lost: float | None = None
 
     def failed(self) -> Tries:
-        """Return what is known after one more attempt in vain."""
+        """Return the tries after one more failure."""
         return replace(self, failures=self.failures + 1)
 
     def after(self, code: int, now: float) -> Tries:
-        """Return what is known after a life in a group, or before one, that ended with a code."""
+        """Return the tries after an attempt that ended with an exit code, in a group or before."""
         if code == LIFE_AGAIN:
             return self.failed()
         return Tries(lost=now if code == EXIT_COORDINATOR_LOST else None)
 
     def is_awaited(self, now: float) -> bool:
-        """Whether the worker has lost its group a short while ago, so that a recovery awaits it."""
+        """Whether the worker has lost its group so recently that a recovery waits for it."""
         return self.lost is not None and now - self.lost < _EAGER_S
 
     def pause_s(self, now: float) -> float:
-        """Return the seconds to wait before the next attempt.
+        """Return the seconds to wait before the next attempt: exponential backoff.
 
-        A worker of a group that was lost comes back at once and tries often, since a recovery waits
-        for it. Any other waits longer each time.
+        A worker that has lost its group comes back at once and tries often, since a recovery waits
+        for it.
         """
         if not self.failures:
             return 0.0
@@ -101,14 +103,18 @@ class Tries:
             if self.is_awaited(now)
             else (1.0, 2.0, _LONGEST_PAUSE_S)
         )
+        # The exponent is bounded, since a power that is too large for a float raises.
         return float(min(longest, first * factor ** min(self.failures - 1, 60)))
 
 
 def serve_at(place: Place, worker: Worker, tries: Tries) -> int:
-    """Join a coordinator, once it listens and has a place, and host stages until it says to end."""
+    """Join a coordinator when it listens and has a place, and host stages until it says to end.
+
+    Return the exit code.
+    """
     said = tries.failures > 0
     if place.warm or tries.is_awaited(time.monotonic()):
-        _import_torch()  # while the coordinator is out of reach, perhaps
+        _import_torch()  # now, while the coordinator may be out of reach
     while True:
         pause(min(tries.pause_s(time.monotonic()), place.longest_pause_s))
         control = reached(place, "the coordinator", worker.tls)
@@ -123,6 +129,7 @@ def serve_at(place: Place, worker: Worker, tries: Tries) -> int:
                 said = True
             tries = tries.failed()
         finally:
+            # Encrypted bytes go through a thread, which would end with the process.
             control.close()
             if worker.tls is not None:
                 worker.tls.finish(Deadline(_SENT_TIMEOUT))
@@ -134,10 +141,14 @@ def serve(
     call_timeout: timedelta | None = None,
     returns: bool = False,
 ) -> int:
-    """Answer the call of a coordinator, and host stages until it says to end."""
+    """Answer the call of a coordinator, and host stages until it says to end.
+
+    Return the exit code. ``call_timeout``: for the coordinator to call; None for one that will call
+    or end. ``returns``: whether the worker joins again by itself when a generation ends.
+    """
     key = be_admitted(control, worker.name, worker.secret, call_timeout, returns)
     host_stage = _import_torch()  # now, while the others join: a waiting worker stays small
-    make_room(0)  # for the sockets with which the next line tries what this process may
+    make_room(0)  # for the sockets with which `obstacle` tries what this process may do
     try:
         control.send({"type": "ready", "processor": processor(), "obstacle": obstacle()})
         welcome = control.receive(Deadline(None))
@@ -159,7 +170,7 @@ def serve(
 
 def _import_torch() -> Callable[..., int]:
     """Import torch, which takes seconds, and return the life of a worker in a group."""
-    # torch reads it when imported: a worker need not log that other processes end.
+    # torch reads it when imported. A worker need not log that other processes end.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from pipedream_rt.workers.process import host_stage
 

@@ -51,7 +51,7 @@ _log = logging.getLogger("pipedream_rt.worker")
 
 
 def resident_bytes() -> int:
-    """Memory that this process has resident now, in bytes; 0 where the system does not say."""
+    """Resident memory of this process in bytes; 0 where the system does not say."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
@@ -60,15 +60,15 @@ def resident_bytes() -> int:
 
 
 _LAST_ACTION_S = 10.0
-"""Seconds for the stages to end the action at hand; after that the process ends without them."""
+"""Seconds for the stages to end their current action. After that the process ends without them."""
 
 _AT_THE_END_S = 1.0
-"""Seconds for the stages to begin nothing more, where the coordinator is dead."""
+"""Seconds for the stages to stop when the coordinator is dead."""
 
 
 _PATIENCE = 1.5
-"""How much longer than the coordinator a stage waits, so that in a stall it is the coordinator that
-gives up first: it can ask all stages what they wait for."""
+"""Factor by which a stage waits longer than the coordinator. In a stall the coordinator then gives
+up first, and can ask all stages what they wait for."""
 
 
 def host_stage(
@@ -79,11 +79,13 @@ def host_stage(
     bind: str | None,
     tls: Tls | None = None,
 ) -> int:
-    """Join the group that a welcome describes and run the worker's stages in it.
+    """Join the group that a welcome describes, host the worker's stages, and return the exit code.
 
     Threads of this process: the calling one reads the control connection; one computes for all
     stages, and reads the links while it waits; one reads the links while that one computes; those
-    of torch RPC and its tunnel mostly wait.
+    of torch RPC and its tunnel mostly wait. ``key`` is that of the job. ``bind`` is the interface
+    to listen on, None for loopback. ``tls`` is not that of a worker which the coordinator has
+    started: such a one looks into its own environment.
     """
     sys.path.extend(p for p in welcome["path"] if p not in sys.path)
     control.notice_within(4 * welcome["beat_s"])
@@ -97,7 +99,7 @@ def host_stage(
         key=group_key(key, welcome["nonce"]),
     )
     mode: Mode = welcome["rpc"]
-    name, number = own_device()  # a worker that the coordinator has started has what that says
+    name, number = own_device()  # for a worker that joined; others compute where the script says
     try:
         if name is not None and not control.is_local:
             device_there(name, number)
@@ -153,9 +155,9 @@ def _join(
     bind: str | None,
     tls: Tls | None,
 ) -> None:
-    """Get the links to all other members, and join torch RPC."""
+    """Connect to all other members, and join torch RPC."""
     deadline = Deadline(timedelta(seconds=welcome["start_timeout_s"] or 300))
-    if control.is_local:  # so far it has connected to nobody
+    if control.is_local:  # it was given no `tls`, having connected to nobody so far
         tls = tls_of_environment()
     if welcome["host"] is None:
         links = _inherited_links(control, group, deadline)
@@ -173,7 +175,7 @@ def _join(
 
 
 def _inherited_links(control: Control, group: Group, deadline: Deadline) -> Connections:
-    """Take the links that the coordinator has made."""
+    """Take the links that the coordinator has made as socket pairs."""
     links: Connections = {}
     while len(links) < len(group.others):
         rank = _expect(control, "link", deadline)["rank"]
@@ -191,9 +193,9 @@ def _expect(control: Control, kind: str, deadline: Deadline) -> Record:
 
 
 def _host_of_door(control: Control, host: str, bind: str | None) -> str:
-    """Numeric address at which this worker listens for other members.
+    """Return the numeric address at which this worker listens for other members.
 
-    A worker that the coordinator started listens where the coordinator does, and any other listens
+    A worker that the coordinator has started listens where the coordinator does. Any other listens
     on loopback, unless its user names an interface.
     """
     if control.is_local:
@@ -218,8 +220,8 @@ def _until_exit(
 ) -> int:
     """Obey the coordinator until it says to exit, or until the control connection breaks.
 
-    When the connection breaks, the coordinator is dead, and a stage may be deep in a computation
-    whose result nobody wants: the caller ends the process at once.
+    A broken connection means that the coordinator is gone. A stage may then be deep in a
+    computation that nobody wants, so the caller ends the process at once.
     """
 
     def story() -> str:
@@ -236,13 +238,13 @@ def _until_exit(
         try:
             record = control.receive(Deadline(beat))  # breaks when the coordinator dies
         except MessageTimeout:
-            with suppress(PeerLost):  # which is noticed when the next record does not come
+            with suppress(PeerLost):  # the next `receive` notices it too
                 control.send({"type": "beat", "doing": story(), "rss": resident_bytes()})
             continue
         except PeerLost:
             _log.error("the coordinator is gone; this worker ends")
-            if control.is_local:  # it is dead: not only out of reach
-                # Else a stage would begin a checkpoint behind the removal, as it was told before.
+            if control.is_local:  # over a socket pair, so it is dead, and not only out of reach
+                # A stage that was told to save must not begin after its parts were removed.
                 close("the coordinator is gone")
                 thread.join(_AT_THE_END_S)
                 for host in hosts:
@@ -254,7 +256,7 @@ def _until_exit(
                 thread.join(_LAST_ACTION_S)
                 if thread.is_alive():
                     _log.error("a stage computes without end; the process ends without it")
-                    return EXIT_COORDINATOR_LOST  # with --persist a new process joins again
+                    return EXIT_COORDINATOR_LOST  # with --persist a new process joins
                 control.send({"type": "stopped"})
             case "story":
                 control.send({"type": "story", "text": story()})

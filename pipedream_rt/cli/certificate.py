@@ -1,4 +1,4 @@
-"""The command ``certificate``: makes what encrypts the connections between machines."""
+"""The command ``certificate``: makes a certificate for TLS between machines."""
 
 from __future__ import annotations
 

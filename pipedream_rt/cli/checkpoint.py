@@ -1,4 +1,4 @@
-"""The command ``checkpoint``: looks at checkpoints. It starts no process."""
+"""The command ``checkpoint``: inspects checkpoints. It starts no process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipedream_rt.observe.summary import bytes_text, table
 from pipedream_rt.schema import printable
 
 _SHOWN = 10_000
-"""Characters that are shown of what a checkpoint holds."""
+"""Characters of a value in a checkpoint that are shown."""
 
 
 @click.group()
@@ -24,7 +24,7 @@ def checkpoint() -> None:
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 def verify(folder: Path) -> None:
     """Check every byte of a checkpoint, or of all checkpoints of a run."""
-    # Imported here, because these import torch.
+    # Imported here, because these import torch, which takes seconds.
     from pipedream_rt.checkpoint import checkpoints
     from pipedream_rt.checkpoint import verify as verified
 
@@ -61,7 +61,7 @@ def inspect(folder: Path) -> None:
     for number, group in enumerate(manifest.groups):
         try:
             values = ", ".join(f"{name} {unpack_hyper(value)}" for name, value in group.items())
-        except Exception as error:  # whatever torch and NumPy say of what is no value
+        except Exception as error:  # torch and NumPy raise anything for a malformed value
             raise CheckpointError(f"group {number} of {found} makes no sense: {error!r}") from error
         click.echo(f"parameter group {number}: {printable(values, _SHOWN)}")
     if manifest.place is not None:

@@ -1,4 +1,4 @@
-"""The command ``doctor``: says before a job whether its machines fit."""
+"""The command ``doctor``: checks the machines of a job before it starts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def doctor(asked: Asked, folder: str, source: str, patience: float, as_json: boo
 
 
 def _json(found: Found, findings: list[dict[str, object]]) -> str:
-    """Return everything that was found, for programs."""
+    """Return everything that was found, as JSON."""
     links = [
         {"from": caller, "to": called, **asdict(link)}
         for (caller, called), link in found.links.items()

@@ -1,4 +1,4 @@
-"""The command ``init``: writes a script to start from. It imports the class of the model alone."""
+"""The command ``init``: writes a script to start from. It imports only the user's model class."""
 
 from __future__ import annotations
 
@@ -168,10 +168,10 @@ def _of_name(model: str, path: Path, stages: int) -> str:
 
 
 def _is_there(module: str) -> bool:
-    """Whether a module can be found, here or where packages are."""
+    """Whether a module can be found in this folder or among the installed packages."""
     try:
         return importlib.util.find_spec(module) is not None
-    except (Exception, SystemExit):  # the packages around it are imported, which may do anything
+    except (Exception, SystemExit):  # its parent packages are imported, and may raise anything
         return False
 
 

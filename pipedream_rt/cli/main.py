@@ -1,4 +1,4 @@
-"""The group of commands ``pipedream-rt``. Imports no torch: it starts processes that do."""
+"""The command group ``pipedream-rt``. It imports no torch, so that it starts at once."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ from pipedream_rt.errors import PipelineError
 
 
 class _Commands(click.Group):
-    """A group of commands that reports an error of the library as an error of the command."""
+    """Shows an error of the library as an error of the command, without a traceback."""
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run the command."""
         try:
             return super().invoke(ctx)
         except PipelineError as error:

@@ -1,4 +1,4 @@
-"""The options with which torchrun, and so we, say where a node stands in a job."""
+"""The options for the place of a node in a job, named as those of torchrun."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _OPTIONS = (
 
 
 def options_of_nodes(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options, and the argument ``asked`` with what they say."""
+    """Give a command the options, and pass it their values as the argument ``asked``."""
 
     @functools.wraps(command)
     def called(**given: Any) -> None:
-        for name in ("rdzv_backend", "rdzv_id", "rdzv_conf"):  # of torchrun's own rendezvous
+        for name in ("rdzv_backend", "rdzv_id", "rdzv_conf"):  # accepted, so torchrun lines work
             del given[name]
         host, port = given.pop("master_addr"), given.pop("master_port")
         endpoint = given.pop("rdzv_endpoint") or (joined(host, port) if host else "")

@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from pipedream_rt.schema import is_count, printable
 
 
 class Grouped(click.Command):
-    """A command whose help has its options in groups."""
+    """A command whose help shows its options in groups.
+
+    ``groups`` has, by heading, the names of parameters. Options in none come last.
+    """
 
     def __init__(self, *given: Any, groups: Mapping[str, str], **options: Any) -> None:
         super().__init__(*given, **options)
         self._groups = groups
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options, group by group."""
         left = {each.name: each for each in self.get_params(ctx) if isinstance(each, click.Option)}
         for heading, names in (*self._groups.items(), ("Other options", " ".join(map(str, left)))):
             found = [left.pop(name, None) for name in names.split()]
@@ -32,12 +34,12 @@ class Grouped(click.Command):
 
 
 def _slack(context: click.Context, option: click.Parameter, text: str | None) -> Any:
-    """Read an option that is one number for all hops, or one for each with commas between them."""
+    """Read an option with one number for all hops, or one for each, separated by commas."""
     return None if text is None else parse_slack(text.split(","))
 
 
 def _replicas(context: click.Context, option: click.Parameter, text: str | None) -> Any:
-    """Read an option that is one number for all stages, or one for each, with commas between."""
+    """Read an option with one number for all stages, or one for each, separated by commas."""
     if text is None:
         return ()
     numbers = [part.strip() for part in text.split(",")]
@@ -49,8 +51,8 @@ def _replicas(context: click.Context, option: click.Parameter, text: str | None)
 
 
 def refuse_too_many(plan: Plan, updates: int, most: int, what: str) -> None:
-    """Refuse to do something for so many actions that it would take hours, or all memory."""
-    # On each stage a forward and a backward, which some schedules cut in two, for a micro-batch.
+    """Refuse more than ``most`` actions, which would take hours, or all memory."""
+    # A forward and a backward for each stage and micro-batch; some schedules cut a backward in two.
     actions = 2 * plan.num_stages * plan.per_update * updates
     if actions > most:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The command ``plan``: which layers go on which workers, by a profile of the model."""
+"""The command ``plan``: assigns layers to workers by a profile of the model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from pipedream_rt.simulation.costs import rate, seconds, size
 
 
 def _several(read: Any) -> Any:
-    """Return what reads an option of one value, or of several with commas between them."""
+    """Return a reader of an option with one value, or several separated by commas."""
 
     def callback(context: click.Context, option: click.Parameter, text: str | None) -> Any:
         try:
@@ -46,7 +46,7 @@ def _several(read: Any) -> Any:
 
 
 def _workers(context: click.Context, option: click.Parameter, text: str) -> tuple[int, ...]:
-    """Read a number of workers, or those of each level, as ``4x2``."""
+    """Read a number of workers, or one for each level, as ``4x2`` for 2 servers of 4."""
     parts = text.split("x")
     if not all(p.isascii() and p.isdecimal() and len(p) < 5 and int(p) for p in parts):
         raise click.BadParameter(f"give a number, or 4x2 for 2 servers of 4, not {text!r}")
@@ -54,7 +54,7 @@ def _workers(context: click.Context, option: click.Parameter, text: str) -> tupl
 
 
 def _codec(context: click.Context, option: click.Parameter, text: str | None) -> LinkCodec | None:
-    """Read what a codec makes of the bytes, and the time that it takes for 10^6 of them."""
+    """Read the ratio of a codec, and the time that it takes for 10^6 bytes."""
     if text is None:
         return None
     ratio, _, time = text.partition(",")
@@ -203,7 +203,7 @@ def plan(
 
 
 def _refuse_given(cost_model: str, *names: str) -> None:
-    """Refuse options of the runtime's cost model, which another one would ignore."""
+    """Refuse options that only the runtime's own cost model takes into account."""
     context = click.get_current_context()
     for option in context.command.params:
         source = context.get_parameter_source(option.name or "")
@@ -212,7 +212,7 @@ def _refuse_given(cost_model: str, *names: str) -> None:
 
 
 def _each(option: str, values: tuple[Any, ...], count: int, what: str) -> tuple[Any, ...]:
-    """Return a value for each of several things, from one for all or one for each."""
+    """Return ``count`` values, given as one for all or as one for each."""
     if len(values) == 1:
         return values * count
     if len(values) != count:
@@ -250,7 +250,7 @@ def _machines(
 
 
 def _published(cuts: Cuts, asked: Published, as_json: bool) -> str:
-    """Return the answer of a published planner as text or JSON."""
+    """Return the answer of a published planner, as text or JSON."""
     answer = solve(cuts, asked)
     if not as_json:
         return published_text(cuts, asked, answer)

@@ -1,4 +1,4 @@
-"""The command ``profile``: what each layer of a script's model costs, by running the script."""
+"""The command ``profile``: measures the layers of a script's model by running the script."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipedream_rt.errors import ConfigError
 from pipedream_rt.planning import files
 
 _END_TIMEOUT = timedelta(seconds=10)
-"""For the script to end when it is told to; then it is killed."""
+"""For the script to end after SIGTERM; then it is killed."""
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -37,10 +37,10 @@ def profile(output: Path, module: bool, script: str, arguments: tuple[str, ...])
         raise click.BadParameter(f"there is no file {script!r}", param_hint="SCRIPT")
     if not output.absolute().parent.is_dir():
         raise ConfigError(f"the profile cannot be written to {output}: there is no such folder")
-    is_file = output.is_file() or not output.exists()  # what goes to a device is not read again
+    is_file = output.is_file() or not output.exists()  # a device or a pipe cannot be read again
     before = None
     if output.is_file():
-        files.load(output)  # what is no profile is not overwritten
+        files.load(output)  # raises for anything but a profile, which must not be overwritten
         before = output.stat().st_mtime_ns
     named = ["-m", script] if module else [script]
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
@@ -65,7 +65,7 @@ def _run(command: list[str], settings: dict[str, str]) -> int:
     """Run a script to its end; return its exit code, negative for a signal."""
     process = subprocess.Popen(command, env={**os.environ, **settings})
     try:
-        return process.wait()  # as long as the user's script takes
+        return process.wait()  # no deadline: as long as the user's script takes
     except BaseException:
         process.terminate()
         end_processes([process], Deadline(_END_TIMEOUT))

@@ -154,7 +154,7 @@ def _folder(path: str) -> str:
 
 
 def count_of(text: str | None) -> int | None:
-    """Return the number of workers that torchrun's words for it mean; None if nothing was said."""
+    """Return the number of workers that a text in torchrun's form means; None for no text."""
     if text is None or text == "":
         return None
     if text in ("auto", "cpu"):
@@ -167,5 +167,5 @@ def count_of(text: str | None) -> int | None:
 
 
 def _say(line: str) -> None:
-    """Tell the user a line, apart from what the script prints."""
+    """Tell the user a line on standard error, apart from what the script prints."""
     click.echo(line, err=True)

@@ -10,7 +10,7 @@ from pipedream_rt.schedules import RECIPES, check, describe_schedules, plan_name
 from pipedream_rt.schedules.recipes import VERTICAL_SYNC
 
 _MOST_DRAWN = 1_000_000
-"""Actions that a drawing may have; such a line is far wider than any terminal already."""
+"""Actions that a drawing may have. Its lines are far wider than any terminal already."""
 
 
 @click.command()

@@ -33,13 +33,13 @@ from pipedream_rt.schema import printable
 _ADDRESS = re.compile(r"[^/\s]+:\d{1,5}")
 _ADDRESS_LIKE = re.compile(r":\d|://")
 _PATIENCE = timedelta(seconds=60)
-"""For a page to answer, and between two things that it sends."""
+"""For a page to answer, and between two events that it sends."""
 
 _MOST_RUNS = 8
-"""The runs that one page sets side by side: as many as there are kinds of lines."""
+"""Runs that one page shows side by side: as many as there are line styles."""
 
 _LONGEST = 1 << 24
-"""The bytes that an event may have."""
+"""Bytes that an event may have."""
 
 
 @click.command()
@@ -91,7 +91,7 @@ def watch(run: str, web: bool, host: str, port: int, token: str | None) -> None:
 
 
 def _wait_for(folder: Path) -> Following:
-    """Return the reader of a folder; wait until a run is recorded there, if none is."""
+    """Return the reader of a folder, as soon as a run is recorded there."""
     if folder.is_file() or (folder / EVENTS).exists():
         return Following(folder)
     found = ""
@@ -111,7 +111,8 @@ def _wait_for(folder: Path) -> Following:
 
 
 def _serve(following: Following, host: str, port: int, token: str | None) -> None:
-    """Serve the page of a run until Ctrl-C; the run goes before, where both want a core."""
+    """Serve the page of a run until Ctrl-C."""
+    # Idle priority: where both want a core, the run has it.
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     with closing(LivePage(following, host, port, workers_now, token)) as page:
@@ -123,7 +124,7 @@ def _serve(following: Following, host: str, port: int, token: str | None) -> Non
 
 
 def workers_now(begun: Begun) -> list[dict[str, Any]] | None:
-    """Return what the workers of a run do, if its script runs on this machine, as this user."""
+    """Return the status of a run's workers, if its script runs here as this user; else None."""
     try:
         for _, status in running():
             if status["pid"] == begun.pid:
@@ -155,7 +156,7 @@ def _address(run: str, token: str | None) -> str:
 
 
 def _events_of(following: Following) -> Iterator[Event | None]:
-    """Yield the events in a folder as they come; None where there is nothing new."""
+    """Yield the events in a folder as they come, and None when there is nothing new."""
     wait = threading.Event()
     while True:
         yield from following.new()
@@ -164,13 +165,13 @@ def _events_of(following: Following) -> Iterator[Event | None]:
 
 
 def _events_at(address: str) -> Iterator[Event | None]:
-    """Yield the events that a page sends as they come; None where there is nothing new."""
+    """Yield the events that a page sends as they come, and None when there is nothing new."""
     parts, seconds = urlsplit(address), _PATIENCE.total_seconds()
     kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
     try:
         with closing(kind(parts.netloc, timeout=seconds)) as connection:
             connection.request("GET", f"{parts.path}?{parts.query}")
-            # The timeout is one for each byte of the head; this is one for all of it.
+            # The connection's timeout is for each read; this one is for the whole head.
             late = threading.Timer(seconds, connection.sock.shutdown, (socket.SHUT_RDWR,))
             late.start()
             try:
@@ -213,14 +214,14 @@ def _events_in(answer: HTTPResponse, where: str) -> Iterator[Event | None]:
 
 
 def _show(events: Iterator[Event | None]) -> None:
-    """Show a run until it ends."""
+    """Show a run in the terminal until it ends."""
     from rich.console import Console
     from rich.live import Live
 
     from pipedream_rt.observers.terminal import view_of
 
     record, console = RunRecord(), Console()
-    first = next(events, None)  # an error comes before anything is shown
+    first = next(events, None)  # so that an error is raised before anything is shown
 
     def view() -> Any:
         begun = record.begun

@@ -18,11 +18,11 @@ from pipedream_rt.simulation.predict import fit, regrouped
 from pipedream_rt.simulation.simulator import simulate as simulate_run
 
 _MOST_SIMULATED = 100_000_000
-"""Actions that may be simulated, which takes some six minutes and 6 GiB."""
+"""Actions that may be simulated. So many take about six minutes and 6 GiB."""
 
 
 def _several(context: click.Context, option: click.Parameter, text: str | None) -> Any:
-    """Read an option that takes one value, or one for each stage with commas between them."""
+    """Read an option with one value, or with comma-separated values, one for each stage."""
     return None if text is None else text.split(",")
 
 
@@ -117,7 +117,7 @@ def simulate(
             raise ConfigError(
                 "--compare goes with none of --replay, --output and replicas, those of a trace too"
             )
-        numbers["slack"] = slack or 0  # the slack of a trace is for its own schedule alone
+        numbers["slack"] = slack or 0  # the slack of a trace is for its own schedule only
         before = trace.plan.shape if trace else Shape(workers=numbers["num_stages"])
         click.echo(_comparison(compare.split(","), numbers, costs, before, updates, credits))
         return
@@ -147,7 +147,7 @@ def simulate(
 def _slack_of(
     given: int | tuple[int, ...] | None, trace: Trace | None, schedule: str, stages: int | None
 ) -> int | tuple[int, ...]:
-    """Return the slack to simulate: as given, or as the trace's run of the same schedule had it."""
+    """Return the slack to simulate: as given; else that of the trace, for the same schedule."""
     if given is not None:
         return given
     same = trace is not None and trace.plan.name == schedule and stages is None
@@ -155,7 +155,7 @@ def _slack_of(
 
 
 def _costs(path: str | None, trace: Trace | None, given: dict[str, Any]) -> Costs:
-    """Take costs from a file, from a trace or from neither, and change them by options."""
+    """Take costs from a file, a trace or the defaults, and change them by options."""
     if path is not None and trace is not None:
         raise ConfigError("costs come from --costs or from --from-trace, not from both")
     options = {
@@ -207,7 +207,7 @@ def _comparison(
 
 
 def _row(plan: Plan, costs: Costs, updates: int, credits: int | None) -> tuple[str, ...]:
-    """Simulate one schedule; where stages differ, the row has the number of the worst one."""
+    """Simulate one schedule, and return its row. Where stages differ, the worst one counts."""
     refuse_too_many(plan, updates, _MOST_SIMULATED, "a simulation")
     made = simulate_run(plan, costs, updates * plan.per_update, credits=credits)
     summary = summarize(made)

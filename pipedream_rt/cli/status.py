@@ -37,7 +37,7 @@ def status(interval: float, as_json: bool) -> None:
         try:
             now = ask(path)
         except (OSError, ValueError):
-            continue  # it has ended meanwhile
+            continue  # the pipeline has ended meanwhile
         click.echo(_described(before, now))
 
 
@@ -50,7 +50,7 @@ def _described(before: Status, now: Status) -> str:
         f"{now['restarts']} restarts; micro-batch {now['losses']} done, {now['fed']} fed, "
         f"{rate:.3g} micro-batches/s"
     )
-    # A terminal that is wide shows more of what a worker does; a file all of it.
+    # A wide terminal shows more of what a worker does; a file shows all of it.
     room = max(60, shutil.get_terminal_size().columns - 60) if sys.stdout.isatty() else 300
     rows = [WORKER_HEAD, *worker_rows(now["workers"], room)]
     return f"{head}\n{table(rows)}"

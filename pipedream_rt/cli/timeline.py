@@ -1,4 +1,4 @@
-"""The command ``timeline``: sums a trace up, draws it and predicts. It starts no process."""
+"""The command ``timeline``: summarizes a trace, draws it and predicts. It starts no process."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def drawn(
     end: float | None = None,
     width: int | None = None,
 ) -> str:
-    """Draw a trace as text."""
+    """Draw a trace, from ``begin`` to ``end`` seconds, as text of ``width`` columns."""
     view = drawings.window(trace, begin, end)
     return drawings.text(trace, view, width or shutil.get_terminal_size((100, 24)).columns)
 
@@ -95,7 +95,7 @@ def _predictions(trace: Trace, changes: list[dict[str, Any]], texts: tuple[str, 
 
 
 def _numbers(trace: Trace) -> tuple[str, ...]:
-    """Mean bubble, most versions of a stage, most staleness and number of workers, as texts."""
+    """Return mean bubble, highest versions and staleness, and number of workers, as texts."""
     summary = summarize(trace)
     return (
         f"{sum(summary.bubble) / len(summary.bubble):.1%}",
@@ -106,7 +106,6 @@ def _numbers(trace: Trace) -> tuple[str, ...]:
 
 
 def write_drawing(path: str, text: str) -> None:
-    """Write a drawing into a file."""
     try:
         write_file(path, text.encode())
     except OSError as error:

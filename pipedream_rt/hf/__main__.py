@@ -1,4 +1,4 @@
-"""``python -m pipedream_rt.hf``: what holds over a pipeline with the transformers installed."""
+"""``python -m pipedream_rt.hf``: prints what the installed Trainer can do over a pipeline."""
 
 from __future__ import annotations
 

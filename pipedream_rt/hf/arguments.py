@@ -1,4 +1,4 @@
-"""What `transformers.TrainingArguments` say, as options of a pipeline; what they may not say."""
+"""Translates `transformers.TrainingArguments` into options of a pipeline, and refuses the rest."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _REFUSED: tuple[tuple[str, Callable[[Any], object], str], ...] = (
         "it steps inside of a backward, and a stage steps once for each mini-batch",
     ),
 )  # fmt: skip
-"""Arguments that cannot be done: the name, whether it is asked for, and why not."""
+"""Arguments that a pipeline cannot honour: name, whether it is asked for, and why not."""
 
 OTHER: Mapping[str, str] = {
     "gradient_accumulation_steps": "each accumulated batch is cut into its share of "
@@ -88,7 +88,7 @@ OTHER: Mapping[str, str] = {
     "skip_memory_metrics": "the memory is that of the script; `pipe.statistics()` has the stages'",
     "use_cpu": "the stages compute on `devices` of `pipeline=`, or where the model is",
 }
-"""Arguments that mean something else, or something more, over a pipeline; and what."""
+"""Arguments with another, or a further, meaning over a pipeline; and which."""
 
 _NAMES = """
     output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate
@@ -116,11 +116,14 @@ _NAMES = """
     include_inputs_for_metrics include_tokens_per_second split_batches dispatch_batches
 """
 _KNOWN = frozenset(_NAMES.split())
-"""Arguments of transformers 5 that are the Trainer's own matter, or mean the same."""
+"""Arguments of transformers 5 that concern only the Trainer itself, or mean the same."""
 
 
 def known_arguments() -> dict[str, tuple[str, str]]:
-    """Return what becomes of each argument of the transformers that is installed."""
+    """Return what becomes of each argument of the installed transformers, by name.
+
+    That is ``"same"``, ``"other"``, ``"refused"`` or ``"unknown"``, and an explanation.
+    """
     refused = {name.split()[0]: reason for name, _, reason in _REFUSED}
     found = {}
     for each in fields(TrainingArguments):
@@ -137,7 +140,7 @@ def known_arguments() -> dict[str, tuple[str, str]]:
 
 
 def refuse_arguments(args: Any, given: Mapping[str, Any]) -> None:
-    """Refuse what a pipeline cannot do, by name."""
+    """Refuse arguments that a pipeline cannot honour; ``given`` are the options of the pipeline."""
     for name, holds, reason in _REFUSED:
         if holds(args):
             raise ConfigError(f"PipelineTrainer cannot do {name}: {reason}")
@@ -158,20 +161,20 @@ def refuse_arguments(args: Any, given: Mapping[str, Any]) -> None:
 
 
 def asked_of(args: Any) -> tuple[Any, ...]:
-    """Return the arguments of which `options_of` makes something, to see whether they change."""
+    """Return the arguments that `options_of` reads, to see whether they have changed."""
     names = ("max_grad_norm", "bf16", "torch_compile", "logging_nan_inf_filter")
     return *(getattr(args, name) for name in names), _recomputes(args)
 
 
 def _recomputes(args: Any) -> bool:
-    """Whether activations are to be computed again, by the name that the installed version has."""
+    """Whether activations are recomputed. The argument's name depends on the version."""
     return bool(getattr(args, "activation_checkpointing", args.gradient_checkpointing))
 
 
 def options_of(args: Any, given: Mapping[str, Any], weigh: Callable[..., Any]) -> dict[str, Any]:
-    """Return the options of a pipeline that arguments mean; those that were given win."""
+    """Return the options of a pipeline that arguments mean. Those in ``given`` win."""
     training: dict[str, Any] = {} if "loss_fn" in given else {"weigh": weigh}
-    # A norm that clips nothing is in the logs as well.
+    # Infinite where nothing is clipped, so that the norm is still computed for the logs.
     largest = args.max_grad_norm
     training["clip"] = Clip(norm=largest if largest and largest > 0 else math.inf)
     if args.bf16:

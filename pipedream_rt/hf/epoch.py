@@ -1,11 +1,11 @@
 """The updates of an epoch of a Trainer, over a pipeline.
 
-It is ``Trainer._run_epoch`` of transformers with one difference: where an update is computed there,
-it is injected here, and its loss comes later. What does not need the loss happens at the injection,
-in the Trainer's order: so callbacks see the step, the rates and, if they look, the weights of then,
-and a run that is stopped at a step ends with that step. What needs the loss, the log, is written
-when the loss and the norm of the gradients are there. Before an evaluation or a checkpoint, and in
-schedules that flush before a log too, everything is awaited.
+It is ``Trainer._run_epoch`` of transformers with one difference: an update is only injected here,
+and its loss comes later. What does not need the loss happens at the injection, in the Trainer's
+order. So callbacks see the step, the rates and, if they look, the weights of that moment, and a run
+that is stopped at a step ends with that step. A log is written when its loss and its gradient norm
+have arrived. Before an evaluation or a checkpoint everything is awaited; in schedules that flush
+also before a log.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 _BEFORE_THE_STEP = ("on_substep_end", "on_pre_optimizer_step")
 _WITH_GRADIENTS = (*_BEFORE_THE_STEP, "on_optimizer_step")
-"""Events in which a plain Trainer has gradients; in the first of them, weights before the step."""
+"""Events in which a plain Trainer has gradients; in the first two, weights before the step."""
 
 EVENTS = {
     **dict.fromkeys(_BEFORE_THE_STEP, "reading gradients, and changing weights, is refused"),
@@ -37,21 +37,23 @@ EVENTS = {
     "on_log": "in asynchronous schedules some steps later, with `global_step` and `epoch` of the "
     "step of which it tells, as soon as loss and norm are there",
 }
-"""What is other in an event than in a plain Trainer."""
+"""How events differ from those of a plain Trainer."""
 
 _BY_METRICS = (
     torch.optim.lr_scheduler.ReduceLROnPlateau,
     getattr(transformers.optimization, "GreedyLR", torch.optim.lr_scheduler.ReduceLROnPlateau),
 )
-"""Schedulers that evaluations step."""
+"""Schedulers that are stepped by the metrics of evaluations, not after each update."""
 
 
 @dataclass(slots=True)
 class _Log:
-    """A log that waits for what is to be written.
+    """A log that waits for its loss and its norm.
 
     Attributes:
-        loss: The sum of the losses since the log before, once they are there.
+        step: The Trainer's ``global_step`` that it is about.
+        state: Values of the Trainer's state at that step.
+        loss: The sum of the losses since the previous log, when they have arrived.
     """
 
     step: int
@@ -62,10 +64,11 @@ class _Log:
 
 @dataclass(slots=True)
 class _Injected:
-    """A mini-batch on its way.
+    """A mini-batch in flight.
 
     Attributes:
-        since: The number of mini-batches since the last log, this one too.
+        factor: Divisor of the loss of each of its parts.
+        since: The number of mini-batches since the last log, including this one.
         log: The log that is due after it.
     """
 
@@ -81,11 +84,11 @@ class Updates:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._on_way: deque[_Injected] = deque()
-        self._logs: deque[_Log] = deque()
+        self._logs: deque[_Log] = deque()  # they have their losses, and wait for their norms
         self._logged = trainer.state.global_step
         self._rate: float | None = None
-        self._of_norm, self._norm = -1, None
-        # Whether a method that the Trainer calls at each step is somebody's own.
+        self._of_norm, self._norm = -1, None  # the step of a norm, and the norm
+        # Whether a method that the Trainer calls at each step is overridden.
         names, cls = ("_maybe_log_save_evaluate", "_get_grad_norm"), type(trainer)
         self._watched = any(getattr(cls, name) is not getattr(Trainer, name) for name in names)
 
@@ -99,7 +102,12 @@ class Updates:
         resumed: str | None,
         skipped: int,
     ) -> None:
-        """Train on a loader once."""
+        """Train on a loader once.
+
+        The loader yields parts of mini-batches: ``steps_in_epoch`` counts parts, ``updates`` counts
+        mini-batches, and ``skipped`` parts were trained on before ``resumed``, the checkpoint.
+        ``asked`` has what logs and evaluations need.
+        """
         trainer, args = self._trainer, self._trainer.args
         each, step, first, states = args.gradient_accumulation_steps, -1, 0, False
         if resumed is not None:
@@ -115,7 +123,7 @@ class Updates:
             count = each if update != updates - 1 else rest
             parts, number = trainer.get_batch_samples(items, count, args.device)
             trainer.current_gradient_accumulation_steps = len(parts)
-            if states:  # only now, since the parts that were skipped have drawn numbers too
+            if states:  # only now, since skipping parts draws random numbers too
                 trainer._load_rng_state(resumed)
                 states = False
             if not parts:
@@ -141,7 +149,7 @@ class Updates:
     def _update(
         self, parts: Sequence[Any], number: Any, whole: bool, epoch: float, asked: Mapping[str, Any]
     ) -> None:
-        """Inject a mini-batch, in the Trainer's order of things."""
+        """Inject a mini-batch, with the events in the Trainer's order."""
         trainer, state = self._trainer, self._trainer.state
         for i, inputs in enumerate(parts):
             if i == 0:
@@ -175,7 +183,7 @@ class Updates:
         self._come_or_wait(self._rate, asked)
 
     def _event(self, name: str) -> TrainerControl:
-        """Let the callbacks know of something."""
+        """Call the callbacks for an event."""
         trainer, theirs = self._trainer, getattr(TrainerCallback, name)
         handler, live = trainer.callback_handler, trainer._live
         looks = name in _WITH_GRADIENTS and any(
@@ -191,7 +199,7 @@ class Updates:
     # -- results --------------------------------------------------------------------------------
 
     def _come_or_wait(self, rate: float, asked: Mapping[str, Any]) -> None:
-        """Take the results that have come; or all of them, where the control asks for more."""
+        """Take the results that have arrived; or await all, if an evaluation or a save is due."""
         trainer, control = self._trainer, self._trainer.control
         logs = control.should_log and trainer.state.global_step > self._logged
         waits = control.should_evaluate or control.should_save
@@ -210,19 +218,20 @@ class Updates:
             self._log_save_evaluate(asked)
 
     def await_all(self, asked: Mapping[str, Any]) -> None:
-        """Wait for everything that is on its way, and write the logs of it."""
+        """Wait for everything in flight, and write its logs."""
         while self._on_way:
             self._take()
         self._write(asked, wait=True)
 
     def _take(self) -> None:
-        """Wait for the oldest result, and add its losses up as the Trainer does."""
+        """Wait for the oldest result, and add up its losses as the Trainer does."""
         trainer, injected = self._trainer, self._on_way.popleft()
         with trainer._live.lock:
             result, share = injected.pending.result(), 1 / injected.factor
         shares = [each for each in injected.pending.shares if each]
         for loss, of_loss in zip(result.losses, shares, strict=True):
             value = torch.tensor(loss)
+            # A division, as the Trainer has it, rounds differently from a multiplication.
             value = value / injected.factor if of_loss == share else value * of_loss
             if trainer.args.logging_nan_inf_filter and not torch.isfinite(value):
                 value = trainer._tr_loss / injected.since
@@ -248,7 +257,7 @@ class Updates:
                 self._say(log, norm, asked)
 
     def _say(self, log: _Log, norm: float | None, asked: Mapping[str, Any]) -> None:
-        """Let the Trainer write one log, and nothing else."""
+        """Have the Trainer write one log, but neither evaluate nor save."""
         trainer, control = self._trainer, self._trainer.control
         others = control.should_evaluate, control.should_save
         control.should_log, control.should_evaluate, control.should_save = True, False, False
@@ -258,7 +267,7 @@ class Updates:
         control.should_save |= others[1]
 
     def _log_save_evaluate(self, asked: Mapping[str, Any]) -> None:
-        """Let the Trainer log, evaluate and save what the control says."""
+        """Have the Trainer log, evaluate and save as its control says."""
         trainer, step = self._trainer, self._trainer.state.global_step
         logs = trainer.control.should_log and step > self._logged
         if self._of_norm != step and (logs or (self._watched and trainer.pipe.plan.flushes)):
@@ -270,7 +279,7 @@ class Updates:
         self._let(trainer._tr_loss, norm, self._rate, asked)
 
     def _let(self, loss: Any, norm: Any, rate: float | None, asked: Mapping[str, Any]) -> None:
-        """Call the Trainer's method that logs, evaluates and saves."""
+        """Call the Trainer's method for logs, evaluations and checkpoints."""
         trainer = self._trainer
         trainer._maybe_log_save_evaluate(
             loss,
@@ -291,14 +300,14 @@ class Updates:
             return self._trainer._get_grad_norm(self._trainer.model, grad_norm=torch.tensor(norm))
 
     def _state(self) -> dict[str, Any]:
-        """Return what the state of the Trainer has now, of what a log tells."""
+        """Return the values of the Trainer's state that go into a log."""
         state = self._trainer.state
         names = ("global_step", "epoch", "num_input_tokens_seen")
         return {name: getattr(state, name) for name in names}
 
     @contextmanager
     def _as_of(self, log: _Log) -> Iterator[None]:
-        """Let the state of the Trainer be that of a log while the body runs."""
+        """Put the state of a log into the Trainer while the body runs."""
         state, now = self._trainer.state, self._state()
         for name, value in log.state.items():
             setattr(state, name, value)
@@ -310,7 +319,7 @@ class Updates:
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:
-    """Tell a loader, and a sampler inside of accelerate's wrapper, the number of the epoch."""
+    """Set the epoch of a loader, and of the sampler inside accelerate's wrapper."""
     inner = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)
     for each in (loader, inner):
         if (told := getattr(each, "set_epoch", None)) is not None:

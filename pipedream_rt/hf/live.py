@@ -1,10 +1,9 @@
 """A model whose newest weights are on the stages, and are fetched when somebody reads them.
 
-Callbacks, metrics and own methods of a Trainer read ``trainer.model`` whenever they like, and most
-never do. So while its weights are old, each of its parameters and buffers has a class of its own,
-to which torch says what is to be done with it (``__torch_function__``). What only asks for a shape,
-a dtype or a device is answered; anything else fetches all weights first, and gives the tensors
-their classes back.
+Callbacks, metrics and overridden methods of a Trainer may read ``trainer.model`` at any time, and
+most never do. So while its weights are old, its parameters and buffers have a class whose
+``__torch_function__`` torch calls for whatever is done with them. Shape, dtype and device are
+answered at once. Anything else first fetches all weights, and gives the tensors their classes back.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _OF_NO_VALUES = frozenset(
     Tensor.is_complex, Tensor.nelement, Tensor.numel, Tensor.size, Tensor.stride,
     torch.is_complex, torch.is_floating_point, torch.numel,
 }  # fmt: skip
-"""What can be asked of a tensor without a look at its values."""
+"""Functions of a tensor that do not read its values."""
 
 _GRADIENT = getattr(Tensor, "grad").__get__  # noqa: B009 - a descriptor, which mypy takes for a value
 _SET_GRADIENT = getattr(Tensor, "grad").__set__  # noqa: B009
@@ -47,21 +46,26 @@ _HOOKS = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook}
 
 
 class LiveModel:
-    """A model that is up to date when it is read."""
+    """A model that is up to date when it is read.
+
+    Attributes:
+        is_old: Whether the stages may have newer weights than the model.
+        lock: Held while weights are fetched, and while the stages are given something.
+    """
 
     def __init__(self, model: nn.Module, fetch: Callable[[], Mapping[str, Any] | None]) -> None:
-        self.model, self._fetch = model, fetch
+        self.model, self._fetch = model, fetch  # `fetch` returns None if the weights are lost
         self.is_old = self._gradients_wanted = False
         self._named = dict(_named(model))
         self._tensors = list({id(t): t for t in self._named.values()}.values())
         self._structure = self._walk()
-        self._before: list[type] = []
+        self._before: list[type] = []  # the tensors' own classes, while they are watched
         self._classes: dict[type, type] = {}
         self.lock, self._own = threading.RLock(), threading.local()
-        self._known: dict[str, str] = {}
+        self._known: dict[str, str] = {}  # digests of what the stages have; empty if not known
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy has: neither locks nor classes, and up-to-date weights."""
+        """Return the state of a copy: up-to-date weights, and no locks or classes."""
         self.refresh()
         return {**vars(self), "lock": None, "_own": None, "_classes": {}}
 
@@ -71,12 +75,12 @@ class LiveModel:
         self.lock, self._own = threading.RLock(), threading.local()
 
     def grow_old(self) -> None:
-        """Take the weights for old from now on."""
+        """Treat the weights as old from now on."""
         self.is_old, self._known = True, {}
         self._watch()
 
     def refresh(self) -> None:
-        """Give the model the weights of now, if it has others."""
+        """Fetch the current weights, if the model is old."""
         with self.lock:
             self._unwatch()
             if not self.is_old:
@@ -108,9 +112,9 @@ class LiveModel:
                     tensor.copy_(found[name])
 
     def changed(self) -> set[str]:
-        """Return the names of what the script has changed since the stages had the same.
+        """Return the names of values that the script has changed since model and stages agreed.
 
-        It is known of weights that were fetched, and behind `note`.
+        Empty unless they have agreed, which `refresh` and `note` establish.
         """
         if not self._known:
             return set()
@@ -118,20 +122,20 @@ class LiveModel:
         return {name for name, digest in now.items() if self._known.get(name) != digest}
 
     def note(self) -> None:
-        """Note that the stages have the weights that the model has, if it is not old."""
+        """Note that the stages have the weights of the model, unless it is old."""
         if not self.is_old:
             self._known = self._digests()
 
     def digest(self) -> str:
-        """Return a number for all weights and buffers that the model has."""
+        """Return a fingerprint of all weights and buffers that the model has."""
         return total(self._digests().values())
 
     def has_other_layers(self) -> bool:
-        """Whether the script has put other layers, tensors or hooks into the model."""
+        """Whether the script has replaced layers, tensors or hooks of the model."""
         return self._walk() != self._structure
 
     def signature(self) -> list[Any]:
-        """Return what the stages are made for, of the tensors: dtypes, what is trained, hooks."""
+        """Return the properties of the tensors that stages are built for: dtype, trained, hooks."""
         with self.unread():
             return [
                 (name, id(t), t.dtype, t.requires_grad, _ids(t._backward_hooks))
@@ -140,7 +144,7 @@ class LiveModel:
 
     def gradient(self) -> str:
         """Return the name of a parameter that has a gradient; empty for none."""
-        if self.is_old:  # then nobody could have set one
+        if self.is_old:  # then setting one was refused
             return ""
         found = (name for name, p in self.model.named_parameters() if p.grad is not None)
         return next(found, "")
@@ -154,7 +158,7 @@ class LiveModel:
 
     @contextmanager
     def unread(self) -> Iterator[None]:
-        """Let this thread read old weights while the body runs."""
+        """Let this thread read old weights, without a fetch, while the body runs."""
         before, self._own.reads = getattr(self._own, "reads", False), True
         try:
             yield
@@ -163,7 +167,7 @@ class LiveModel:
 
     @contextmanager
     def with_gradients(self, before_step: str = "") -> Iterator[None]:
-        """Refuse to read gradients while the body runs."""
+        """Refuse reading gradients while the body runs, and changing weights in ``before_step``."""
         before = self._digests() if before_step and not self.is_old else {}
         self._gradients_wanted = True
         self._watch()
@@ -180,7 +184,7 @@ class LiveModel:
             )
 
     def _digests(self) -> dict[str, str]:
-        """Return a number for each of the weights, buffers and extra states."""
+        """Return a fingerprint of each weight, buffer and extra state, by name."""
         with self.unread(), torch.no_grad():
             values = {name: t.detach() for name, t in _named(self.model)}
             extra = {
@@ -191,7 +195,7 @@ class LiveModel:
             return {n: fingerprint({n: value}) for n, value in {**values, **extra}.items()}
 
     def _watch(self) -> None:
-        """Be told of whatever is done with the tensors."""
+        """Have `_called` called for whatever is done with the tensors."""
         if not self._before:
             self._before = [type(tensor) for tensor in self._tensors]
             for tensor in self._tensors:
@@ -204,13 +208,13 @@ class LiveModel:
         self._before = []
 
     def _class(self, base: type) -> type:
-        """Return a class whose tensors tell of whatever is done with them."""
+        """Return a subclass of ``base`` that has `_called` called for whatever is done with it."""
 
         def called(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return self._called(func, args, kwargs or {})
 
         def copied(tensor: Tensor, memo: dict[int, Any]) -> Any:
-            self.refresh()  # or Parameter.__deepcopy__ makes another one of this class
+            self.refresh()  # else Parameter.__deepcopy__ makes a copy of this class
             return copy.deepcopy(tensor, memo)
 
         if base not in self._classes:
@@ -223,7 +227,7 @@ class LiveModel:
         return self._classes[base]
 
     def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Do something with a tensor, whose weights are fetched first if they are read."""
+        """Call a function of a tensor; fetch the weights first if it reads them."""
         if func == _GRADIENT and self._gradients_wanted:
             raise ConfigError(
                 "the gradients of a pipeline are on its stages. Their norm is grad_norm in the "
@@ -248,18 +252,17 @@ class LiveModel:
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield all parameters and buffers, by name."""
+    """Yield all parameters and buffers with their names."""
     yield from model.named_parameters()
     yield from model.named_buffers()
 
 
 def _ids(values: Mapping[Any, Any] | None) -> tuple[int, ...]:
-    """Return the ids of some values."""
     return tuple(map(id, (values or {}).values()))
 
 
 def _hooks_of(module: nn.Module) -> Iterator[tuple[int, ...]]:
-    """Yield the ids of the hooks of a layer, of each kind."""
+    """Yield the ids of the hooks of a layer, for each kind of hooks."""
     for name, value in vars(module).items():
         if name.endswith("_hooks") and isinstance(value, Mapping) and value:
             yield _ids(value)

@@ -1,4 +1,4 @@
-"""Which methods of a Trainer a subclass may have of its own over a pipeline."""
+"""Which methods of a Trainer a subclass may override over a pipeline."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NEVER_CALLED: Mapping[str, str] = {
     "_wrap_model": _MESH,
     "hyperparameter_search": "make a PipelineTrainer for each trial",
 }
-"""Methods that a pipeline does not call, so nobody may rely on an own one; and what to do."""
+"""Methods that a pipeline does not call, so overriding them is refused; and what to do instead."""
 
 REPLACED: Mapping[str, tuple[str, ...]] = {
     "_run_epoch": (
@@ -50,7 +50,7 @@ REPLACED: Mapping[str, tuple[str, ...]] = {
         "start_time", "learning_rate",
     ),
 }  # fmt: skip
-"""Methods that the pipeline has others for, or calls, with the arguments that are known."""
+"""Methods that the pipeline overrides or calls, with the parameters that it expects."""
 
 _OTHERS = """
     __init__ _build_accelerator_args _determine_best_metric _evaluate _finalize_training
@@ -72,11 +72,14 @@ _OTHERS = """
     save_state set_initial_training_values store_flos train
 """
 SAME = frozenset(_OTHERS.split())
-"""Methods that transformers calls over a pipeline when and as it calls them otherwise."""
+"""Methods that transformers calls over a pipeline just as without one."""
 
 
 def problems_of(cls: type, mixin: type, own: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the methods of a trainer that a pipeline could not take into account, and why."""
+    """Yield the methods of a trainer that a pipeline could not take into account, and why.
+
+    ``mixin`` is `PipelineMixin`, and ``own`` are the attributes of the trainer object itself.
+    """
     for name, known in REPLACED.items():
         there = getattr(Trainer, name, None)
         found = () if there is None else tuple(inspect.signature(there).parameters)

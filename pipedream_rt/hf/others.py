@@ -1,4 +1,4 @@
-"""Trainers that others have written over `transformers.Trainer`, and were tried over a pipeline."""
+"""Trainers of other libraries that were tried over a pipeline (trl, sentence-transformers)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class Understood:
-    """What has to be known of a class whose ``compute_loss`` or ``training_step`` is its own.
+    """What has to be known of a class with its own ``compute_loss`` or ``training_step``.
 
     Attributes:
-        module: Returns the module that is trained, of a trainer; None for its model.
-        unless: Returns why a trainer cannot be done; empty if it can.
+        other: What differs from a run without a pipeline, for people.
+        tells: Arguments that the model gets beside the mini-batch.
+        module: Returns the module to train, given a trainer; None for the trainer's model.
+        unless: Returns why a trainer cannot run over a pipeline; empty if it can.
     """
 
     other: str
@@ -27,14 +29,16 @@ class Understood:
 
 
 class SentenceLoss(nn.Module):
-    """A loss of sentence-transformers, which calls its model itself, as a model with a loss."""
+    """Wraps a loss of sentence-transformers, which calls its model itself, as a model with a loss.
+
+    ``collect`` returns features and labels of a mini-batch.
+    """
 
     def __init__(self, loss: nn.Module, collect: Callable[[Mapping[str, Any]], Any]) -> None:
         super().__init__()
         self.loss, self._collect = loss, collect
 
     def forward(self, **inputs: Any) -> dict[str, Tensor]:
-        """Return the loss of a mini-batch."""
         found = self.loss(*self._collect(inputs))
         parts = list(found.values()) if isinstance(found, dict) else []
         return {"loss": torch.stack(parts).sum() if parts else found}
@@ -43,21 +47,22 @@ class SentenceLoss(nn.Module):
 def _sentence_loss(trainer: Any) -> nn.Module:
     """Return the loss of a trainer of sentence-transformers, around its model."""
     collect, model = type(trainer).collect_features, trainer.model
-    # The model keeps logs of the run for its card, and what a forward may read must not change.
+    # The model writes logs of the run into its card, but what a forward may read must not change.
     quiet = copy.copy(model)
     quiet.model_card_data = None
+    # The copy of the loss keeps the trainer's own parameters and buffers.
     same = {id(t): t for t in (*trainer.loss.parameters(), *trainer.loss.buffers())}
     loss = copy.deepcopy(trainer.loss, {**same, id(model): quiet})
     return SentenceLoss(loss, lambda inputs: collect(None, inputs))
 
 
 def _several_losses(trainer: Any) -> str:
-    """Say so if a trainer of sentence-transformers has a loss for each of several datasets."""
+    """Return a reason if a trainer of sentence-transformers has a loss for each dataset."""
     return "a loss for each dataset" if isinstance(trainer.loss, dict) else ""
 
 
 def _other_losses(trainer: Any) -> str:
-    """Say so if an SFTTrainer has another loss than the likelihood."""
+    """Return a reason if an SFTTrainer has another loss than the likelihood."""
     if trainer.args.loss_type != "nll":
         return f"loss_type={trainer.args.loss_type!r}; 'nll' can be done"
     return "the auxiliary loss of a mixture of experts" if trainer.aux_loss_enabled else ""
@@ -77,7 +82,7 @@ UNDERSTOOD: Mapping[str, Understood] = {
         unless=_several_losses,
     ),
 }
-"""By the full name of a class."""
+"""By the full name of the class."""
 
 
 def understood(cls: type) -> Understood | None:

@@ -1,10 +1,10 @@
 """`transformers.Trainer` over a pipeline.
 
-The Trainer is transformers' own: it makes the loader, the optimizer, the schedule of the learning
-rate, the logs and the checkpoints, and calls callbacks and own methods. What is another here is the
-computing: the updates of an epoch (`epoch.py`), a step of an evaluation, what a checkpoint has of
-weights and optimizer. And ``trainer.model`` has old weights while the stages train, so it fetches
-the new ones when somebody reads them (`live.py`).
+The Trainer of transformers still makes the loader, the optimizer, the learning-rate schedule, the
+logs and the checkpoints, and calls callbacks and overridden methods. Only the computing differs:
+the updates of an epoch (`epoch.py`), a step of an evaluation, and the weights and optimizer in a
+checkpoint. ``trainer.model`` has old weights while the stages train, and fetches the new ones when
+somebody reads them (`live.py`).
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ from pipedream_rt.models.undisturbed import kept_outside
 from pipedream_rt.pipeline import Pipeline
 
 STATE = "pipeline"
-"""The folder, in a checkpoint of the Trainer, with the state of the pipeline."""
+"""The folder with the state of the pipeline, in a checkpoint of the Trainer."""
 
 GROUPS = "pipeline_groups.pt"
-"""The file, beside it, with the hyper-parameters of the optimizer, which callbacks read at once."""
+"""The file beside it with the optimizer's hyper-parameters, since callbacks read them at once."""
 
 
 class _Resume(NamedTuple):
-    """A state of a pipeline that is loaded as soon as there is one.
+    """A saved state that the next pipeline will load.
 
     Attributes:
-        weights: The number of the weights that the script's model had when it was asked for.
+        weights: Digest of the script's model when the resume was asked for.
+        groups: Whether the optimizer has its hyper-parameters already.
     """
 
     folder: Path
@@ -56,13 +57,13 @@ class _Resume(NamedTuple):
 
 
 class PipelineMixin(Trainer):
-    """What makes a class of Trainers train by a pipeline.
+    """Makes a Trainer class train by a pipeline.
 
-    It stands before a Trainer that somebody else has written::
+    It comes before a Trainer that somebody else has written::
 
         class PipelineSeq2SeqTrainer(PipelineMixin, Seq2SeqTrainer): ...
 
-    `PipelineTrainer` is it over `transformers.Trainer` itself, and says what it takes.
+    `PipelineTrainer` is this over `transformers.Trainer` itself, and documents the arguments.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class PipelineMixin(Trainer):
         arguments = [
             each for each in (*args, *kwargs.values()) if isinstance(each, TrainingArguments)
         ]
-        for each in arguments:  # before transformers has an error of its own for some of them
+        for each in arguments:  # first, since transformers has errors of its own for some
             refuse_arguments(each, self._given)
         self._refuse_methods()
         self._pipe: Pipeline | None = None
@@ -100,12 +101,12 @@ class PipelineMixin(Trainer):
         self._live = LiveModel(self._trained(), self._fetched)
 
     def _refuse_methods(self) -> None:
-        """Refuse own methods that a pipeline cannot take into account."""
+        """Refuse overridden methods that a pipeline cannot take into account."""
         for name, reason in problems_of(type(self), PipelineMixin, vars(self)):
             raise ConfigError(f"PipelineTrainer cannot do {name}: {reason}")
 
     def _refuse(self) -> None:
-        """Refuse what a pipeline cannot do, by name."""
+        """Refuse arguments, methods and models that a pipeline cannot do, by name."""
         refuse_arguments(self.args, self._given)
         self._refuse_methods()
         for each in self._others:
@@ -127,11 +128,11 @@ class PipelineMixin(Trainer):
 
     @property
     def pipe(self) -> Pipeline:
-        """The pipeline. It starts with the first mini-batch, or when it is asked for before.
+        """The pipeline. It starts with the first mini-batch, or when this is read before.
 
         Raises:
-            ConfigError: It has not started, and the dataset is a stream, of which a sample that is
-                looked at would be lost.
+            ConfigError: It has not started, and the dataset is a stream, which would lose the
+                sample that the start needs.
         """
         if self._pipe is not None and self._is_open:
             return self._pipe
@@ -143,19 +144,19 @@ class PipelineMixin(Trainer):
 
     @property
     def _is_open(self) -> bool:
-        """Whether there is a pipeline that has not ended."""
+        """Whether there is an open pipeline."""
         return self._pipe is not None and self._pipe.state.value == "open"
 
     def close(self) -> None:
-        """End the workers. Idempotent; `train`, `evaluate` and `predict` start others.
+        """End the workers. Idempotent; `train`, `evaluate` and `predict` start new ones.
 
-        The model and the optimizer then have what the stages had, and training goes on from there.
+        The model and the optimizer get the state of the stages, and training can go on from there.
         """
         with self._live.lock:
             self._close()
 
     def _close(self) -> None:
-        """End the workers; see `close`."""
+        """End the workers. The caller holds the lock."""
         self._live.refresh()
         pipe, made, self._pipe = self._pipe, self._made, None
         if pipe is None:
@@ -170,10 +171,10 @@ class PipelineMixin(Trainer):
         self._steps += pipe.step
         pipe.close()
         if self._end is not None:
-            self._end.detach()  # or it would keep a pipeline that has ended
+            self._end.detach()  # else it would keep a pipeline that has ended
 
     def _trained(self) -> torch.nn.Module:
-        """Return the module that is trained: the model, or what others have around it."""
+        """Return the module to train: the model, or what another library has around it."""
         model, loss, around = self.model, getattr(self, "loss", None), self._around
         if around is None or around[0] is not model or around[1] is not loss:
             made = [each.module for each in self._others if each.module is not None]
@@ -182,23 +183,27 @@ class PipelineMixin(Trainer):
 
     @property
     def _others(self) -> list[Understood]:
-        """What is known of the classes of others that this one is made of."""
+        """What is known of this class's bases from other libraries."""
         return [each for each in map(understood, type(self).__mro__) if each is not None]
 
     @property
     def _owns_optimizer(self) -> bool:
-        """Whether the Trainer's optimizer is the pipeline's, or what it was made of."""
+        """Whether the Trainer's optimizer is the pipeline's, or the one it was made from."""
         ours = None if self._pipe is None or self._made is None else self._pipe.optimizer
         return self.optimizer is not None and self.optimizer in (ours, self._made)
 
     def _fetched(self) -> Mapping[str, Tensor] | None:
-        """Return the weights of now; None if the workers have ended."""
+        """Return the current weights; None if the workers have ended."""
         return self._pipe.state_dict() if self._pipe is not None and self._is_open else None
 
     def _settled(
         self, example: Mapping[str, Any], looks: bool = True, trains: bool = False
     ) -> Pipeline:
-        """Return the pipeline, whose stages have what the script's model and optimizer have."""
+        """Return a pipeline whose stages agree with the script's model and optimizer.
+
+        ``looks``: whether the script may have changed something since the last call. ``trains``:
+        whether the pipeline trains next, so that the model becomes old.
+        """
         live, resume = self._live, self._resume
         is_ours = self._is_open and live.model is self._trained()
         is_ours = is_ours and (self.optimizer is None or self._owns_optimizer)
@@ -206,7 +211,7 @@ class PipelineMixin(Trainer):
         changed = live.changed() if is_ours and looks else set()
         if is_ours and looks and not live.is_old:
             is_ours = live.signature() == self._made_for
-        # Buffers that are in no state dict travel with a model alone.
+        # Non-persistent buffers are in no state dict: only a new pipeline takes them along.
         if not is_ours or (changed and not changed <= live.model.state_dict().keys()):
             self._open(example, trains)
         elif changed and resume is None:
@@ -219,7 +224,7 @@ class PipelineMixin(Trainer):
         return self._pipe
 
     def _load(self, resume: _Resume) -> None:
-        """Load the state of a pipeline; what the script has changed since then stays."""
+        """Load the state of a pipeline, but keep what the script has changed since then."""
         pipe, live = self._pipe, self._live
         assert pipe is not None
         self._resume = None
@@ -239,26 +244,26 @@ class PipelineMixin(Trainer):
             live.grow_old()
 
     def _push(self) -> None:
-        """Give the stages the weights that the script's model has."""
+        """Give the stages the weights of the script's model."""
         assert self._pipe is not None
         self._pipe.load_state_dict(dict(self._live.model.state_dict()))
 
     def _open(self, example: Mapping[str, Any], trains: bool) -> None:
-        """Start a pipeline with the model and the optimizer that there are."""
+        """Start a pipeline with the present model and optimizer."""
         self.close()
         if self._live.model is not self._trained() and self.optimizer is self._made:
             self.optimizer = None  # it is over the parameters of the other model
         self._made = None
         optimizer: Any = self.optimizer
-        optimizer = getattr(optimizer, "optimizer", optimizer)  # out of what accelerate makes
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # out of accelerate's wrapper
         self._live = live = LiveModel(self._trained(), self._fetched)
         if not trains and not any(p.requires_grad for p in live.model.parameters()):
             optimizer = None
         given = options_of(self.args, self._given, self._weight_of)
-        # A further pipeline goes on with other random numbers than the first began with.
+        # A later pipeline must not repeat the random numbers of the first.
         options = {"seed": self.args.seed + self._steps, **given}
         modes = [(module, module.training) for module in live.model.modules()]
-        live.model.train()  # an evaluation may have set other modes than those of training
+        live.model.train()  # an evaluation may have left eval mode
         try:
             pipe = Pipeline(live.model, example=dict(example), optimizer=optimizer, **options)
         finally:
@@ -273,16 +278,16 @@ class PipelineMixin(Trainer):
                 named = [p for p in mine["params"] if p.requires_grad]
                 group["params"] = named if len(named) == len(group["params"]) else group["params"]
             optimizer.param_groups = pipe.optimizer.param_groups
-            optimizer._opt_called = True  # or schedulers warn of an order that is kept
+            optimizer._opt_called = True  # else schedulers warn that they step before it
             self.optimizer = self.callback_handler.optimizer = pipe.optimizer
 
     def _weight_of(self, batch: Mapping[str, Any]) -> Any:
-        """Return what a micro-batch weighs: the labels that the Trainer counts."""
+        """Return the weight of a micro-batch: the number of labels that the Trainer counts."""
         found = self._get_num_items_in_batch([batch], torch.device("cpu"))
         return samples_in(batch) if found is None else found
 
     def _fed(self, inputs: Mapping[str, Any], number: Any) -> dict[str, Any]:
-        """Return a part of a mini-batch as the stages take it."""
+        """Return a part of a mini-batch for the stages; ``number`` is the weight of the whole."""
         own = type(self)._prepare_inputs, type(self)._prepare_input
         if own != (Trainer._prepare_inputs, Trainer._prepare_input):
             inputs = self._prepare_inputs(dict(inputs))
@@ -297,7 +302,7 @@ class PipelineMixin(Trainer):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[Any, Any]:
-        """Make optimizer and schedule, and note from what to go on."""
+        """Make optimizer and schedule, and note the checkpoint to go on from."""
         self._refuse()
         if self._live.model is not self._trained() and self._owns_optimizer:
             self.close()
@@ -308,23 +313,23 @@ class PipelineMixin(Trainer):
         if self._owns_optimizer:
             self.optimizer = self._made
         optimizer: Any = self.optimizer
-        self._resume = None if optimizer is None else self._resume  # it was of another one
+        self._resume = None if optimizer is None else self._resume  # that of another optimizer
         self.create_optimizer()
         optimizer = self.optimizer
-        refuse_patched_step(optimizer)  # of which a scheduler of torch has a raw error
+        refuse_patched_step(optimizer)  # first, since torch's scheduler would fail obscurely
         self.create_scheduler(num_training_steps=max_steps)
         if resume_from_checkpoint is not None:
             self._go_on_from(resume_from_checkpoint)
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
-        # As accelerate's prepare() does: evaluations would move the model, which reads all of it.
+        # As accelerate's prepare() does. Else evaluations move the model, which reads its weights.
         self.accelerator._models.append(self.model)
         self._updates = Updates(self)
         return self.model, train_dataloader
 
     def _go_on_from(self, checkpoint: str) -> None:
-        """Go on from a checkpoint, of this class or of a plain Trainer."""
+        """Go on from a checkpoint of this class or of a plain Trainer."""
         state = Path(checkpoint) / STATE
         if not state.is_dir():
             self.close()
@@ -359,7 +364,7 @@ class PipelineMixin(Trainer):
         epochs_trained: int,
         steps_trained_in_current_epoch: int,
     ) -> None:
-        """Train on a loader once; see `Updates`."""
+        """Train on a loader once."""
         assert self._updates is not None
         self._updates.epoch(
             epoch,
@@ -372,7 +377,7 @@ class PipelineMixin(Trainer):
         )
 
     def _submitted(self, parts: Sequence[Any], number: Any) -> tuple[PendingStep, int]:
-        """Inject a mini-batch, and return by what the losses of its parts are divided."""
+        """Inject a mini-batch; return its result to come, and the divisor of its parts' losses."""
         if self.optimizer is None:
             raise ConfigError(
                 "trainer.model or trainer.optimizer was replaced in the middle of a training, "
@@ -395,7 +400,7 @@ class PipelineMixin(Trainer):
         return pending, factor
 
     def _norms(self, flush: bool) -> dict[int, float]:
-        """Return the norms of the gradients of the last updates, by the step of the Trainer."""
+        """Return the gradient norms of the last updates, by the Trainer's step."""
         assert self._pipe is not None
         with self._live.lock:
             if flush:
@@ -405,7 +410,7 @@ class PipelineMixin(Trainer):
         return {number + 1 + ahead: norm for number, norm in first}
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: Any) -> Any:
-        """End the training, with a model that has the weights."""
+        """End the training, with the newest weights in the model."""
         self._live.refresh()
         return super()._finalize_training(trial, num_train_samples, start_time)
 
@@ -422,7 +427,7 @@ class PipelineMixin(Trainer):
     # -- evaluation -----------------------------------------------------------------------------
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate or predict with what the script's model has now."""
+        """Evaluate or predict, with the weights that the script's model has now."""
         self._looks = True
         return super().evaluation_loop(*args, **kwargs)
 
@@ -435,7 +440,7 @@ class PipelineMixin(Trainer):
         **kwargs: Any,
     ) -> tuple[Any, Any, Any]:
         """Run the stages on a batch of an evaluation or prediction."""
-        del model  # the copy of this process, whose weights may be old
+        del model  # that of this process, whose weights may be old
         with self._live.lock:
             pipe, self._looks = self._settled(inputs, self._looks), False
         live = self._live
@@ -452,7 +457,8 @@ class PipelineMixin(Trainer):
         given = args[0] if args else kwargs.get("eval_dataset")
         several = isinstance(self.eval_dataset if given is None else given, dict)
         telling = None if self._pipe is None else self._pipe._telling
-        if telling is not None and self._pipe is not None and not several:  # each is told of
+        # Of several datasets, the Trainer calls this method for each.
+        if telling is not None and self._pipe is not None and not several:
             telling.evaluated(
                 self._pipe.step,
                 {
@@ -492,24 +498,24 @@ class PipelineTrainer(PipelineMixin):
                                   pipeline={"stages": 4})
         trainer.train()
 
-    ``trainer.model`` has the weights of now whenever it is read, and what is changed in it goes to
-    the stages before the next mini-batch. The workers stay for `evaluate` and `predict` until
-    `close`, or the end of the script.
+    ``trainer.model`` has the current weights whenever it is read, and changes to it go to the
+    stages before the next mini-batch. The workers stay for `evaluate` and `predict` until `close`,
+    or the end of the script.
 
     Args:
         *args: As `transformers.Trainer` takes them.
         pipeline: Options of `Pipeline`: ``stages`` at least, and ``schedule``, ``micro_batches``,
             ``workers``, ``recovery``... What the training arguments say (``max_grad_norm``,
-            ``bf16``, ``gradient_checkpointing``, ``seed``) need not be said again.
+            ``bf16``, ``gradient_checkpointing``, ``seed``) need not be repeated.
         **kwargs: As `transformers.Trainer` takes them.
 
     Raises:
-        ConfigError: Something is asked for that a pipeline cannot do; nothing was started.
+        ConfigError: A pipeline cannot do what is asked for; nothing was started.
     """
 
 
 def _state_of(pipe: Pipeline) -> dict[str, Any]:
-    """Return what the optimizer of a pipeline keeps for each parameter, by name."""
+    """Return the optimizer state of each parameter of a pipeline, by name."""
     names = [name for group in pipe.optimizer.names() for name in group]
     return {names[i]: state for i, state in pipe.optimizer.state_dict()["state"].items()}
 
@@ -517,7 +523,7 @@ def _state_of(pipe: Pipeline) -> dict[str, Any]:
 def _give_state(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], found: Mapping[str, Any]
 ) -> None:
-    """Give an optimizer what is kept for some of its parameters."""
+    """Load state into an optimizer: ``names`` by ``id`` of a parameter, ``found`` by name."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     packed = optimizer.state_dict()
     packed["state"] |= {

@@ -1,4 +1,4 @@
-"""The inbox: messages wait in it until the thread that owns it asks for them by key."""
+"""The inbox: messages wait in it until its owner's thread asks for them by key."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ _log = logging.getLogger(__name__)
 
 
 Reason: TypeAlias = BaseException | Callable[[], BaseException]
-"""The reason why an inbox was closed: an error, or a function that returns one."""
+"""Why an inbox was closed: an error, or a function that makes one, called by the taker."""
 
 
 class Wanted(NamedTuple):
     """A message that somebody waits for.
 
     Attributes:
-        instead: Keys of messages that may come in its place. Of ``key`` and these, only one ever
-            comes.
+        instead: Alternative keys. Of ``key`` and these, exactly one will arrive.
+        also: Keys of messages to take if they are there and none of those is.
+        wanted: Whether to take a message that is there under a key of ``also``.
     """
 
     key: Key
@@ -42,23 +43,23 @@ T = TypeVar("T")
 
 
 class Waiter(Protocol):
-    """What the taker of an inbox waits with."""
+    """How the taker of an inbox waits."""
 
     def wait(self, seconds: float | None) -> None:
-        """Wait until `wake` is called, at most for so many seconds; or return at any time before.
+        """Wait for `wake`, at most so many seconds; may return early.
 
-        What has called for it since the last `wait` began counts too.
+        A `wake` since the last `wait` began ends this one at once.
         """
 
     def wake(self) -> None:
-        """End the wait. Any thread, also the waiting one."""
+        """End the wait. Any thread, even the waiting one."""
 
 
 class Bell:
-    """A waiter that does nothing else."""
+    """A waiter that only sleeps."""
 
     def __init__(self) -> None:
-        # In C; a threading.Condition makes a lock for each wait.
+        # SimpleQueue is C; a threading.Condition makes a lock for each wait.
         self._calls: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def wait(self, seconds: float | None) -> None:
@@ -70,10 +71,10 @@ class Bell:
 
 
 Steps: TypeAlias = Generator[Wanted, Message, T]
-"""Work that yields each message that it waits for, is sent it, and returns something at its end.
+"""A generator that yields each message it waits for, is sent that message, and returns a result.
 
-It does not know whether a thread sleeps until the message comes (`Inbox.follow`), or other work of
-the same thread goes on meanwhile.
+It does not know whether the thread sleeps until the message comes (`Inbox.follow`) or does other
+work meanwhile.
 """
 
 
@@ -81,23 +82,23 @@ class Inbox:
     """A store of messages by key, which any thread fills and one thread, the taker, empties.
 
     `take` waits for exactly the message that is asked for, so the taker cannot observe the order in
-    which messages arrive. A message that comes a second time is dropped, whether the first still
-    waits or was taken: the messages of one edge are taken with rising numbers. Messages with the
-    same number on two edges are different messages.
+    which messages arrive. A duplicate is dropped, whether the first still waits or was taken: the
+    messages of one edge are taken with rising numbers. Two edges number their messages separately.
 
     Attributes:
-        arrived_ns: When the message that was taken last had arrived, on the clock of
-            ``time.monotonic_ns``.
+        awaited: The keys that the taker waits for now.
+        arrived_ns: When the message that was taken last arrived, on ``time.monotonic_ns``.
         recent: The last ten things that the taker has done, for a stall report.
+        titles: Names addresses in texts; a plan also names replicas.
     """
 
     def __init__(self, owner: str, generation: int = 0, waiter: Waiter | None = None) -> None:
         self._owner = owner
         self._generation = generation
-        self._lock = threading.RLock()  # a signal handler may close while this thread has it
+        self._lock = threading.RLock()  # a signal handler may close while its thread holds it
         self._waiter = waiter or Bell()
-        self._waiting: dict[Key, tuple[Message, int]] = {}
-        self._taken: dict[Edge, int] = {}
+        self._waiting: dict[Key, tuple[Message, int]] = {}  # and when each arrived, in ns
+        self._taken: dict[Edge, int] = {}  # the highest number taken from each edge
         self._reason: Reason | None = None
         self._taker: int | None = None
         self._watched = False
@@ -108,7 +109,7 @@ class Inbox:
         self.titles: Titles = name_of
 
     def put(self, message: Message) -> bool:
-        """Keep a message until it is taken. Never blocks."""
+        """Keep a message until it is taken; return whether it was kept. Never blocks."""
         key = message.key
         with self._lock:
             if message.generation != self._generation:
@@ -126,6 +127,7 @@ class Inbox:
             if self._reason is not None:
                 return False
             self._waiting[key] = (message, time.monotonic_ns())
+            # Each needless wake would cost the taker a switch of threads.
             waits = self._watched or self._taker is not None
             called = waits and (key in self.awaited or key in self._also)
         if called:
@@ -133,7 +135,7 @@ class Inbox:
         return True
 
     def take(self, wanted: Wanted) -> Message:
-        """Wait for a message and remove it."""
+        """Wait for a message and remove it; after `close`, only one that is there already."""
         claimed = False
         try:
             with self._lock:
@@ -148,7 +150,7 @@ class Inbox:
                         break
                     if wanted.deadline.expired():
                         raise self.late(wanted.deadline)
-                # The lock is free: with some waiters, this thread is the one that calls `put`.
+                # Without the lock: others must be able to `put`, and `Links.wait` does so itself.
                 self._waiter.wait(wanted.deadline.remaining_s())
         finally:
             if claimed:
@@ -156,7 +158,7 @@ class Inbox:
         raise self._closed()
 
     def take_if_there(self, wanted: Wanted) -> Message | None:
-        """Remove a message as `take` does; if it is not there, note the wish and return None."""
+        """Remove a message as `take` does; if it is not there, note it as awaited, return None."""
         with self._lock:
             self.awaited, self._also = (wanted.key, *wanted.instead), wanted.also
             if (found := self._find(wanted)) is not None:
@@ -167,17 +169,17 @@ class Inbox:
         raise self._closed()
 
     def watch(self) -> None:
-        """Wake the waiter also when a message comes that `take_if_there` did not find."""
+        """Also wake the waiter for a message that `take_if_there` has noted as awaited."""
         self._watched = True
 
     def follow(self, steps: Steps[T]) -> T:
-        """Do steps to their end, and wait for each message that they want."""
+        """Run steps to their end, waiting for each message; return their result."""
         try:
             wanted = next(steps)
             while True:
                 try:
                     message = self.take(wanted)
-                except BaseException as error:  # the steps know best what to do about it
+                except BaseException as error:  # the steps may handle it
                     wanted = steps.throw(error)
                 else:
                     wanted = steps.send(message)
@@ -186,14 +188,14 @@ class Inbox:
             return result
 
     def _remove(self, found: Key) -> Message:
-        """Remove the message under a key, and remember that it was taken."""
+        """Remove and return the message under a key, and remember that it was taken."""
         edge, number = found
         self._taken[edge] = max(number, self._taken.get(edge, number))
         message, self.arrived_ns = self._waiting.pop(found)
         return message
 
     def _closed(self) -> BaseException:
-        """Return the reason of `close`; the lock is free, since to find it out may take a while."""
+        """Return the reason of `close`. Without the lock, since making it may take a while."""
         reason = self._reason
         assert reason is not None
         return reason() if callable(reason) else reason
@@ -227,23 +229,20 @@ class Inbox:
         )
 
     def holds(self, key: Key) -> bool:
-        """Whether a message waits; for `PendingStep.done`, never to decide what to do next."""
+        """Whether a message waits. For `PendingStep.done` only: it depends on the timing."""
         with self._lock:
             return key in self._waiting
 
     def close(self, reason: Reason) -> None:
-        """Wake the taker with a reason. Safe from any thread; the first reason stays."""
+        """Have `take` raise ``reason`` from now on. Any thread; the first reason stays."""
         with self._lock:
             if self._reason is None:
                 self._reason = reason
                 self._waiter.wake()
 
     def reopen(self, generation: int) -> None:
-        """Open the inbox for a new generation after a failure; the taker calls it.
-
-        Messages that were not taken are dropped, because they come again. Messages that were taken
-        are still dropped when they come a second time.
-        """
+        """Open the inbox for a new generation after a failure. On the taker's thread."""
+        # What waits comes again. What was taken is still known, and dropped when it comes again.
         with self._lock:
             self._generation = generation
             self._waiting.clear()
@@ -261,7 +260,7 @@ class Inbox:
 
     def story(self) -> str:
         """Return what is awaited and the last ten actions, for a stall report. Any thread."""
-        # A copy, which is made at once: the taker adds to it while the texts are made.
+        # An atomic copy: the taker appends while the texts are made.
         keys, last = self.awaited, " ".join(map(str, self.recent.copy()))
         awaited = f"waiting for {self._words(keys)}" if keys else "computing"
         return f"{awaited}; last actions: {last or 'none'}"

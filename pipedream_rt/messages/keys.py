@@ -37,7 +37,7 @@ _PATHS: dict[str, tuple[tuple[type, ...], ...]] = {
     OPTIMIZER: ((), (str,), (int,)), GROUP: ((int, str),), ATTRIBUTE: ((str,),),
     OWN_STATE: ((),), SPLIT: ((),), CODECS: ((str, int, int, int),),
 }  # fmt: skip
-"""By part, the kinds of its paths; a rule knows those of its own part."""
+"""By part, the types of its possible paths. A rule checks those of its own part."""
 
 _ESCAPED = {"%": "%25", "/": "%2F", "#": "%23"}
 _PLAIN = {text: sign for sign, text in _ESCAPED.items()}
@@ -47,8 +47,10 @@ class Key(NamedTuple):
     """Where a value stands in the state of a stage.
 
     Attributes:
-        name: The parameter that it belongs to, by its name in the unsplit model; the address, of
-            an optimizer's own; empty for what all stages have agreed on.
+        part: Whose it is: one of the parts above, or the name of a rule.
+        name: The parameter that it belongs to, by its name in the unsplit model; for an optimizer's
+            own values its address; empty for what all stages have agreed on.
+        path: The place within the part.
     """
 
     part: str
@@ -83,12 +85,12 @@ def written(*parts: str | int) -> str:
 
 
 def parsed(text: str) -> tuple[str | int, ...]:
-    """Return the parts of a key."""
+    """Return the parts of a key from its text; ValueError if it is none."""
     return tuple(map(_part_of, text.split("/")))
 
 
 def _part_of(text: str) -> str | int:
-    """Return one part of a key."""
+    """Return one part of a key from its text."""
     if text.startswith("#"):
         if not re.fullmatch("#(0|-?[1-9][0-9]{0,18})", text) or not can_be_written(int(text[1:])):
             raise ValueError(f"{text!r} is no number of a key")
@@ -99,7 +101,7 @@ def _part_of(text: str) -> str | int:
 
 
 def key_of(text: str) -> Key:
-    """Return the key that `Key.__str__` has written."""
+    """Return the key that `Key.__str__` has written; ValueError for another text."""
     match parsed(text):
         case (str() as part, str() as name, *path) if part:
             kinds = tuple(map(type, path))
@@ -110,17 +112,17 @@ def key_of(text: str) -> Key:
 
 
 def by_text(state: Mapping[Key, T]) -> dict[str, T]:
-    """Return a state by the texts of its keys, as messages and files have it."""
+    """Return a state by the texts of its keys, as messages and files hold it."""
     return {str(key): value for key, value in state.items()}
 
 
 def by_key(state: Mapping[str, T]) -> dict[Key, T]:
-    """Return a state of which `by_text` has written the keys."""
+    """Return a state by its keys; the inverse of `by_text`."""
     return {key_of(text): value for text, value in state.items()}
 
 
 def by_name(state: Mapping[Key, T], part: str, names: Iterable[str]) -> dict[str, dict[Any, T]]:
-    """Return one part of a state, by names that are wanted and then by path."""
+    """Return one part of a state by name, for the given names, and then by path."""
     found: dict[str, dict[Any, T]] = {name: {} for name in names}
     for key, value in state.items():
         if key.part == part and key.name in found:
@@ -129,10 +131,10 @@ def by_name(state: Mapping[Key, T], part: str, names: Iterable[str]) -> dict[str
 
 
 def optimizer_state(named: Mapping[str, Mapping[Any, Any]]) -> StepState:
-    """Return the state of some parameters from their optimizer, by name and then by its own key."""
+    """Return the state that an optimizer keeps for parameters, given by name and its own key."""
     found: StepState = {}
     for name, values in named.items():
-        # That there is a state, though an empty one, may count for an optimizer.
+        # Whether a parameter has a state, even an empty one, may matter to an optimizer.
         found.update({Key(OPTIMIZER, name, (key,)): value for key, value in values.items()})
         if not values:
             found[Key(OPTIMIZER, name)] = {}

@@ -1,9 +1,9 @@
 """The messages between the coordinator and the stages, with one frozen class for each payload.
 
 The coordinator numbers everything that it feeds into the pipe, micro-batches and commands alike;
-that number is the *position*. The *turn* of an item is the number of items of the feed that its
-receiver was given before it. A stage takes its items by rising turn, so it sees every command
-between the same two micro-batches, whatever the timing, and it need not be given every position.
+that number is the *position*. The *turn* of an item counts the items that its receiver was given
+before it. A stage takes its items by rising turn: so it sees each command between the same two
+micro-batches, whatever the timing, and need not be given every position.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipedream_rt.messages.tree import Structure
 from pipedream_rt.schedules.edges import COORDINATOR, Address, Edge, EdgeKind, Titles
 
 Passed: TypeAlias = list[Any]
-"""What a stage adds to the trail of a micro-batch; see `MicroBatch`."""
+"""What one stage adds to the trail of a micro-batch (`MicroBatch.trail`)."""
 
 
 class Mode(Enum):
@@ -45,14 +45,14 @@ class Mode(Enum):
 
     @property
     def leaves_no_trace(self) -> bool:
-        """Whether the stages are afterwards as they were, so that a recovery need not do it."""
+        """Whether it changes no stage, so that a recovery need not repeat it."""
         return self in (Mode.EVALUATE, Mode.INFER)
 
 
 class CommandName(Enum):
     """The names of the commands that a stage carries out between two micro-batches."""
 
-    FLUSH = "flush"  # its argument is one past the last micro-batch fed, not all of it to a replica
+    FLUSH = "flush"  # its argument: one past the last micro-batch that was fed to any replica
     STATE = "state"
     LOAD_STATE = "load-state"
     OPTIMIZER = "optimizer"
@@ -72,10 +72,8 @@ class CommandName(Enum):
 
     @property
     def leaves_no_trace(self) -> bool:
-        """Whether the stages are afterwards as they were, so that a recovery need not do it.
-
-        A flush counts as one that does, for the sake of layers that change buffers in backward.
-        """
+        """Whether it changes no stage, so that a recovery need not repeat it."""
+        # A flush may: it ends backwards, in which layers may change buffers.
         return self in _ONLY_LOOK
 
 
@@ -100,7 +98,7 @@ class Payload:
 P = TypeVar("P", bound=Payload)
 
 PAYLOADS: list[type[Payload]] = []
-"""The classes of payloads, in the order in which they are written; the wire counts them."""
+"""The classes of payloads. The place in this list is the number of a class on the wire."""
 
 
 def payload(kind: EdgeKind) -> Callable[[type[P]], type[P]]:
@@ -123,11 +121,12 @@ class Start(Payload):
     in it. In a later generation the stage also loads a checkpoint and goes on from there.
 
     Attributes:
+        digest: The SHA-256 of the tensors (`digest_of`), since a link does not sign tensors.
         optimizer: The pickled `OptimizerSpec`; empty if a command will bring it.
         training: The mode to set the modules of the stage to (`Module.train`); None to leave it as
             it is.
         restore: The arguments of `restore_stage`; None to load no checkpoint.
-        announced: One past the number of the last micro-batch whose actions the stage announces.
+        announced: One past the last micro-batch whose actions the stage announces.
         definitions: The pickled programs of all stages that were defined since the start, in the
             order of their numbers.
     """
@@ -152,21 +151,28 @@ class MicroBatch(Payload):
     """The input of a forward, from the coordinator to the first stages or from stage to stage.
 
     Attributes:
-        turns: By stage, the turn of this item of the feed of the replica that it goes to; empty if
-            each stage has one, for then all are given the same items.
-        definition: The pickled programs of all stages, where the number is a new one; else empty.
+        turn: The turn of this item at the receiver.
+        turns: By stage, the turn of this item at the replica that it goes to; empty if no stage has
+            replicas, since all are then given the same items.
+        micro_batch: Number among the micro-batches to train on, or among all others.
+        empty: Whether it has no samples; it fills up a short mini-batch and changes nothing.
+        program: Number of the program that the stages follow.
+        definition: The pickled programs of all stages, where ``program`` is a new number; else
+            empty.
         version: Number of the kept version that the stages read; 0 for the newest weights.
-        cache: Number of that in which a stage keeps what the next micro-batch needs: what layers
-            cache in a generation, or the buffers as an evaluation has them; 0 for none.
-        hyper: Those hyper-parameters of each parameter group that the script has changed, packed by
-            `pack_hyper`; None unless it is trained on.
-        given: The values that the script has changed since the start: the number of what holds
-            each, its key there, and the value as `pack_hyper` packs it.
-        coded: What the codec of the edge has packed; empty for nothing. See `Coding`.
+        cache: Number of the cache in which a stage keeps what the next micro-batch needs: what
+            layers cache while a text is generated, or buffers in an evaluation; 0 for none.
+        fingerprint: Whether each stage adds a fingerprint to the trail.
+        hyper: For each parameter group, the hyper-parameters that the script has changed, packed by
+            `pack_hyper`; None unless the micro-batch is trained on.
+        given: The values that the script has changed since the start: the number of the holder, the
+            key there, and the value as `pack_hyper` packs it.
+        requires_grad: For each tensor, whether a gradient is expected back.
+        coded: What the codec of the edge has packed (`Coding`); empty for nothing.
         trail: For each stage passed, in rising order: its index, the weight version that it read,
-            the nanoseconds that it has computed so far, and where it was asked for a fingerprint of
-            the weights that it read and of its buffers, in hex; else an empty text. A pass of an
-            evaluation has a text there where the evaluation has changed buffers so far.
+            the nanoseconds that it has computed so far, and a fingerprint in hex of its buffers and
+            the weights that it read. The fingerprint is empty unless asked for; in an evaluation it
+            is not empty where the evaluation has changed buffers so far.
     """
 
     turn: int = 0
@@ -193,7 +199,8 @@ class Command(Payload):
     """Coordinator to every stage: a command to carry out at its turn and to reply to.
 
     Attributes:
-        structure: The structure of the argument whose tensors the message carries; empty for none.
+        turn: The turn of this item at the receiver.
+        structure: The structure of the argument; empty for none.
     """
 
     turn: int = 0
@@ -207,10 +214,11 @@ class Target(Payload):
     """Coordinator to the stage that computes the loss: the target, and the weight of the loss.
 
     Attributes:
-        share: The share that the micro-batch has in what its mini-batch weighs, 0 or more.
-        compared: Where the loss of the whole mini-batch is to be compared with those of its
+        share: The weight of the micro-batch divided by that of its mini-batch, 0 or more.
+        compared: For a check of the loss of the whole mini-batch against those of its
             micro-batches: how many of these have samples and come to this replica, and the number
-            of samples in this one; else empty.
+            of samples in this one. Else empty.
+        metrics: The pickled functions that are computed beside the loss.
     """
 
     structure: Structure
@@ -225,7 +233,8 @@ class Gradient(Payload):
     """Consumer to producer: the gradients of the activations that the producer sent.
 
     Attributes:
-        coded: What the codec of the edge has packed; empty for nothing. See `Coding`.
+        present: For each tensor that asked for a gradient, whether the message carries one.
+        coded: What the codec of the edge has packed (`Coding`); empty for nothing.
     """
 
     present: list[bool]
@@ -238,9 +247,11 @@ class Loss(Payload):
     """Last stage to coordinator: the loss of a micro-batch, or the output in inference.
 
     Attributes:
-        loss: The loss without its weight; None for an empty micro-batch and in inference. Until the
-            message leaves a worker with an accelerator, it may be a `Late` of ``devices``.
-        trail: For each stage, in rising order, what `MicroBatch.trail` has.
+        loss: The loss, not multiplied by its weight; None for an empty micro-batch and in
+            inference. Inside a worker with an accelerator it may be a `Late` of ``devices``.
+        trail: That of `MicroBatch`, with the last stage.
+        metrics: By name, parts of the loss, and what the functions beside it returned, or the text
+            of their errors.
         structure: The structure of the output in inference; empty otherwise.
     """
 
@@ -253,7 +264,7 @@ class Loss(Payload):
 @payload(EdgeKind.WEIGHT)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weight(Payload):
-    """Owner to user: the next version of the weights that the user has of it, in the plan's order.
+    """Owner to user: the next version of shared weights, in the plan's order.
 
     The index of the message is the number of the version.
     """
@@ -262,7 +273,7 @@ class Weight(Payload):
 @payload(EdgeKind.SHARE)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share(Payload):
-    """A stage to the one before it: its share of the gradients of the weights that both use.
+    """A stage to the one before it: its part of the gradients of the weights that both use.
 
     The index of the message is the number of the update.
 
@@ -276,9 +287,14 @@ class Share(Payload):
 @payload(EdgeKind.PARTIAL)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partial(Payload):
-    """A replica of a stage to another one: what it has summed of the gradients of an update.
+    """A replica to another one of its stage: a partial sum of the gradients of an update.
 
     The index of the message is the number of the update.
+
+    Attributes:
+        present: For each parameter of the stage, whether the message carries a gradient.
+        hyper: The hyper-parameters of the update, as in `MicroBatch`.
+        read: The versions that its micro-batches with samples have read.
     """
 
     present: list[bool]
@@ -289,7 +305,7 @@ class Partial(Payload):
 @payload(EdgeKind.STEPPED)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stepped(Payload):
-    """A replica of a stage to another one: the weights that the sender steps, after an update.
+    """A replica to another one of its stage: the weights that the sender steps, after an update.
 
     The index of the message is the number of the update.
     """
@@ -298,9 +314,12 @@ class Stepped(Payload):
 @payload(EdgeKind.NORM)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norm(Payload):
-    """A stage to the one before it: the norms of its gradients and of those of stages behind it.
+    """A stage to the one before it: the norms of its gradients and those of the stages behind it.
 
     The index of the message is the number of the update; its one tensor has the norms.
+
+    Attributes:
+        numbers: For each norm, the place of its parameter in the unsplit model.
     """
 
     numbers: list[int]
@@ -315,6 +334,8 @@ class Total(Payload):
 
     Attributes:
         update: Number of the update, of which ``index`` is made.
+        total: The norm; infinite for an update that is skipped. Without meaning if the message has
+            a tensor: that holds the norm where a device has computed it.
     """
 
     update: int
@@ -327,7 +348,7 @@ class Reply(Payload):
     """Stage to coordinator: the result of a command.
 
     Attributes:
-        refused: Why there is none, of a command that only looks; empty if there is one.
+        refused: Why a command that changes nothing has no result; empty if it has one.
     """
 
     structure: Structure
@@ -337,7 +358,11 @@ class Reply(Payload):
 @payload(EdgeKind.SAVED)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved(Payload):
-    """Stage to coordinator: the result of a command to save, which later replies may overtake."""
+    """Stage to coordinator: the result of a command to save, which later replies may overtake.
+
+    Attributes:
+        structure: That of what `write_stage` returned, or of an error's text.
+    """
 
     structure: Structure
 
@@ -348,7 +373,8 @@ class Failed(Payload):
     """Stage to coordinator: an error as data, since no exception crosses a transport.
 
     Attributes:
-        pickled: The error itself, pickled; empty if it cannot be.
+        action: The text form of the action that raised, or the name of a command.
+        pickled: The error itself, pickled; empty if it cannot be pickled.
     """
 
     action: str
@@ -359,7 +385,7 @@ class Failed(Payload):
 
 
 def digest_of(tensors: Sequence[Tensor]) -> bytes:
-    """Return the SHA-256 of tensors of bytes, each with its length before it."""
+    """Return the SHA-256 of tensors of bytes, each behind its length (8 bytes)."""
     digest = hashlib.sha256()
     for tensor in tensors:
         data = tensor.numpy().data
@@ -369,17 +395,17 @@ def digest_of(tensors: Sequence[Tensor]) -> bytes:
 
 
 _FED = (MicroBatch, Command)
-"""The payloads of items of the feed."""
+"""The payloads that the coordinator feeds into the pipe; they have a turn."""
 
 Send = Callable[[int, int, Payload, tuple[Tensor, ...]], None]
-"""``send(to, index, payload, tensors)`` hands a message to the transport and never blocks."""
+"""``send(to, index, payload, tensors)`` hands a message to the transport. Never blocks."""
 
 
 class Sender(Protocol):
-    """What an address sends with."""
+    """Makes the messages of one address, and sends them."""
 
     def __call__(self, to: int, index: int, payload: Payload, tensors: tuple[Tensor, ...]) -> None:
-        """Hand a message to the transport; see `Send`."""
+        """Hand a message to the transport. Never blocks."""
 
     def hand_over(
         self,
@@ -389,14 +415,18 @@ class Sender(Protocol):
         tensors: tuple[Tensor, ...],
         ready: Callable[[], torch.Event],
     ) -> bool:
-        """Hand a message over as it is, tensors on accelerators included, within this process."""
+        """Give a message to a receiver in this process, tensors on accelerators included.
+
+        ``ready`` makes the event of the message. Return False, and do nothing, if the receiver is
+        in another process.
+        """
 
 
 class Key(NamedTuple):
     """The key under which a message waits in an inbox.
 
     Attributes:
-        number: The turn of the message if it is an item of the feed; else the index of the message.
+        number: The turn of an item of the feed; the index of any other message.
     """
 
     edge: Edge
@@ -417,6 +447,8 @@ class Message:
             message that belongs to no item has the generation (`Ready`), a number for the version
             (`Weight`) or the update (`Share`, `Partial`, `Stepped`, `Norm`, `Total`), or 0
             (`Start`, `Failed`).
+        generation: A receiver of another generation drops the message.
+        tensors: The sender does not change them any more.
         ready: The event after which tensors on an accelerator have their values. Only within a
             process; None where the tensors are on the host.
     """
@@ -431,7 +463,6 @@ class Message:
 
     @property
     def key(self) -> Key:
-        """The key under which the message waits."""
         payload = self.payload
         number = payload.turn if isinstance(payload, _FED) else self.index
         return Key(Edge(payload.kind, self.sender, self.to), number)

@@ -1,8 +1,7 @@
 """Values that cross stages: tensors inside tuples, lists, dicts, dataclasses and plain values.
 
-`flatten` takes a value apart into its tensors, which travel beside the bytes of a message, and its
-structure, which is plain data that msgpack can write. `unflatten` puts them together again on the
-other side.
+`flatten` splits a value into its tensors, which travel beside the bytes of a message, and its
+structure, which is plain data for msgpack. `unflatten` joins them on the other side.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ class Value(NamedTuple):
 
     Attributes:
         tensors: The tensors, in the order of their numbers in the structure.
+        requires_grad: For each tensor, whether a gradient is expected back.
     """
 
     structure: Structure
@@ -44,29 +44,25 @@ def _dump_class(cls: type) -> bytes:
 
 
 _DUMPED: dict[bytes, type] = {}
-"""The classes of this process by their bytes; read by cloudpickle, they would become copies."""
+"""The classes of this process by their bytes. cloudpickle would load copies of them."""
 
 
 @functools.lru_cache(maxsize=256)
 def _load_class(data: bytes) -> type:
-    """Return the class that `_dump_class` wrote; equal bytes give the same class."""
+    """Return the class that `_dump_class` wrote. Equal bytes give the same class."""
     cls: type = _DUMPED.get(data) or cloudpickle.loads(data)
     return cls
 
 
 def flatten(value: object) -> tuple[Structure, list[Tensor]]:
-    """Take a value apart into its structure and its tensors."""
+    """Split a value into its structure, and its tensors in the order of their numbers there."""
     tensors: dict[int, tuple[int, Tensor]] = {}
     structure = _flatten(value, tensors, "value")
     return structure, [tensor for _, tensor in tensors.values()]
 
 
 def _flatten(value: Any, tensors: dict[int, tuple[int, Tensor]], path: str) -> Structure:
-    """Flatten one node of a value.
-
-    A tensor that occurs twice is sent once and is one tensor again on the other side, so that its
-    gradients are summed there, in the order in which the unsplit model sums them.
-    """
+    """Flatten one node of a value; ``path`` names it in errors."""
     if isinstance(value, Tensor):
         if value.layout is not torch.strided:
             raise ConfigError(
@@ -85,8 +81,10 @@ def _flatten(value: Any, tensors: dict[int, tuple[int, Tensor]], path: str) -> S
                 f"{path} is a {type(value).__qualname__}, a subclass of Tensor, which would arrive "
                 "as a plain one; send what it holds, as a tuple or a dataclass"
             )
+        # A tensor that occurs twice is sent once and is one tensor on the other side: there its
+        # gradients are summed, in the order in which the unsplit model sums them.
         return ["T", tensors.setdefault(id(value), (len(tensors), value))[0]]
-    cls: type = type(value)  # not isinstance: a subclass would arrive as something less than it is
+    cls: type = type(value)  # not isinstance: a subclass would arrive as its base
     if cls in _PLAIN:
         if cls is int and not -(2**63) <= value < 2**64:
             raise ConfigError(f"{path} is an integer of more than 64 bits")
@@ -101,7 +99,7 @@ def _flatten(value: Any, tensors: dict[int, tuple[int, Tensor]], path: str) -> S
         items = [_flatten(v, tensors, f"{path}.{f}") for f, v in zip(value._fields, value)]
         return ["n", _dump_class(cls), items]
     if dataclasses.is_dataclass(cls) and isinstance(value, dict):
-        # As the outputs of Hugging Face models are: a dict of those fields that are not None.
+        # Like the outputs of Hugging Face models: a dict of the fields that are not None.
         given = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(cls))
         fields = [[n, _flatten(v, tensors, f"{path}.{n}")] for n, v in given if v is not None]
         return ["m", _dump_class(cls), fields]
@@ -144,7 +142,7 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Any:
-    """Put a value together again."""
+    """Join a structure, perhaps read by msgpack, and tensors into the value that was flattened."""
     tag = structure[0]
     if tag == "T":
         return tensors[structure[1]]
@@ -159,6 +157,7 @@ def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Any:
         return cls(*(unflatten(item, tensors) for item in structure[2]))
     if tag == "m":
         return cls(**{name: unflatten(item, tensors) for name, item in structure[2]})
+    # As pickle does: a dataclass may have an `__init__` of its own, or be frozen.
     value: Any = object.__new__(cls)
     for name, item in structure[2]:
         object.__setattr__(value, name, unflatten(item, tensors))
@@ -186,17 +185,17 @@ def own(
 ) -> Tensor:
     """Return the tensor detached and resolved, in a storage with its elements and nothing else.
 
-    With a view of a large tensor, the whole storage would be sent. The strides of a dense tensor
-    are kept (transposed, channels last), and so are expanded dimensions (the gradient of a sum):
-    kernels round differently for another layout, so with contiguous copies the result would depend
-    on where the model is cut.
+    ``copy``: whether the storage must be new. ``clone`` makes copies, with the strides that
+    `torch.clone` gives. The strides of a dense tensor are kept (transposed, channels last), and so
+    are expanded dimensions (the gradient of a sum): kernels round differently for another layout,
+    so with contiguous copies the result would depend on where the model is cut.
     """
     tensor = tensor.detach()
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         if not copy and tensor.untyped_storage().nbytes() == tensor.nbytes:
             return tensor
-        return clone(tensor)  # most tensors: the rest of this is what others need
-    # A conjugate or negative view says so in a flag, which does not travel.
+        return clone(tensor)  # the usual case; the rest is slower
+    # A conjugate or negative view is marked by a flag, which does not travel.
     tensor = tensor.resolve_conj().resolve_neg()
     expanded = [n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)]
     if any(expanded):

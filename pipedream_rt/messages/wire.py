@@ -1,4 +1,4 @@
-"""The bytes of a message: msgpack for everything but its tensors, and the tensors' own bytes."""
+"""The bytes of a message: msgpack for all but its tensors, which go as they lie in memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipedream_rt.messages.pages import LARGE, want_large_pages
 from pipedream_rt.messages.tree import own
 
 FORMAT = 11
-"""The first element of every message, by which a peer with another format is refused."""
+"""Version of this format, the first element of every message. A peer with another is refused."""
 
 _NUMBERS = {cls: number for number, cls in enumerate(PAYLOADS)}
 _FIELDS = {cls: tuple(f.name for f in dataclasses.fields(cls)) for cls in PAYLOADS}  # type: ignore[arg-type]
@@ -31,13 +31,13 @@ _ENUM_PLACES: dict[type[Payload], dict[int, type[Enum]]] = {
     }
     for cls, names in _FIELDS.items()
 }
-"""Which fields are of an enum, whose values travel."""
+"""By payload, the places of the fields that are enums; their values travel."""
 
 
 def _values(cls: type[Payload]) -> Callable[[Payload], tuple[Any, ...]]:
-    """Return a function that returns the values of all fields of a payload, in their order."""
+    """Return a function that returns the values of a payload's fields, in order."""
     names = _FIELDS[cls]
-    if len(names) > 1:
+    if len(names) > 1:  # of a single name, attrgetter returns the value itself
         return attrgetter(*names)
     return lambda payload: tuple(getattr(payload, name) for name in names)
 
@@ -94,7 +94,7 @@ _DTYPES = {
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype of a name."""
+    """Return the dtype of a name, as ``"float32"``; KeyError if this torch does not know it."""
     return _DTYPES[name]
 
 
@@ -119,16 +119,17 @@ class Place(NamedTuple):
 
 
 def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements from the first one of a strided tensor to its last one, both counted."""
+    """Return the elements in memory from the first of a strided tensor to its last, inclusive."""
     if 0 in shape:
         return 0
     return 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
 
 
 def sendable(tensor: Tensor) -> Tensor:
-    """Return the tensor itself, or a copy if its bytes in memory are not what it means."""
+    """Return the tensor detached, or a copy if its memory cannot be sent as it is."""
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        return tensor.detach()  # most tensors
+        return tensor.detach()  # the usual case
+    # Over a span of more than twice its elements, mostly bytes of others would be sent.
     sparse = _span(tensor.shape, tensor.stride()) > 2 * max(1, tensor.numel())
     return own(tensor) if sparse or tensor.is_conj() or tensor.is_neg() else tensor.detach()
 
@@ -139,23 +140,23 @@ def described(tensor: Tensor) -> list[Any]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a tensor from its first element to its last, which stays its own."""
+    """Return a view of the memory of a tensor, from its first element to its last."""
     size = _span(tensor.shape, tensor.stride()) * tensor.element_size()
-    # Not by numpy(), after which torch refuses to resize the storage: a layer may want to.
+    # Not numpy(), after which torch refuses to resize the storage, which a layer may do.
     if not size:
         return memoryview(bytearray())
     memory: Any = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
-    memory.owner = tensor  # the memory lives as long as somebody looks at it
+    memory.owner = tensor  # keeps the memory alive as long as the view
     return memoryview(memory).cast("B")
 
 
 def elements_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of the elements of a tensor in their order, whatever its strides."""
+    """Return the bytes of the elements of a dense tensor in their order, whatever its strides."""
     return bytes_of(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous())
 
 
 def place_for(description: Sequence[Any]) -> Place:
-    """Make room for a tensor that `described` described."""
+    """Allocate a tensor that `described` has described; ValueError or KeyError if none can be."""
     name, shape, stride = description
     if len(shape) != len(stride) or min((0, *shape, *stride)) < 0:
         raise ValueError(f"no tensor has the shape {shape} and the strides {stride}")

@@ -1,1 +1,1 @@
-"""Transports, which move messages into inboxes: two implementations of one interface."""
+"""Transports move messages into inboxes: within one process, or over links between processes."""

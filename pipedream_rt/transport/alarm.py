@@ -1,4 +1,4 @@
-"""What wakes a thread that waits in ``poll`` or ``select``."""
+"""Wakes a thread that waits in ``poll`` or ``select``."""
 
 from __future__ import annotations
 
@@ -7,11 +7,7 @@ from contextlib import suppress
 
 
 class Alarm:
-    """A descriptor that is readable from `ring` until `quiet`. Any thread may ring.
-
-    It may be rung after it was closed, too: its number is forgotten, so nothing is written to a
-    file that was opened later and got the same number.
-    """
+    """Readable from `ring` until `quiet`. Any thread may ring, also after `close`."""
 
     __slots__ = ("_descriptor",)
 
@@ -24,16 +20,17 @@ class Alarm:
 
     def ring(self) -> None:
         """Wake the thread that polls, now or at its next poll."""
-        with suppress(OSError, ValueError):  # it is closed: -1 is no descriptor
+        with suppress(OSError, ValueError):  # closed: -1 is no descriptor
             os.eventfd_write(self._descriptor, 1)
 
     def quiet(self) -> None:
-        """Be silent again; what rang is forgotten."""
+        """Forget that it was rung."""
         with suppress(BlockingIOError):  # nobody rang
             os.eventfd_read(self._descriptor)
 
     def close(self) -> None:
         """Close the descriptor. Idempotent; the thread that polls has ended."""
+        # Forgotten first: a late `ring` must not write to a file that gets the same number.
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)

@@ -1,4 +1,4 @@
-"""The interface of a transport, and its contract."""
+"""The interface of a transport, and the contract that stages rely on."""
 
 from __future__ import annotations
 
@@ -12,40 +12,39 @@ from pipedream_rt.errors import PipelineError
 from pipedream_rt.messages.message import Message, Payload
 
 Receive = Callable[[Message], object]
-"""``receive(message)`` takes a message that has arrived. Any thread calls it; it never blocks."""
+"""Takes a message that has arrived. Any thread calls it; it never blocks."""
 
 Lost = Callable[[PipelineError], object]
-"""``lost(error)`` is told of a message that cannot be handed over. Any thread; never blocks."""
+"""Takes the error of a message that could not be delivered. Any thread; never blocks."""
 
 
 class Transport(Protocol):
-    """A mover of messages between addresses: indices of stages, and `COORDINATOR`.
+    """Moves messages between addresses: indices of stages, and `COORDINATOR`.
 
     The contract:
 
-    - A message that was sent to an open address is received once or several times, before or after
-      any other message.
+    - A message to an open address is received at least once, in any order with other messages.
     - The receiver owns the tensors of a message, in storage that holds nothing else.
-    - The sender does not change the tensors of a message any more.
-    - When a message cannot be handed over, the transport calls the sender's ``lost`` and raises
+    - The sender does not change the tensors of a message after it has sent it.
+    - When a message cannot be delivered, the transport calls the sender's ``lost`` and raises
       nothing.
     """
 
     def open(self, address: int, receive: Receive, lost: Lost) -> None:
-        """Begin to receive for an address of this process."""
+        """Begin to receive for an address of this process, and to tell it of lost messages."""
 
     def send(self, message: Message) -> None:
         """Hand a message over. Never blocks, even if the receiver is slow or dead."""
 
     def receiver(self, address: int) -> Receive | None:
-        """Return what takes messages for an address of this process; None for one elsewhere."""
+        """Return the receiver of an address of this process; None for an address elsewhere."""
 
     def close(self) -> None:
         """Stop moving messages. Idempotent, from any thread; later calls of `send` do nothing."""
 
 
 class Sender:
-    """What an address sends with: it makes messages, and hands them to the transport."""
+    """Makes the messages of one address, and hands them to the transport."""
 
     __slots__ = ("_address", "_generation", "_transport")
 
@@ -66,6 +65,7 @@ class Sender:
         receive = self._transport.receiver(to)
         if receive is None:
             return False
+        # Around the transport, which would encode the message and copy its tensors.
         receive(self._message(to, index, payload, tensors, ready()))
         return True
 
@@ -77,7 +77,6 @@ class Sender:
         tensors: tuple[Tensor, ...],
         ready: torch.Event | None,
     ) -> Message:
-        """Return a message of the address."""
         return Message(
             to=to,
             sender=self._address,

@@ -1,4 +1,4 @@
-"""What the members of a group know of it: who they are, and the key that they share."""
+"""What each member of a group knows: who all are, and the key that they share."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ class Group:
 
     Attributes:
         rank: The rank of this process; the coordinator has rank 0.
+        names: By rank, the name of each process.
         hosts: By stage, the index of the worker that hosts it, which is its rank less one.
         key: The key of this generation, which only the members know.
     """

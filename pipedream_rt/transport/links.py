@@ -1,9 +1,9 @@
 """Links: the connections between the members of a group, over which everything of a job travels.
 
 A link is a stream socket whose two ends have proved to each other that they are members, or which
-one process made for both. The thread that waits for messages reads the links itself meanwhile
-(`Links.wait`). While it does something else, a thread of the links reads them; that also writes
-what a socket did not take at once. A frame on a link is
+one process made for both. The thread that waits for messages reads the links itself while it waits
+(`Links.wait`). While it computes, the links' own thread reads them. That thread also writes what a
+socket did not take at once. A frame on a link is
 
     32 bytes   signature of kind, length of the body, and meta (see `Signer`)
     1 byte     kind
@@ -12,12 +12,11 @@ what a socket did not take at once. A frame on a link is
     ...        meta: plain data, with the dtype and the shape of every tensor in the body
     ...        body: the bytes of the tensors, which are not signed
 
-Of a tensor that lies in memory that both ends share (`shared.py`), meta has the place, and the body
-nothing.
+For a tensor in memory that both ends share (`shared.py`), meta has its place and body has nothing.
 
-The signature is checked before meta is parsed. A frame whose signature is wrong ends the link. A
-meta of more than 64 KiB is announced by a frame of its own before it, so that nobody who does not
-know the key can have more than that kept in memory.
+The signature is checked before meta is parsed, and a wrong one ends the link. A meta of more than
+64 KiB is announced by a signed frame before it: so nobody without the key can make this end keep
+more than that in memory.
 """
 
 from __future__ import annotations
@@ -48,46 +47,47 @@ from pipedream_rt.transport.sharing import Sharing
 from pipedream_rt.transport.signing import DIGEST, Signer, proof
 
 _HEAD = struct.Struct(f"!{DIGEST}sBIQ")
-_KIND_AND_SIZE = struct.Struct("!BQ")
+_KIND_AND_SIZE = struct.Struct("!BQ")  # what is signed beside meta
 _LARGEST_META = 1 << 28
-"""Bytes that meta may have; tensors are in the body."""
+"""Bytes that meta may have. Tensors are in the body."""
 
 _LARGEST_UNANNOUNCED = 1 << 16
-"""Bytes that meta may have of which no frame has told before."""
+"""Bytes that meta may have without an announcement."""
 
 _ANNOUNCES = 255
-"""The kind of a frame that tells the length of the next one's meta."""
+"""The kind of a frame that announces the length of the next frame's meta."""
 
 _SHARES = 254
-"""The kind of a frame with the descriptor of memory in which tensors will lie."""
+"""The kind of a frame that comes with the descriptor of shared memory."""
 
 _LENGTH = struct.Struct("!I")
 
 _CHUNK = 1 << 16
-"""Bytes that are read at a time, if they do not go straight into a tensor."""
+"""Bytes that are read at a time, unless they go straight into a tensor."""
 
 _UNREADABLE = (
     OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError, RuntimeError,
     msgpack.UnpackException,
 )  # fmt: skip
-"""Errors of what makes no sense; torch's of a tensor that it cannot make is a RuntimeError."""
+"""Errors of unpacking a malformed meta. torch raises RuntimeError for an impossible tensor."""
 
 _LONGEST_S = 86_400.0
-"""An epoll knows no wait of a month; who waits longer comes again."""
+"""Longest wait of one poll, in seconds. epoll takes milliseconds as a C integer (24 days)."""
 
 _LAST_S = 5.0
-"""For the thread of the links to end what it is doing."""
+"""Seconds for the links' own thread to end what it is doing."""
 
 _AT_ONCE = 64
-"""Buffers that are handed to the kernel in one call."""
+"""Buffers that the kernel gets in one call."""
 
 
 class Connection(NamedTuple):
     """What a link is made of.
 
     Attributes:
-        carries_descriptors: Whether it is a Unix socket between two processes, beside which memory
-            can be shared.
+        key: The key of the link, as `link_key` makes it.
+        carries_descriptors: Whether it is a Unix socket between two processes, over which they can
+            share memory.
     """
 
     socket: socket.socket
@@ -105,7 +105,6 @@ class Frame(NamedTuple):
     """What has come over a link.
 
     Attributes:
-        data: The bytes that the sender gave.
         tensors: The tensors, each in a storage of its own.
     """
 
@@ -115,16 +114,19 @@ class Frame(NamedTuple):
 
 
 def link_key(key: bytes, one: int, other: int, *nonces: bytes) -> bytes:
-    """Return the key of the link between two members, made of the key of their group."""
+    """Derive the key of the link between two ranks from the key of their group.
+
+    The nonces are those that both ends have drawn; none if one process made both ends.
+    """
     low, high = sorted((one, other))
     return proof(key, b"link", struct.pack("!II", low, high), *nonces)
 
 
 class Link:
-    """One end of a link. Any thread sends; one thread at a time receives.
+    """One end of a link. Any thread sends; one thread at a time receives. Nothing blocks.
 
     Attributes:
-        reading: To be held by the thread that receives, and by the one that closes.
+        reading: Lock to hold while receiving, flushing or closing.
     """
 
     def __init__(
@@ -146,27 +148,34 @@ class Link:
         self._buffer = bytearray()
         self._coming: Frame | None = None  # its body has not come yet
         self._announced = 0  # bytes of the next frame's meta
-        self._room: deque[memoryview] = deque()
+        self._room: deque[memoryview] = deque()  # memory for the rest of the body, in order
         self._sharing = sharing
 
     def fileno(self) -> int:
-        """Descriptor of the socket, for selectors."""
         return self._socket.fileno()
 
     def send(
         self, kind: int, data: bytes, tensors: Sequence[Tensor], passing: bool = False
     ) -> bool:
-        """Send a frame, or as much of it as the socket takes now. Never blocks."""
+        """Send a frame, or what the socket takes of it now; return whether nothing is left over.
+
+        If something is left over, somebody has to call `flush` when the socket takes more. Tensors
+        must not change any more. ``passing``: the receiver needs them for a short while only, so
+        large ones may lie in shared memory.
+        """
         about: list[Any] = [described(tensor) for tensor in tensors]
         bodies = [bytes_of(tensor) for tensor in tensors]
         if passing and self._sharing is not None:
             self._share(self._sharing, about, bodies)
         meta: bytes = msgpack.packb([data, about])
         if len(meta) > _LARGEST_META:
-            raise TransportError(f"a message has {len(meta)} bytes besides its tensors")
+            raise TransportError(
+                f"a message has {len(meta)} bytes besides its tensors, and may have "
+                f"{_LARGEST_META}; send large values as tensors"
+            )
         size = sum([body.nbytes for body in bodies])
         with self._lock:
-            idle = not self._queue
+            idle = not self._queue  # else a `flush` is due, which sends this frame too
             if len(meta) > _LARGEST_UNANNOUNCED:
                 self._queue.append(self._framed(_ANNOUNCES, 0, _LENGTH.pack(len(meta))))
             self._queue.append(self._framed(kind, size, meta))
@@ -174,11 +183,11 @@ class Link:
             return self._write() if idle else False
 
     def _share(self, sharing: Sharing, about: list[Any], bodies: list[memoryview]) -> None:
-        """Copy the bytes of large tensors into shared memory, as far as there is room."""
+        """Move the bodies of large tensors into shared memory, as far as there is room."""
         for number, body in enumerate(bodies):
             if body.nbytes < SMALLEST:
                 continue
-            with self._lock:
+            with self._lock:  # signatures count frames, so they are made in the order of the queue
                 if (slots := sharing.new_slots()) is not None:
                     sharing.announce(slots, self._framed(_SHARES, 0, b""), self._queue)
                 taken = sharing.take(body.nbytes)
@@ -186,20 +195,20 @@ class Link:
                 return
             slots, *at = taken
             try:
-                slots.fill(at[0], body)
-            except BaseException:  # Ctrl-C, for example
+                slots.fill(at[0], body)  # without the lock: others send meanwhile
+            except BaseException:  # such as Ctrl-C: no frame will name the slot
                 slots.give_back(at[0])
                 raise
             about[number].extend(at)
             bodies[number] = memoryview(b"")
 
     def _framed(self, kind: int, size: int, meta: bytes) -> memoryview:
-        """Return head and meta of a frame, signed."""
+        """Return the signed head and the meta of a frame. Call in the order of sending."""
         signature = self._sends.sign(_KIND_AND_SIZE.pack(kind, size), meta)
         return memoryview(_HEAD.pack(signature, kind, len(meta), size) + meta)
 
     def flush(self) -> bool:
-        """Send what was left; return whether nothing is left now."""
+        """Send what was left over; return whether nothing is left now."""
         with self._lock:
             return self._write()
 
@@ -221,7 +230,7 @@ class Link:
         return True
 
     def receive(self, take: Callable[[Frame], object]) -> bool:
-        """Read once, and hand over the frames of which the rest has come. Does not wait."""
+        """Read once and hand over complete frames; return whether the socket was read empty."""
         room, sharing = self._room[0] if self._room else self._chunk, self._sharing
         try:
             if sharing is None:
@@ -233,7 +242,7 @@ class Link:
         if not count:
             raise ConnectionError("it closed the connection")
         is_all = count < room.nbytes
-        if self._room:
+        if self._room:  # the bytes came straight into a tensor
             self._fill(count)
         else:
             self._buffer += room[:count]
@@ -242,7 +251,7 @@ class Link:
         return is_all
 
     def _fill(self, count: int) -> None:
-        """Note that so many bytes of the body have come."""
+        """Note that so many bytes have come into the memory of the body."""
         room = self._room
         if count == room[0].nbytes:
             room.popleft()
@@ -250,9 +259,9 @@ class Link:
             room[0] = room[0][count:]
 
     def _next(self) -> Frame | None:
-        """Take the next frame from the buffer; None if more of it has to come."""
+        """Take the next frame from the buffer; None if it is not complete."""
         while self._coming is None and self._begin():
-            pass  # an announcement, behind which a frame may have come
+            pass  # it was an announcement; the frame behind it may have come too
         while self._room and self._buffer:
             count = min(self._room[0].nbytes, len(self._buffer))
             self._room[0][:count] = self._buffer[:count]
@@ -265,12 +274,19 @@ class Link:
         return coming
 
     def _begin(self) -> bool:
-        """Take head and meta from the buffer, once they are there, and make the tensors."""
+        """Take head and meta from the buffer once they are there, and make the tensors.
+
+        Return whether it was an announcement, so that the next frame can begin.
+        """
         if len(self._buffer) < _HEAD.size:
             return False
         signature, kind, length, size = _HEAD.unpack_from(self._buffer)
         if length > _LARGEST_UNANNOUNCED and length != self._announced:
-            raise TransportError("what came is no message of a member")
+            raise TransportError(
+                f"a frame with {length} bytes of meta came, and {self._announced} were announced "
+                f"(up to {_LARGEST_UNANNOUNCED} need no announcement); do all processes run the "
+                "same version of pipedream-rt?"
+            )
         end = _HEAD.size + length
         if len(self._buffer) < end:
             return False
@@ -280,35 +296,50 @@ class Link:
         self._announced = 0
         if kind == _ANNOUNCES:
             if len(meta) != _LENGTH.size:
-                raise TransportError("a frame announces none")
+                raise TransportError(
+                    f"a malformed announcement came: {len(meta)} bytes instead of {_LENGTH.size}; "
+                    "do all processes run the same version of pipedream-rt?"
+                )
             (self._announced,) = _LENGTH.unpack(meta)
             return True
         if kind == _SHARES:
             self._shared().view()
             return True
         try:
+            # A description has dtype, shape and strides; for a slot, also its number and offset.
             data, about = msgpack.unpackb(meta)
             places = [place_for(each) if len(each) == 3 else self._in_slot(each) for each in about]
         except _UNREADABLE as error:
-            raise TransportError(f"a frame cannot be read: {error!r}") from error
+            raise TransportError(
+                f"a signed frame of kind {kind}, with {length} bytes of meta and {size} of "
+                f"tensors, cannot be read: {error!r}"
+            ) from error
         if sum(place.room.nbytes for place in places) != size:
-            raise TransportError("the tensors that come are not those that were signed")
+            raise TransportError(
+                f"the head of a frame announces {size} bytes of tensors, and its meta describes "
+                f"{sum(place.room.nbytes for place in places)}; do all processes run the same "
+                "version of pipedream-rt?"
+            )
         self._room.extend(place.room for place in places if place.room.nbytes)
         self._coming = Frame(kind, data, [place.tensor for place in places])
         return False
 
     def _shared(self) -> Sharing:
-        """Return what this end does with shared memory, of which the other end has just told."""
+        """Return this end's shared memory, which a frame of the other end needs."""
         if self._sharing is None:
-            raise TransportError("the other end shares memory, and this end does not")
+            raise TransportError(
+                "the other end uses shared memory on a link that carries no descriptors, as only a "
+                "Unix socket between two processes does; do all processes run the same version of "
+                "pipedream-rt?"
+            )
         return self._sharing
 
     def _in_slot(self, about: Sequence[Any]) -> Place:
-        """Return the tensor in a slot, whose bytes are there."""
+        """Return the tensor in a slot; its bytes are there already."""
         return Place(memoryview(b""), self._shared().tensor(about))
 
     def close(self) -> None:
-        """Close the socket. Shared memory goes with the last tensor over it."""
+        """Close the socket. Shared memory stays until the last tensor over it is gone."""
         self._socket.close()
         with self._lock:
             if self._sharing is not None:
@@ -316,12 +347,12 @@ class Link:
 
 
 class Links:
-    """The links of one member to all others, and the thread that attends to them.
+    """The links of one member to all others, and a thread that reads and writes them.
 
     One other thread, the waiter, may wait for messages with `wait` and `wake` (see `Waiter`): it
-    reads the links itself, which spares the way through the thread. The kernel wakes one of the
-    two: the waiter if it waits, else the thread (``EPOLLEXCLUSIVE``, where the order of registering
-    counts). Where it wakes both, one of them finds nothing.
+    reads the links itself, which saves a switch of threads for each message. The kernel wakes one
+    of the two (``EPOLLEXCLUSIVE``): the waiter if it waits, because its epoll is registered first,
+    else the thread. Where it wakes both, one of them finds nothing to read.
     """
 
     def __init__(
@@ -344,12 +375,12 @@ class Links:
             for rank, (connection, key, carries_descriptors) in connections.items()
         }
         self._rank_of = {link.fileno(): rank for rank, link in self._links.items()}
-        self._ended: dict[int, str] = {}
-        self._unsent: deque[int] = deque()
-        self._unread: deque[int] = deque()
+        self._ended: dict[int, str] = {}  # by rank, why the link has ended
+        self._unsent: deque[int] = deque()  # ranks for the thread to write to
+        self._unread: deque[int] = deque()  # ranks for the thread to read on from
         self._life = Lifecycle("the links")
         self._waiter: int | None = None
-        self._called = False
+        self._called = False  # whether `wake` was called since `wait` began
         self._bell, self._wake = Alarm(), Alarm()
         self._of_waiter, self._of_thread = select.epoll(), select.epoll()
         self._writable = select.epoll()
@@ -357,9 +388,9 @@ class Links:
             for link in self._links.values():
                 events.register(link, select.EPOLLIN | select.EPOLLEXCLUSIVE)
             events.register(bell, select.EPOLLIN)
-        # In an epoll of their own, as what is registered exclusively cannot be modified.
+        # An epoll of its own: what is registered with EPOLLEXCLUSIVE cannot be modified.
         self._of_thread.register(self._writable, select.EPOLLIN)
-        # A daemon, as the interpreter joins other threads before it closes a forgotten pipeline.
+        # A daemon: the interpreter joins other threads before it closes a forgotten pipeline.
         self._thread = threading.Thread(target=self._attend, daemon=True)
         self._thread.start()
 
@@ -371,7 +402,7 @@ class Links:
         tensors: Sequence[Tensor] = (),
         passing: bool = False,
     ) -> str | None:
-        """Send a frame to a member; see `Link.send`. Never blocks. Any thread."""
+        """Send a frame to a member; return why it cannot be sent, or None. Never blocks."""
         link = self._links.get(rank)
         if link is None or rank in self._ended:
             return self._ended.get(rank, "there is no link to it")
@@ -379,14 +410,14 @@ class Links:
             if not link.send(kind, data, tensors, passing):
                 self._unsent.append(rank)
                 self._wake.ring()
-        except OSError as error:  # who reads finds it out too, and reports it
+        except OSError as error:  # the thread that reads meets it too, and ends the link
             return text_of(error)
         return None
 
     # -- the waiter -----------------------------------------------------------------------------
 
     def wait(self, seconds: float | None) -> None:
-        """See `Waiter.wait`; what comes meanwhile is received in this thread."""
+        """Receive what comes, in this thread, until `wake` is called or the time is over."""
         self._waiter, self._called = threading.get_ident(), False
         for ready, _ in self._of_waiter.poll(None if seconds is None else min(seconds, _LONGEST_S)):
             if ready == self._bell.fileno():
@@ -394,7 +425,7 @@ class Links:
                 continue
             rank = self._rank_of[ready]
             while not self._read(rank):
-                if self._called:  # what was waited for is here: the rest is left to the thread
+                if self._called:  # what was waited for is here; the thread reads the rest
                     self._unread.append(rank)
                     self._wake.ring()
                     break
@@ -407,10 +438,10 @@ class Links:
     # -- the thread -----------------------------------------------------------------------------
 
     def _attend(self) -> None:
-        """Read and write until `close` is called; the thread of the links runs this."""
+        """Read and write until `close` is called. The links' own thread runs this."""
         name_this_thread("links")
         while self._life.is_open:
-            # No deadline: `close` wakes it, and the kernel tells of a peer that is gone.
+            # No deadline: `close` wakes it, and a peer that is gone makes its link readable.
             for ready, _ in self._of_thread.poll(0 if self._unread else None):
                 if ready == self._wake.fileno():
                     self._wake.quiet()
@@ -421,57 +452,61 @@ class Links:
                         self._flush(self._rank_of[writable])
             while self._unsent:
                 self._flush(self._unsent.popleft())
+            # One read for each per round, so that a busy link holds up no other.
             for _ in range(len(self._unread)):
                 rank = self._unread.popleft()
                 if not self._read(rank):
                     self._unread.append(rank)
 
     def _read(self, rank: int) -> bool:
-        """Read from a link once; return whether nothing more was there. Two threads do."""
+        """Read from a link once; return whether nothing is left. The waiter and the thread do."""
         link = self._links[rank]
         with link.reading:
             if rank in self._ended:
                 return True
             try:
                 return link.receive(functools.partial(self._receive, rank))
-            except Exception as error:  # whatever it is, it ends this link alone
+            except Exception as error:  # of any kind: it ends this link and no other
                 reason = self._end_of(rank, error)
         if self._life.is_open:
             self._lost(rank, reason)
         return True
 
     def _flush(self, rank: int) -> None:
-        """Write to a link as much as it takes; the thread comes again for the rest."""
+        """Write to a link what it takes now; poll it for the rest."""
         link = self._links[rank]
-        with link.reading:  # else who reads could close it in the middle
+        with link.reading:  # else the thread that reads could close it in the middle
             if rank in self._ended:
                 return
             try:
                 is_done = link.flush()
             except OSError:
-                is_done = True  # who reads finds it out too, and reports it
+                is_done = True  # the thread that reads meets it too, and ends the link
             _forget(self._writable, link)
             if not is_done:
                 self._writable.register(link, select.EPOLLOUT)
 
     def _end_of(self, rank: int, error: Exception) -> str:
-        """End a link that this thread is reading; return why in words."""
+        """End a link that this thread is reading; return the reason as text."""
         if not isinstance(error, OSError | TransportError):
             _log.exception("the link to member %d ends by an error of its own", rank)
         self._ended[rank] = reason = text_of(error)
         link = self._links[rank]
         for events in (self._of_waiter, self._of_thread, self._writable):
-            _forget(events, link)  # closing does not, while a forked child has the socket too
+            # Closing unregisters nothing while a forked child has the socket too.
+            _forget(events, link)
         link.close()
         return reason
 
     def close(self) -> None:
-        """Close all links. Idempotent; not on the thread of the links, nor while another waits."""
+        """Close all links. Idempotent. Not on the links' own thread, nor while another waits."""
         if not self._life.begin_closing():
             return
         self._wake.ring()
         self._thread.join(_LAST_S)
-        if self._thread.is_alive():  # a signal handler closes, and holds up a thread that sends
+        # A signal handler may close while it interrupts a thread that sends, and so holds the lock
+        # that the links' thread waits for.
+        if self._thread.is_alive():
             _log.error("the thread of the links does not end, and is left behind")
             return
         for link in self._links.values():
@@ -483,11 +518,11 @@ class Links:
 
 
 def _forget(events: select.epoll, link: Link) -> None:
-    """Poll a link no more, if it is polled."""
+    """Unregister a link, if it is registered."""
     with suppress(OSError, ValueError):
         events.unregister(link)
 
 
 def text_of(error: Exception) -> str:
-    """Return what an error of a socket says, in lower case and without its number."""
+    """Return the text of an error in lower case, without its number."""
     return (getattr(error, "strerror", None) or str(error)).lower()

@@ -1,4 +1,4 @@
-"""The transports within one process, with a mode for tests that delivers at random."""
+"""Transports within one process, one of them for tests, which delivers in random order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipedream_rt.transport.base import Lost, Receive
 
 
 class MemoryTransport:
-    """The transport within one process. Messages are encoded and decoded as on any other."""
+    """The transport within one process. Messages are encoded, as between processes."""
 
     def __init__(self) -> None:
         self._open: dict[int, tuple[Receive, Lost]] = {}
@@ -28,7 +28,10 @@ class MemoryTransport:
         if not self._life.is_open:
             return
         if message.to not in self._open:
-            error = PeerLost(f"{message}: no receiver is open there", peer=f"address {message.to}")
+            error = PeerLost(
+                f"{message}: no receiver is registered at address {message.to}",
+                peer=f"address {message.to}",
+            )
             self._open[message.sender][1](error)
             return
         self.deliver(self.copy_of(message))
@@ -38,11 +41,11 @@ class MemoryTransport:
         return decode(encode(message), [own(t, copy=True) for t in message.tensors])
 
     def receiver(self, address: int) -> Receive | None:
-        """See `Transport.receiver`; all are in this process."""
+        # All addresses are in this process. Through `deliver`, which a subclass may delay.
         return self.deliver if address in self._open else None
 
     def deliver(self, message: Message) -> None:
-        """Call the receiver with a message; a subclass may do so later."""
+        """Give a message to its receiver; a subclass may do so later."""
         self._open[message.to][0](message)
 
     def close(self) -> None:
@@ -51,7 +54,7 @@ class MemoryTransport:
 
 
 class DirectTransport(MemoryTransport):
-    """The transport within one thread, which copies tensors, and encodes nothing."""
+    """The transport within one thread. It copies tensors, and encodes nothing."""
 
     def copy_of(self, message: Message) -> Message:
         """Return the message with copies of its tensors."""
@@ -61,9 +64,12 @@ class DirectTransport(MemoryTransport):
 
 
 class ShuffledTransport(MemoryTransport):
-    """A transport for tests, on which messages arrive when and in the order that a seed says.
+    """A transport for tests: a seed decides when and in which order messages arrive.
 
     Some arrive twice, as the contract of transports allows.
+
+    Attributes:
+        pending: The messages that were sent and have not arrived.
     """
 
     def __init__(self, draw: random.Random) -> None:
@@ -73,17 +79,16 @@ class ShuffledTransport(MemoryTransport):
         self.pending: list[Message] = []
 
     def deliver(self, message: Message) -> None:
-        """Keep a message until `deliver_one` takes it; not that of a checkpoint's own thread.
-
-        Such a message comes when nobody may look for messages to deliver any more.
-        """
+        """Keep a message until `deliver_one` takes it."""
+        # The thread that writes a checkpoint may send when nobody calls `deliver_one` any more, so
+        # its messages arrive at once.
         if threading.get_ident() == self._thread:
             self.pending.append(message)
         else:
             super().deliver(message)
 
     def deliver_one(self) -> None:
-        """Deliver one of the messages that have not arrived, which may stay to arrive again."""
+        """Deliver one pending message, which may stay pending to arrive again."""
         number = self._draw.randrange(len(self.pending))
         twice = self._draw.random() < 0.1
         message = self.pending[number] if twice else self.pending.pop(number)

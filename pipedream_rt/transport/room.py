@@ -1,7 +1,7 @@
-"""What torch's RPC agent takes from the machine, tried before torch is touched.
+"""Tries whether the machine has what a group and torch's RPC agent need, before torch is touched.
 
 The agent (TensorPipe) ends its process by SIGABRT where it gets no descriptor, no thread or no
-connection over loopback. So all of these are tried first, and what is missing is told of in words.
+connection over loopback. So these are tried first, and a shortage becomes an error with words.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from pipedream_rt.errors import ConfigError
 from pipedream_rt.transport.rpc.fence import OBSTACLES, can_reach_itself
 
 _OWN, _FOR_EACH = 48, 14
-"""Descriptors that a process opens for itself, and for each other member of the group, at the most.
-With 2 to 8 workers a coordinator had 28 and 9 for each when the group had formed, and a worker 27
-and one for each; while it forms there are more, and an encrypted connection takes two more."""
+"""Descriptors that a process opens at most, for itself and for each other member of the group.
+Measured with 2 to 8 workers after the group had formed: a coordinator 28 and 9 for each, a worker
+27 and one for each. While it forms there are more, and an encrypted connection takes two more."""
 
 _THREADS = 16
-"""Threads that a process starts for a group at the most: those of the agent, and ours."""
+"""Threads that a process starts at most for a group: the agent's and ours."""
 
 
 def make_room(others: int) -> None:
-    """See to it that this process can join a group; raise its limit of open files if need be."""
+    """Raise the limit of open files as far as joining a group of ``others`` needs, or refuse."""
     _allow_descriptors(_OWN + _FOR_EACH * others)
 
 
 def make_room_for_agent() -> None:
-    """See to it that this process can have torch's agent besides."""
+    """Refuse where this process could not have torch's agent besides."""
     if not can_reach_itself():
         what, remedy = OBSTACLES["loopback"]
         raise ConfigError(
@@ -38,7 +38,7 @@ def make_room_for_agent() -> None:
 
 
 def _allow_descriptors(needed: int) -> None:
-    """Raise the soft limit of open files to what is needed, and no further."""
+    """Raise the soft limit of open files so that ``needed`` more can be opened, and no further."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         there = len(os.listdir("/proc/self/fd"))
@@ -57,7 +57,7 @@ def _allow_descriptors(needed: int) -> None:
 
 
 def _try_threads() -> None:
-    """Start as many threads as a group needs, and end them."""
+    """Start as many threads at once as a group needs, and end them."""
     end, threads = threading.Event(), []
     try:
         for _ in range(_THREADS):

@@ -1,25 +1,22 @@
 """Memory that two processes of one machine share, for the large values that go over a link.
 
-A value goes over a socket in two copies, through the kernel. Here the sender copies it once, into a
-slot of a block of memory that both have; over the link goes the number of the slot. The receiver
-computes on the slot itself, and gives it back when the last tensor over it is gone: for an
-activation that is after its backward. (A child that a receiver forks meanwhile sees the slot as it
-is used later.)
+Over a socket a value is copied twice, into the kernel and out of it. Here the sender copies it
+once, into a slot of a block of memory that both processes map, and the link carries the number of
+the slot. The receiver computes on the slot itself, and gives it back when the last tensor over it
+is gone: for an activation, after its backward. (A child that the receiver has forked sees later
+contents of the slot.)
 
-Each end of a link has a `Slots` of its own for what it sends, made when the first large value goes,
-and the descriptor of its block goes over the link (``SCM_RIGHTS``). The block has no name, so
-nothing is left of it when both processes have ended, however they did. It is as large as it may
-become from the beginning, and takes memory and addresses only where a slot is. A slot is used again
-by values of at least half its size. Slots of sizes that are wanted no more are given up where
-another one finds no room, or where they are many.
+Each end of a link has `Slots` of its own for what it sends, made with the first large value; the
+descriptor of the block goes over the link (``SCM_RIGHTS``). The block has no name, so nothing is
+left of it when both processes have ended, however they ended. It has its final size from the
+beginning, and takes memory and addresses only where a slot is. A value reuses a free slot of at
+most twice its size. Free slots are dropped when a new slot finds no room, or when they hold much.
 
-Of each slot there is one byte at the beginning of the block, which the sender sets and the receiver
-clears. Nobody waits for it: where no slot is free, as with a receiver that has stopped, or no
-memory for another, the value goes over the socket. A sender that dies has announced no slot that it
-has not filled; a receiver that dies gives nothing back, and the block ends with the link.
-
-The memory of a slot stays in its place, so a later transport for accelerators can register it as
-pinned memory.
+The block begins with one byte for each slot, which the sender sets and the receiver clears. Nobody
+waits for it: where no slot is free, as when the receiver is stopped, and there is no memory for
+another, the value goes over the socket. A sender announces a slot only after it has filled it, so
+its death leaves none half filled. A receiver that dies gives nothing back, and the block ends with
+the link.
 """
 
 from __future__ import annotations
@@ -44,17 +41,17 @@ from pipedream_rt.lifecycle import close_in_forked_children
 from pipedream_rt.messages.wire import dtype_of
 
 SMALLEST = 1 << 17
-"""The bytes of a value from which on it goes by a slot; for smaller ones the socket is as fast."""
+"""Bytes from which a value goes by a slot. For smaller ones the socket is as fast."""
 
 _MOST_SLOTS = 1 << 12
 _PAGE = mmap.PAGESIZE
-# Where the first slot begins: at the first page behind the bytes that say which are taken.
+# The first slot begins at the first page behind the bytes that say which slots are taken.
 _FIRST = -(-_MOST_SLOTS // _PAGE) * _PAGE
 _ROOM = 1 << 30
-"""The bytes of all slots of one end of a link at the most."""
+"""Bytes of all slots of one end of a link at most."""
 
 _MOST_FREE = 1 << 28
-"""The bytes of free slots from which on they are given up before there is another one."""
+"""Bytes of free slots above which they are dropped before another one is made."""
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
@@ -66,7 +63,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @cache
 def _libc() -> Any:
-    """Return the C library. Python's own `mmap` keeps a descriptor for each mapping."""
+    """Return the C library. Python's own `mmap` would keep a descriptor for each mapping."""
     libc = ctypes.CDLL(None, use_errno=True)
     size, offset, pointer, number = ctypes.c_size_t, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
     libc.mmap.restype = pointer
@@ -78,7 +75,7 @@ def _libc() -> Any:
 
 
 def _mapped(fd: int, begin: int, length: int, *, forks: bool) -> Bytes:
-    """Map a part of a block, until the array and all that lies over it is gone."""
+    """Map a part of a block for as long as the array, or a view of it, lives."""
     libc = _libc()
     both = mmap.PROT_READ | mmap.PROT_WRITE
     address = libc.mmap(None, length, both, mmap.MAP_SHARED, fd, begin)
@@ -87,6 +84,7 @@ def _mapped(fd: int, begin: int, length: int, *, forks: bool) -> Bytes:
     if not forks:
         libc.madvise(address, length, mmap.MADV_DONTFORK)
     room = (ctypes.c_uint8 * length).from_address(address)
+    # Not at exit, when tensors may still lie over it; the process ends the mapping anyway.
     weakref.finalize(room, libc.munmap, address, length).atexit = False
     found: Bytes = np.frombuffer(memoryview(room).cast("B"), np.uint8)
     return found
@@ -102,20 +100,25 @@ def _give_up(fd: int, begin: int, length: int) -> None:
 
 
 class Slots:
-    """The block of an end that sends."""
+    """The block of an end that sends.
+
+    Attributes:
+        fd: The descriptor of the block, for the other end.
+    """
 
     def __init__(self, room: int = _ROOM) -> None:
         self.fd = os.memfd_create("pipedream-rt", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._close = weakref.finalize(self, os.close, self.fd)
         self._room = room
         os.ftruncate(self.fd, _FIRST + room)
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)  # nobody makes it shorter under the other
+        # Sealed: reading memory of a block that the other end has shortened would be a SIGBUS.
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
         self._taken = _mapped(self.fd, 0, _FIRST, forks=False)
-        self._slots: dict[int, tuple[int, Bytes]] = {}  # by number: the beginning and the memory
+        self._slots: dict[int, tuple[int, Bytes]] = {}  # by number: offset in the block, memory
         close_in_forked_children(self)
 
     def take(self, size: int) -> tuple[int, int] | None:
-        """Take a slot, which `fill` fills. One thread at a time."""
+        """Take a slot; return its number and offset, or None for no room. One thread at a time."""
         free = [n for n in self._slots if not self._taken[n]]
         fits = [(len(self._slots[n][1]), n) for n in free]
         number = min((pair for pair in fits if size <= pair[0] <= 2 * size), default=(0, None))[1]
@@ -127,15 +130,15 @@ class Slots:
         return number, self._slots[number][0]
 
     def fill(self, number: int, value: memoryview) -> None:
-        """Copy a value into a slot that was taken. Any thread; others run meanwhile."""
+        """Copy a value into a slot that was taken. Any thread."""
         np.copyto(self._slots[number][1][: value.nbytes], np.frombuffer(value, np.uint8))
 
     def give_back(self, number: int) -> None:
-        """Give back a slot that nobody was told of."""
+        """Give back a slot that was not announced."""
         self._taken[number] = 0
 
     def _another(self, length: int, free: Sequence[int]) -> int | None:
-        """Return the number of a new slot; None where there is no room for it."""
+        """Make a slot of ``length`` bytes; return its number, or None where there is no room."""
         begin = self._gap(length)
         if begin is None or sum(len(self._slots[n][1]) for n in free) > _MOST_FREE:
             self._drop(free)
@@ -143,7 +146,7 @@ class Slots:
         if begin is None or len(self._slots) == _MOST_SLOTS:
             return None
         try:
-            # What is not there is asked for now, so that no write can fail.
+            # Memory is reserved now, since a write without memory would be a SIGBUS.
             os.posix_fallocate(self.fd, begin, length)
             memory = _mapped(self.fd, begin, length, forks=False)
         except OSError:
@@ -153,7 +156,7 @@ class Slots:
         return number
 
     def _gap(self, length: int) -> int | None:
-        """Return where so many bytes lie in no slot, the first such place; None if nowhere."""
+        """Return the offset of the first gap of ``length`` bytes between slots; None if none."""
         begin = _FIRST
         for start, memory in sorted(self._slots.values(), key=lambda slot: slot[0]):
             if start - begin >= length:
@@ -162,13 +165,12 @@ class Slots:
         return begin if _FIRST + self._room - begin >= length else None
 
     def _drop(self, free: Sequence[int]) -> None:
-        """Give up slots that are free."""
         for number in free:
             begin, memory = self._slots.pop(number)
             _give_up(self.fd, begin, len(memory))
 
     def close(self) -> None:
-        """Close the descriptor. The memory goes with the last tensor over it. Idempotent."""
+        """Close the descriptor. The memory stays while a tensor lies over it. Idempotent."""
         self._close()
 
 
@@ -176,7 +178,7 @@ class Slots:
 
 
 class _Slot(np.ndarray):
-    """The bytes of a slot, of which a tensor keeps this object while it is there."""
+    """The bytes of a slot. Tensors over it keep this object alive; its end gives the slot back."""
 
 
 class Views:
@@ -185,15 +187,23 @@ class Views:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._close = weakref.finalize(self, os.close, fd)
+        # A member that could shorten the block could end this process by a SIGBUS.
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-            raise TransportError("the memory that a member shares is not of its final size")
+            raise TransportError(
+                "the memory that a member shares is not sealed at its final size, so it could "
+                "shrink while it is read; do all processes run the same version of pipedream-rt?"
+            )
         self._length = os.fstat(fd).st_size
         self._taken = _mapped(fd, 0, _FIRST, forks=True)
-        self._memory: dict[int, Bytes] = {}  # of slots, by where they begin
+        self._memory: dict[int, Bytes] = {}  # by offset of a slot
         close_in_forked_children(self)
 
     def tensor(self, about: Sequence[Any]) -> Tensor:
-        """Return the tensor in a slot, which is given back when the last tensor over it is gone."""
+        """Return the tensor in a slot, which is given back when the last tensor over it is gone.
+
+        ``about`` has dtype, shape and strides, as `described` returns them, then the number of the
+        slot and its offset.
+        """
         name, shape, stride, number, begin = about
         dtype = dtype_of(name)
         size = dtype.itemsize * (1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)))
@@ -205,30 +215,34 @@ class Views:
             and min((1, *shape)) > 0
             and min((0, *stride)) >= 0
         ):
-            raise TransportError(f"no slot of {size} bytes begins at {begin}")
+            raise TransportError(
+                f"no slot of {size} bytes begins at {begin} in the other end's shared memory of "
+                f"{self._length} bytes"
+            )
         memory = self._memory.get(begin)
         if memory is None or len(memory) < size:
             length = -(-size // _PAGE) * _PAGE
             memory = self._memory[begin] = _mapped(self._fd, begin, length, forks=True)
         slot = memory[:size].view(_Slot)
+        # A view of its own for each message: the mapping stays for the next one in the slot.
         weakref.finalize(slot, _give_back, self._taken, number, os.getpid()).atexit = False
         raw = torch.from_numpy(slot)
         tensor = torch.empty(0, dtype=dtype, device="cpu")
         return tensor.set_(raw.untyped_storage(), 0, shape, stride)
 
     def close(self) -> None:
-        """Close the descriptor. The memory goes with the last tensor over it. Idempotent."""
+        """Close the descriptor. The memory stays while a tensor lies over it. Idempotent."""
         self._close()
 
 
 def _give_back(taken: Bytes, number: int, process: int) -> None:
-    """Say that a slot is free; only the process that received it does."""
+    """Mark a slot as free, but not from a forked child, whose parent may still use it."""
     if os.getpid() == process:
         taken[number] = 0
 
 
 def close_all(descriptors: Sequence[int]) -> None:
-    """Close descriptors that came and are not wanted."""
+    """Close descriptors that nobody has used."""
     for fd in descriptors:
         with contextlib.suppress(OSError):
             os.close(fd)

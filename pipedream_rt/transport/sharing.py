@@ -1,7 +1,7 @@
-"""What one end of a link does with shared memory: its own slots, and those of the other end.
+"""Shared memory of one end of a link: the slots that it sends with, and its view of the other's.
 
-The descriptor of an end's slots goes along with a frame of its own (``SCM_RIGHTS``), before the
-first frame that has a tensor in a slot. See `shared.py` for the slots themselves.
+The descriptor of the slots travels with a frame of its own (``SCM_RIGHTS``), before the first frame
+that has a tensor in a slot. The slots themselves are in `shared.py`.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _ROOM_FOR_A_DESCRIPTOR = socket.CMSG_SPACE(struct.calcsize("i"))
 
 
 class Sharing:
-    """One end's part in the memory that both ends of a link share.
+    """Shared memory of one end of a link.
 
     One thread at a time calls the methods of the sender, and one thread at a time those of the
     receiver.
 
     Attributes:
-        announcing: The frame with which the descriptor of the slots has to go, and the slots; None
-            if there is none to be sent.
+        announcing: The frame that has yet to carry the descriptor of the slots, and the slots; None
+            if no descriptor has to be sent.
     """
 
     def __init__(self, gives: bool) -> None:
-        self._gives = gives
+        self._gives = gives  # whether tensors may go through slots of this end
         self._slots: Slots | None = None
         self.announcing: tuple[memoryview, Slots] | None = None
         self._came: list[int] = []  # descriptors
@@ -42,35 +42,36 @@ class Sharing:
     # -- the sender -----------------------------------------------------------------------------
 
     def new_slots(self) -> Slots | None:
-        """Make the slots, of which `announce` tells the other end."""
+        """Make the slots, to be announced; None if they exist, or if none are to be had."""
         if self._slots is not None or not self._gives:
             return None
         try:
             return Slots()
-        except OSError:
+        except OSError:  # no memory to share: values go over the socket from now on
             self._gives = False
             return None
 
     def announce(self, slots: Slots, frame: memoryview, frames: deque[memoryview]) -> None:
-        """Use slots from now on, whose descriptor goes with a frame that is sent next."""
+        """Use slots from now on; their descriptor goes with ``frame``, appended to ``frames``."""
         self.announcing = frame, slots
         self._slots = slots
         frames.append(frame)
 
     def take(self, size: int) -> tuple[Slots, int, int] | None:
-        """Take a slot for a tensor."""
+        """Take a slot; return the slots, its number and its offset; None if none is free."""
         slots = self._slots
         at = None if slots is None else slots.take(size)
         return None if slots is None or at is None else (slots, *at)
 
     def send(self, connection: socket.socket, frames: deque[memoryview], most: int) -> int:
-        """Write what goes before the descriptor, or that with its frame, while it is announced."""
+        """Write the frames before the announcing one, or that one with the descriptor."""
         assert self.announcing is not None
         frame, slots = self.announcing
-        if frames[0] is not frame:
+        if frames[0] is not frame:  # alone, so that the descriptor comes with its own frame
             before = takewhile(lambda each: each is not frame, islice(frames, most))
             return connection.sendmsg(before, (), socket.MSG_DONTWAIT)
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", slots.fd))]
+        # The descriptor goes with the first byte that is taken, even if the rest has to wait.
         sent = connection.sendmsg([frame], rights, socket.MSG_DONTWAIT)
         self.announcing = None
         return sent
@@ -78,7 +79,7 @@ class Sharing:
     # -- the receiver ---------------------------------------------------------------------------
 
     def receive(self, connection: socket.socket, room: memoryview) -> int:
-        """Read into some room, and keep the descriptors that come along; return the bytes."""
+        """Read, keep the descriptors that come along, and return how many bytes came."""
         count, others, _, _ = connection.recvmsg_into(
             [room], _ROOM_FOR_A_DESCRIPTOR, socket.MSG_CMSG_CLOEXEC
         )
@@ -88,20 +89,26 @@ class Sharing:
         return count
 
     def view(self) -> None:
-        """Map the memory of which the descriptor has come."""
-        if not self._came:
+        """Map the memory whose descriptor has come."""
+        if not self._came:  # the kernel drops a descriptor for which the process has no room
             raise TransportError(
-                "the descriptor of shared memory has not come; may this process open no more files?"
+                "the descriptor of the other end's shared memory has not come: probably this "
+                "process can open no more files; raise its limit, as by `ulimit -n`"
             )
         try:
             self._views = Views(self._came.pop(0))
         except OSError as error:
-            raise TransportError(f"shared memory cannot be mapped: {error}") from error
+            raise TransportError(
+                f"the other end's shared memory cannot be mapped: {error}; this process needs more "
+                "memory or address space"
+            ) from error
 
     def tensor(self, about: Sequence[Any]) -> Tensor:
-        """Return the tensor in a slot of the other end; see `Views.tensor`."""
+        """Return the tensor in a slot of the other end, which ``about`` describes."""
         if self._views is None:
-            raise TransportError("a tensor lies in memory that is not shared")
+            raise TransportError(
+                "a tensor lies in the other end's shared memory, whose descriptor has not come"
+            )
         return self._views.tensor(about)
 
     # -- both -----------------------------------------------------------------------------------

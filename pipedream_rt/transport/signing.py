@@ -1,8 +1,8 @@
-"""Signatures: the proof that bytes come from one member, for another one, and come in their turn.
+"""Signatures: the proof that bytes come from one member, are for another, and come in their turn.
 
-Every signature is made with a key that only the members of a group know. Bytes whose signature is
-wrong are not parsed any further. Proofs, of which there are few, are HMAC-SHA256. Messages, of
-which there are many, are signed by BLAKE2b with a key (RFC 7693), in a quarter of the time.
+Every signature is made with a key that only the members of a group know. Bytes with a wrong
+signature are not parsed. Proofs of the handshake are few, and use HMAC-SHA256. Messages are many,
+and use keyed BLAKE2b (RFC 7693), which takes a quarter of the time.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ def proof(key: bytes, *parts: bytes) -> bytes:
 
 def _framed(parts: Sequence[bytes]) -> bytes:
     """Return several parts, each with its length in front of it."""
+    # Without the lengths, ("ab", "c") and ("a", "bc") would have the same proof.
     return b"".join([piece for part in parts for piece in (_LENGTH.pack(len(part)), part)])
 
 
 class Signer:
-    """The signer of everything that one member sends to one other, or the checker of it.
+    """Signs everything that one member sends to one other, or checks it at the other end.
 
-    A signature covers the generation, the sender, the recipient and how many signatures came before
-    it. So nothing can be repeated, left out, put in another order, or shown to another member. Both
-    ends count for themselves, because a connection keeps the order; so nothing of it is sent.
+    A signature covers the generation, the ranks of sender and recipient, and how many signatures
+    came before it. So nothing can be repeated, left out, reordered, or shown to another member.
+    None of these is sent: a connection keeps the order, so both ends count alike.
     """
 
     def __init__(self, key: bytes, generation: int, sender: int, recipient: int) -> None:
-        # A copy of what has taken in the key spares the time for the key.
+        # Each signature copies this state, which has taken in the key already.
         self._keyed = hashlib.blake2b(key=key, digest_size=DIGEST)
         self._between = (generation & 0xFFFFFFFF, sender, recipient)
         self._number = 0
@@ -57,6 +58,7 @@ class Signer:
 
     def check(self, signature: bytes, *parts: bytes) -> None:
         """Check the signature of what has come next. One thread at a time."""
+        # After a wrong one none will be right: the two ends no longer count alike.
         if not hmac.compare_digest(self.sign(*parts), signature):
             generation, sender, recipient = self._between
             raise TransportError(

@@ -1,10 +1,10 @@
-"""The transport over links: messages go from worker to worker, without torch RPC between.
+"""The transport over links: messages go from worker to worker, without torch RPC.
 
-Why not as RPCs (measured; ``benchmarks/transports.py`` prints the figures): an RPC of torch passes
-through four threads on its way, which costs more processor time than most layers of a small model
-need, and whoever reaches its port can have it parse anything. A message over a link is written by
-the thread that sends it, if the socket has room, and is read by the thread that waits for it, or by
-the thread of the links while that one computes.
+Why not RPCs (measured; ``benchmarks/transports.py`` prints the figures): an RPC of torch passes
+through four threads, which costs more processor time than most layers of a small model need; and
+whoever reaches its port can have it parse anything. A message over a link is written by the thread
+that sends it, if the socket has room, and is read by the thread that waits for it; while that one
+computes, by the links' own thread.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from pipedream_rt.transport.rpc.tunnel import Tunnel
 _log = logging.getLogger(__name__)
 
 _MESSAGE, _RETURNED, _STREAM = range(3)
-"""The kinds of frames: a message, the reason why one was not received, and a part of a stream of
-torch RPC, which is the tunnel's."""
+"""Kinds of frames: a message, the reason why one was not received, a part of a stream of torch RPC
+(for the tunnel)."""
 
 
 _PASSING = (MicroBatch, Target, Gradient, Share, Partial)
-"""The messages to workers whose tensors are done with after a backward or an update."""
+"""Messages whose tensors a worker drops after a backward or an update."""
 
 
 class SocketTransport:
     """The transport over links between processes.
 
     Attributes:
-        nearby: The ranks of the members with which memory can be shared.
+        nearby: The ranks of the members that can share memory with this one.
     """
 
     def __init__(self, group: Group, gives: bool = False) -> None:
-        self._group, self._gives = group, gives
+        self._group, self._gives = group, gives  # gives: large values may go by shared memory
         self._open: dict[int, tuple[Receive, Lost]] = {}
         self._links: Links | None = None
         self.nearby: list[int] = []
@@ -58,13 +58,13 @@ class SocketTransport:
         self.tunnel = Tunnel(group, self._send_stream)
 
     def connect(self, connections: Connections) -> None:
-        """Begin to receive over connections, which are the transport's from now on."""
+        """Take connections over, and begin to receive."""
         self.nearby = [rank for rank, each in connections.items() if each.carries_descriptors]
         self._links = Links(self._group, connections, self._receive, self._end_of_link, self._gives)
 
     @property
     def waiter(self) -> Waiter | None:
-        """What one thread may wait with for messages that come over links; None before those."""
+        """Lets one thread read the links while it waits; None before `connect`."""
         return self._links
 
     def open(self, address: int, receive: Receive, lost: Lost) -> None:
@@ -88,7 +88,7 @@ class SocketTransport:
         return self._open[address][0] if address in self._open else None
 
     def _tell_lost(self, sender: int, rank: int, text: str) -> None:
-        """Tell a sender of this process of a peer that is gone, unless the transport closes."""
+        """Tell a sender in this process that a peer is gone, unless the transport closes."""
         name = self._group.names[rank]
         if self._life.is_open and sender in self._open:
             error = PeerLost(text.replace("{}", f"worker {name!r}", 1), peer=name)
@@ -96,20 +96,23 @@ class SocketTransport:
             self._open[sender][1](error)
 
     def _end_of_link(self, rank: int, reason: str) -> None:
-        """Tell everybody in this process that a peer is gone; whoever reads the links does."""
+        """Tell all addresses of this process that a peer is gone. On the thread that reads."""
         self.tunnel.end(rank)
         for address in list(self._open):
             self._tell_lost(address, rank, f"{{}} is gone: {reason}")
 
     def _receive(self, rank: int, frame: Frame) -> None:
-        """Take a frame from a link; whoever reads the links does."""
+        """Take a frame from a link. On the thread that reads."""
         if frame.kind == _STREAM:
             self.tunnel.receive(rank, frame.data)
         elif frame.kind == _RETURNED:
             try:
                 sender, text = msgpack.unpackb(frame.data)
             except (ValueError, TypeError, msgpack.UnpackException) as error:
-                raise TransportError(f"what came back cannot be read: {error!r}") from error
+                raise TransportError(
+                    f"{len(frame.data)} bytes that should say why a message was not received "
+                    f"cannot be read: {error!r}"
+                ) from error
             self._tell_lost(sender, rank, str(text))
         else:
             self._receive_message(rank, decode(frame.data, frame.tensors))
@@ -117,8 +120,12 @@ class SocketTransport:
     def _receive_message(self, rank: int, message: Message) -> None:
         """Give a message to its receiver, or tell its sender why not."""
         group = self._group
+        # Signatures prove which member sent it, so a member cannot speak for another's addresses.
         if group.rank_of(message.sender) != rank or group.rank_of(message.to) != group.rank:
-            raise TransportError(f"{message} came over the link to {group.names[rank]!r}")
+            raise TransportError(
+                f"{message} came over the link from {group.names[rank]!r} to {group.name!r}, and "
+                "one of them does not host that address"
+            )
         problem = self._deliver(message)
         if problem is not None:
             assert self._links is not None
@@ -126,14 +133,14 @@ class SocketTransport:
             self._links.send(rank, _RETURNED, msgpack.packb([message.sender, text]))
 
     def _deliver(self, message: Message) -> str | None:
-        """Give a message to its receiver; return why not, or None."""
+        """Give a message to its receiver; return why that failed, or None."""
         if message.to not in self._open:
-            return f"nothing is open there at address {message.to}"
+            return f"no receiver is registered at address {message.to} of this worker"
         self._open[message.to][0](message)
         return None
 
     def _send_stream(self, rank: int, data: bytes) -> None:
-        """Send a part of a stream of torch RPC; the tunnel does."""
+        """Send a part of a stream of torch RPC, for the tunnel."""
         if self._links is not None:
             self._links.send(rank, _STREAM, data)
 

@@ -1,14 +1,13 @@
 """Encryption of the connections between machines: TLS 1.3, unless the user wants none.
 
-Every process makes a key and a certificate of its own when it first needs them, and nobody signs
-them. What tells a member from somebody in between is the *channel*, the SHA-256 of the certificate
-that the called end shows: both ends put it into what they prove to know the secret with. The user
-may also give all members certificates, of one authority or one for all; each end then checks the
-other's too.
+Every process makes a self-signed certificate when it first needs one. Against somebody in between
+stands the *channel*, the SHA-256 of the server's certificate: both ends put it into their proof of
+the secret (channel binding). The user may also give the members certificates, one for all or of one
+authority; then each end checks the other's too.
 
-`Tls.wrap` takes a connection over and returns one end of a pair of sockets: a thread carries what
-passes through it, encrypted, over the connection. So nothing else need know whether a connection is
-encrypted.
+`Tls.wrap` takes a connection over and returns one end of a socket pair. A thread carries what
+passes through the pair over the connection, encrypted. So no other code needs to know whether a
+connection is encrypted.
 """
 
 from __future__ import annotations
@@ -42,24 +41,23 @@ from pipedream_rt.schema import open_file, printable
 _log = logging.getLogger(__name__)
 
 CERTIFICATE, KEY, AUTHORITY = "cert.pem", "key.pem", "ca.pem"
-"""The files in the folder; without the last one, the certificate itself is what is trusted."""
+"""The files in the folder. Without the last one, only the certificate itself is trusted."""
 
 _CHUNK = 1 << 18
 HANDSHAKE_TIMEOUT_S = 20.0
-"""Seconds for the two ends to agree on how to encrypt."""
+"""Seconds for the TLS handshake."""
 
 _DAYS = 3650
-"""For how long the certificate of a process is valid, which ends with the process; its beginning
-lies a day back, as the clocks of machines differ."""
+"""Days for which the certificate of a process is valid. It ends with the process anyway."""
 
 
 class Wrapped(NamedTuple):
     """A connection that may be encrypted.
 
     Attributes:
-        channel: What the two ends, and nobody in between, have in common: the SHA-256 of the
-            certificate of the end that was called, known once something has come; empty where
-            nothing is encrypted.
+        socket: What to use in place of the connection.
+        channel: The SHA-256 of the server's certificate (DER), known after the handshake. The two
+            ends see the same one only if nobody is in between. Empty where nothing is encrypted.
     """
 
     socket: socket.socket
@@ -72,19 +70,24 @@ def wrapped(
     calls: bool,
     timeout_s: float | None = HANDSHAKE_TIMEOUT_S,
 ) -> Wrapped:
-    """Return a connection, encrypted if there is something that encrypts it; see `Tls.wrap`."""
+    """Return a connection, encrypted if ``tls`` is there."""
     return _plain(connection) if tls is None else tls.wrap(connection, calls, timeout_s)
 
 
 def _plain(connection: socket.socket) -> Wrapped:
-    """Return a connection that is not encrypted."""
     channel: Future[bytes] = Future()
     channel.set_result(b"")
     return Wrapped(connection, channel)
 
 
 class Material(NamedTuple):
-    """What a member encrypts with."""
+    """What a member encrypts with.
+
+    Attributes:
+        server: For the end that was called.
+        client: For the end that calls.
+        own: The SHA-256 of this member's certificate (DER).
+    """
 
     server: ssl.SSLContext
     client: ssl.SSLContext
@@ -96,7 +99,9 @@ class Tls:
     """Encrypts the connections of a member.
 
     Attributes:
-        material: Returns what it encrypts with, which may be made only then.
+        material: Returns what it encrypts with, made at the first call where nobody has given it.
+        always: Whether connections over loopback are encrypted too.
+        threads: The threads of open connections (see `finish`).
     """
 
     material: Callable[[], Material]
@@ -105,12 +110,12 @@ class Tls:
 
     @staticmethod
     def of_folder(folder: Path) -> Tls:
-        """Return what a folder of certificates offers."""
+        """Encrypt with the certificates in a folder, and check those of other members."""
         certificate, key, authority = (folder / n for n in (CERTIFICATE, KEY, AUTHORITY))
         try:
             trusted = authority if authority.exists() else certificate
             for each in (certificate, key, trusted):
-                open_file(each).close()  # ssl would wait for the other end of a pipe
+                open_file(each).close()  # refuses a pipe, at which ssl would block
             if key.stat().st_mode & 0o077:
                 raise ConfigError(f"others can read the key {key}; forbid it: chmod 600 {key}")
             material = _material(str(certificate), str(key), certificate.read_text())
@@ -129,7 +134,7 @@ class Tls:
 
     @staticmethod
     def of_process(always: bool = False) -> Tls:
-        """Return what encrypts with the certificate of this process, which nobody has signed."""
+        """Encrypt with a self-signed certificate of this process."""
         return Tls(lambda: _of_process(os.getpid()), always)
 
     def wrap(
@@ -138,7 +143,12 @@ class Tls:
         calls: bool,
         timeout_s: float | None = HANDSHAKE_TIMEOUT_S,
     ) -> Wrapped:
-        """Encrypt a connection, unless it stays on this machine and need not be."""
+        """Take a connected TCP socket over, and encrypt it unless loopback may stay plain.
+
+        ``calls``: whether this end has called, so is the client. ``timeout_s``: for the handshake;
+        None where the other end may take its time. If the other end has no right certificate, the
+        returned socket ends.
+        """
         if not self.always and _stays_here(connection):
             return _plain(connection)
         server, client, own = self.material()
@@ -156,13 +166,13 @@ class Tls:
             channel: Future[bytes] = Future()
             if not calls:
                 channel.set_result(own)
-            # A daemon: it ends when one of the ends is closed, at the latest with the process.
+            # A daemon: it ends when one of the two ends is closed, at the latest with the process.
             thread = threading.Thread(
                 target=_carry, args=(encrypted, theirs, channel, timeout_s), name="tls", daemon=True
             )
             try:
                 thread.start()
-            except RuntimeError as error:  # there can be no more threads
+            except RuntimeError as error:  # no more threads: callers expect an OSError
                 raise OSError(errno.EAGAIN, str(error)) from error
             self.threads.add(thread)
             undo.pop_all()
@@ -175,13 +185,16 @@ class Tls:
 
 
 def _stays_here(connection: socket.socket) -> bool:
-    """Whether a connection is one of this machine with itself, over loopback."""
+    """Whether both ends of a connection have loopback addresses."""
     here, there = connection.getsockname()[0], connection.getpeername()[0]
     return all(ipaddress.ip_address(each).is_loopback for each in (here, there))
 
 
 def _material(certificate: str, key: str, text: str) -> Material:
-    """Return what a member encrypts with that asks for no certificate of the other end."""
+    """Make contexts for a certificate that do not check the other end's.
+
+    ``certificate`` and ``key`` are paths, ``text`` is the certificate in PEM.
+    """
     server, client = (
         ssl.SSLContext(protocol) for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT)
     )
@@ -190,7 +203,7 @@ def _material(certificate: str, key: str, text: str) -> Material:
         context.check_hostname = False  # a member is who knows the secret, wherever it is
         context.verify_mode = ssl.CERT_NONE
         context.load_cert_chain(certificate, key, password=_no_password)
-    server.num_tickets = 0
+    server.num_tickets = 0  # nobody resumes a session
     begins, ends = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
     first = text[text.index(begins) : text.index(ends)] + ends
     return Material(server, client, hashlib.sha256(ssl.PEM_cert_to_DER_cert(first)).digest())
@@ -198,10 +211,8 @@ def _material(certificate: str, key: str, text: str) -> Material:
 
 @functools.cache
 def _of_process(pid: int) -> Material:
-    """Make the key and the certificate of this process.
-
-    Python's ``ssl`` takes them from files alone: here from files that are in memory only.
-    """
+    """Make the key and the certificate of this process. A forked child makes its own."""
+    # Python's `ssl` reads them from files only: here from memfds, which never touch a disk.
     certificate, key = _made(f"pipedream-rt process {pid}", _DAYS)
     with ExitStack() as opened:
         paths = []
@@ -214,7 +225,7 @@ def _of_process(pid: int) -> Material:
 
 
 def _made(name: str, days: int) -> tuple[bytes, bytes]:
-    """Make a key (ECDSA over P-256) and a certificate that it signs itself, both in PEM."""
+    """Make a self-signed certificate and its key (ECDSA over P-256), both in PEM."""
     # Imported here: most processes never encrypt.
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -229,6 +240,7 @@ def _made(name: str, days: int) -> tuple[bytes, bytes]:
         .issuer_name(subject)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
+        # From yesterday on, since the clocks of machines differ.
         .not_valid_before(now - datetime.timedelta(days=1))
         .not_valid_after(now + datetime.timedelta(days=days))
         .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
@@ -243,14 +255,14 @@ def _made(name: str, days: int) -> tuple[bytes, bytes]:
 
 
 def _no_password() -> str:
-    """Refuse a key that needs a password, which nobody could type in on all machines."""
+    """Refuse a key with a password, which nobody could type in on all machines."""
     raise ValueError("the key is protected by a password")
 
 
 def _carry(
     encrypted: ssl.SSLSocket, plain: socket.socket, channel: Future[bytes], timeout_s: float | None
 ) -> None:
-    """Carry bytes both ways until one end is closed; a thread runs this."""
+    """Shake hands, then carry bytes both ways until one end is closed. A thread runs this."""
     plain.setblocking(False)
     try:
         _shake_hands(encrypted, plain, timeout_s)
@@ -258,7 +270,7 @@ def _carry(
             shown = encrypted.getpeercert(binary_form=True) or b""
             channel.set_result(hashlib.sha256(shown).digest())
         _Pump(encrypted, plain).run()
-    except (OSError, ValueError) as error:  # also of a socket that was closed
+    except (OSError, ValueError) as error:  # ValueError: of a socket that was closed meanwhile
         if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
             _tell("an encrypted connection ended: %s", error.reason or error)
         elif isinstance(error, TimeoutError):
@@ -271,11 +283,8 @@ def _carry(
 
 
 def _swallow(plain: socket.socket) -> None:
-    """Let this end read what came before the other one ended, and write to nobody until it closes.
-
-    So it is with a connection that is not encrypted, too: whoever answers a last word does not fail
-    before he has read it.
-    """
+    """Half-close: let this end drain what is buffered, and discard its writes until it closes."""
+    # As over plain TCP: an end that writes to a peer that is gone can still read its last words.
     plain.shutdown(socket.SHUT_WR)
     plain.setblocking(True)  # no deadline: this end closes it, at the latest with the process
     while plain.recv(_CHUNK):
@@ -283,11 +292,11 @@ def _swallow(plain: socket.socket) -> None:
 
 
 _told_s = [-math.inf]
-"""When something was told last, of which strangers could have more told than anybody can read."""
+"""Monotonic time of the last warning. Without a limit strangers could flood the log."""
 
 
 def _tell(text: str, *arguments: object) -> None:
-    """Log what has ended a connection, once a second at most."""
+    """Log why a connection has ended, at most once a second."""
     now = time.monotonic()
     if now - _told_s[0] >= 1.0:
         _told_s[0] = now
@@ -295,7 +304,7 @@ def _tell(text: str, *arguments: object) -> None:
 
 
 def _shake_hands(encrypted: ssl.SSLSocket, plain: socket.socket, timeout_s: float | None) -> None:
-    """Exchange certificates, unless the plain end is closed meanwhile."""
+    """Do the TLS handshake, unless the plain end is closed meanwhile."""
     deadline = Deadline(None if timeout_s is None else datetime.timedelta(seconds=timeout_s))
     while True:
         try:
@@ -307,7 +316,7 @@ def _shake_hands(encrypted: ssl.SSLSocket, plain: socket.socket, timeout_s: floa
             wanted = select.POLLOUT
         poll = select.poll()
         poll.register(encrypted, wanted)
-        poll.register(plain, select.POLLHUP)  # bytes to send may wait there; only its end counts
+        poll.register(plain, select.POLLHUP)  # its end only: bytes to send may wait there already
         events = poll.poll(deadline.remaining_ms())
         if not events:
             raise TimeoutError("the other end does not answer")
@@ -316,23 +325,23 @@ def _shake_hands(encrypted: ssl.SSLSocket, plain: socket.socket, timeout_s: floa
 
 
 class _Pump:
-    """Carries bytes between an encrypted and a plain socket.
+    """Carries bytes between an encrypted and a plain socket. One thread, as OpenSSL demands."""
 
-    OpenSSL hands over 16 KiB at a time at most; several of these go on together, since each call
-    and each wait costs as much as to decrypt some of them.
-    """
+    # OpenSSL decrypts at most 16 KiB a call. Several are collected before they go on, since each
+    # call and each wait costs as much as to decrypt some of them.
 
     def __init__(self, encrypted: ssl.SSLSocket, plain: socket.socket) -> None:
         self._encrypted = encrypted
         self._plain = plain
         self._rooms = memoryview(bytearray(_CHUNK)), memoryview(bytearray(_CHUNK))
-        self._out = self._into = self._rooms[0][:0]  # what was read from an end, and not sent yet
-        self._closed = False  # this end: what it has written before still goes out
+        # Read from the plain end and not encrypted yet; decrypted and not handed over yet.
+        self._out = self._into = self._rooms[0][:0]
+        self._closed = False  # the plain end; what it has written before still goes out
         self._blocked = False  # OpenSSL has to write before it can read
         self._poll = select.poll()
 
     def run(self) -> None:
-        """Carry until one end is closed, and all that it has written before is handed over."""
+        """Carry until one end is closed and everything that it wrote before is handed over."""
         while True:
             self._wait()
             if not self._out and not self._closed:
@@ -345,18 +354,18 @@ class _Pump:
             self._hand_over()
 
     def _read_plain(self) -> None:
-        """Read what this end has written."""
+        """Read what the plain end has written."""
         try:
             count = self._plain.recv_into(self._rooms[0])
         except BlockingIOError:
             return
-        except OSError:  # it was closed before it had read everything
+        except OSError:  # closed with bytes unread, which is a reset
             count = 0
         self._closed = not count
         self._out = self._rooms[0][:count]
 
     def _hand_over(self) -> None:
-        """Hand over what was decrypted, as much as goes now; to nobody, once this end is closed."""
+        """Write what was decrypted to the plain end, as far as it takes it; drop it if closed."""
         try:
             while self._into:
                 self._into = self._into[self._plain.send(self._into) :]
@@ -366,17 +375,17 @@ class _Pump:
             self._into = self._into[:0]
 
     def _encrypt(self) -> None:
-        """Send what was read from the plain end, as much as goes now."""
+        """Send what was read from the plain end, as far as the socket takes it."""
         try:
             while self._out:
                 self._out = self._out[self._encrypted.send(self._out) :]
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             pass
-        except OSError:  # the other end takes nothing more, but may have sent something before
+        except OSError:  # the other end is gone, but what it sent before can still be read
             self._out = self._out[:0]
 
     def _decrypt(self) -> bool:
-        """Read what has come encrypted; return whether the other end has closed, and no more."""
+        """Decrypt what has come; return whether the other end has closed and nothing is left."""
         room, count, more = self._rooms[1], 0, 1
         self._blocked = False
         try:
@@ -391,24 +400,22 @@ class _Pump:
             if not count:
                 raise
         self._into = room[:count]
-        return not more and not count  # else it is found again, after what it has sent before
+        return not more and not count  # with bytes before it, the end is found at the next read
 
     def _wait(self) -> None:
-        """Wait until something can be done."""
+        """Wait until an end can be read or written."""
+        # Bytes that OpenSSL has decrypted already make no socket readable.
         if self._encrypted.pending() and not self._into:
             return
         writes = bool(self._out) or self._blocked
         reads = not self._into and not self._blocked
         self._want(self._encrypted, reads, writes)
         self._want(self._plain, not self._out and not self._closed, bool(self._into))
-        self._poll.poll()  # no deadline: the kernel tells when an end is closed
+        self._poll.poll()  # no deadline: the end of either socket wakes it
 
     def _want(self, end: socket.socket, reads: bool, writes: bool) -> None:
-        """Wait for an end to be readable or writable; for nothing, if neither is wanted.
-
-        The kernel tells of the end of a connection that is only waited at for nothing, again and
-        again.
-        """
+        """Poll an end for being readable or writable; leave it out if neither is wanted."""
+        # With an empty mask poll() would still report POLLHUP, again and again: a busy loop.
         wants = (select.POLLIN if reads else 0) | (select.POLLOUT if writes else 0)
         if wants:
             self._poll.register(end, wants)
@@ -418,7 +425,7 @@ class _Pump:
 
 
 def make_certificate(folder: Path, days: int) -> None:
-    """Make a certificate for the members of a job, with a key."""
+    """Make a self-signed certificate and its key for the members of a job. Replaces no file."""
     certificate, key = folder / CERTIFICATE, folder / KEY
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -1,15 +1,15 @@
-"""torch RPC: what it carries here, and how it is kept from strangers. Nothing outside imports it.
+"""torch RPC: what it carries here, and how it is kept from strangers.
 
 Workers are endpoints of `torch.distributed.rpc` that hold their sub-modules behind RRefs, and the
 optimizer is built over RRefs to the parameters. References are for control and inspection: the
 activations and gradients of training go over signed sockets (`../sockets.py`), which are faster and
-fail as errors. torch's own RPC ends a process where descriptors run out, listens on every
-interface, and unpickles what anybody sends; so each file here closes one of these doors:
+fail with errors. torch RPC by itself aborts a process that runs out of descriptors, listens on the
+network, and unpickles what anybody sends. Each file here closes one of these doors:
 
 - `endpoint.py`: starts and stops an endpoint with deadlines, one generation after another;
-- `fence.py`: tries whether strangers can be kept out here, and says what is done where not;
-- `tunnel.py`: lets TensorPipe's connections pass through the links that are admitted already;
-- `listening.py`: keeps TensorPipe from listening beyond loopback;
-- `descriptors.py`: counts what a start will need before torch is asked for it;
+- `fence.py`: tries whether strangers can be kept out here, and decides what to do where not;
+- `tunnel.py`: carries TensorPipe's connections over the links, whose ends are admitted members;
+- `listening.py`: holds TensorPipe up at its ``listen`` until the packet filter stands;
+- `descriptors.py`: filters, breaks and closes the sockets that torch has made;
 - `pickling.py`: signs what is sent, and unpickles nothing else.
 """

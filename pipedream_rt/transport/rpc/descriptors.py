@@ -1,8 +1,7 @@
-"""The sockets of this process that torch has made, and what can be done with them from outside.
+"""Acts on the sockets of this process that torch has made, from outside of torch.
 
-TensorPipe, on which torch RPC runs, owns its sockets and has no calls for what is done here: to let
-nobody in but whom we know, and to stop listening. All of it works on descriptors, which are the
-process's own, and asks the kernel. It is for Linux.
+TensorPipe, on which torch RPC runs, owns its sockets and has no calls to filter who connects, or to
+stop listening. The descriptors belong to the process, so the kernel is asked instead. Linux only.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from typing import NamedTuple, TypeAlias
 _SO_ATTACH_FILTER = 26
 LOAD_WORD, IF_EQUAL, RETURN = 0x20, 0x15, 0x06
 _LOAD_HALF = 0x28
-"""Operations of the kernel's filters."""
+"""Opcodes of classic BPF (`linux/filter.h`): load a word, jump if equal, return, load 16 bits."""
 
 _IP_HEADER = 0xFFF00000
-"""Where a filter of packets finds the header of IP."""
+"""SKF_NET_OFF: offsets from here count from the IP header; others from the TCP header."""
 
 _SOURCE_PORT = 0
 _SOURCE_ADDRESS = _IP_HEADER + 12
@@ -33,7 +32,7 @@ class OwnSocket(NamedTuple):
     """A TCP socket of this process.
 
     Attributes:
-        local: Its own address and port.
+        local: Own address and port.
         peer: Address and port of the other end; None if it is not connected.
     """
 
@@ -44,24 +43,24 @@ class OwnSocket(NamedTuple):
 
 
 Operation: TypeAlias = tuple[int, int, int, int]
-"""One operation of a filter, how many to skip if it holds and if not, and its operand."""
+"""Opcode, operations to skip if it holds, operations to skip if not, operand."""
 
 
 @contextmanager
 def for_kernel(program: Sequence[Operation]) -> Iterator[bytes]:
-    """Yield a program of a filter as the kernel wants it (``sock_fprog``), while the block runs."""
+    """Yield a filter program as a ``sock_fprog``, whose memory lives as long as the block."""
     code = b"".join(struct.pack("HBBI", *operation) for operation in program)
     memory = ctypes.create_string_buffer(code)
     yield struct.pack("@HP", len(program), ctypes.addressof(memory))
 
 
 def _copy_of(fd: int) -> socket.socket:
-    """Return a socket object for another library's descriptor; closing it ends nothing."""
+    """Return a socket object over a duplicate, so that closing it leaves the library's open."""
     return socket.socket(fileno=os.dup(fd))
 
 
 def own_sockets() -> Iterator[OwnSocket]:
-    """Find the TCP sockets of this process, whoever made them."""
+    """Yield the TCP sockets of this process, whoever made them."""
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # closed meanwhile, or of another kind
             fd = int(name)
@@ -75,16 +74,14 @@ def own_sockets() -> Iterator[OwnSocket]:
                     continue
                 listens = bool(copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
                 peer = None
-                with suppress(OSError):
+                with suppress(OSError):  # not connected
                     peer = copy.getpeername()[:2]
                 yield OwnSocket(fd, listens, copy.getsockname()[:2], peer)
 
 
 def accept_only(fd: int, ports: list[int]) -> None:
-    """Have the kernel drop every packet to a listening socket but those of some ports on loopback.
-
-    A stranger who connects gets no answer, and neither does torch hear of it.
-    """
+    """Have the kernel drop packets to a listening socket, except from some ports of loopback."""
+    # A dropped SYN gets no answer, and torch, which accepts whatever connects, never sees it.
     program = [
         (LOAD_WORD, 0, 0, _SOURCE_ADDRESS),
         (IF_EQUAL, 1, 0, _LOOPBACK),
@@ -99,30 +96,26 @@ def accept_only(fd: int, ports: list[int]) -> None:
 
 
 def waiting_at(fd: int) -> int:
-    """Return how many connections wait to be accepted at a listening socket."""
+    """Return the length of the accept queue of a listening socket."""
     with _copy_of(fd) as copy:
         about = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32)
-    (waiting,) = struct.unpack_from("@I", about, 24)  # `tcpi_unacked` means this where one listens
+    (waiting,) = struct.unpack_from("@I", about, 24)  # of a listener, `tcpi_unacked`
     return int(waiting)
 
 
 def cut_off(fd: int) -> None:
-    """Break a TCP connection at once, so that nothing of it can be read any more.
-
-    ``shutdown`` would leave what has come already to be read. The descriptor stays, and its owner
-    finds the connection broken.
-    """
-    to_nobody = bytes(16)  # a `sockaddr` of the family AF_UNSPEC: the kernel's word for this
+    """Reset a TCP connection at once; its owner keeps the descriptor and finds it broken."""
+    # Connecting to AF_UNSPEC dissolves a connection. After `shutdown`, torch could still read what
+    # a stranger has sent already.
+    to_nobody = bytes(16)
     ctypes.CDLL(None).connect(fd, to_nobody, len(to_nobody))
 
 
 def stop_listening(fd: int) -> None:
-    """Close a listening socket that another library owns.
-
-    Its descriptor is given to another file, whereupon the kernel closes the socket and polls it no
-    more. ``shutdown`` would close the port too, but leave a descriptor that is always ready, which
-    costs a whole core.
-    """
+    """Close a listening socket that another library owns."""
+    # Another file takes the number of the descriptor, so the kernel closes the socket and drops it
+    # from the library's epoll. `shutdown` would close the port too, but leave a descriptor that is
+    # always ready: the library's loop would take a whole core.
     nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.dup2(nothing, fd, inheritable=False)

@@ -1,20 +1,20 @@
-"""The RPC endpoint of a process: torch RPC for references, taken through the tunnel.
+"""The RPC endpoint of a process: torch RPC for references, carried by the tunnel.
 
-A worker is an endpoint of torch RPC that holds references (RRefs) to the sub-modules and optimizers
-of its stages; the coordinator's endpoint asks for them. Messages of the training do not go this way
-(see `pipedream_rt.transport.sockets`). No other file imports torch RPC but `pickling.py`, and
+A worker is an endpoint of torch RPC that owns the sub-modules and optimizers of its stages; the
+coordinator's endpoint asks for references (RRefs) to them. Messages of the training do not go this
+way (see `pipedream_rt.transport.sockets`). No other file imports torch RPC but `pickling.py`, and
 `pipedream_rt.torch_private` for its private names.
 
 How torch RPC is used, and why:
 
 - The group is formed without ``init_rpc``, which can neither be interrupted nor given a deadline,
   pickles over sockets that anybody can connect to, and needs a store that accepts any connection.
-  The agent is built over a `Directory` instead, which knows everything beforehand.
+  The agent is built over a `Directory` instead, which has all names and addresses from the start.
 - The agent listens on loopback, where nobody but this process reaches it, and only until the
   coordinator has called (see `Tunnel`).
 - TensorPipe's shared-memory transport (``shm``) is not used: it polls, and its threads take a core
   per process from the compute threads, even with nothing to send.
-- A shutdown is never graceful, since that waits without a deadline for peers that may be gone.
+- A shutdown is never graceful: a graceful one waits without a deadline for peers that may be gone.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from pipedream_rt.transport.rpc.pickling import allow, install
 from pipedream_rt.transport.rpc.tunnel import Tunnel
 
 _THREADS = 2
-"""Number of threads of the RPC pool. Handlers do not wait, so few are enough."""
+"""Threads of the RPC pool. Handlers do not wait, so few are enough."""
 
 _current: Endpoint | None = None
-"""The open endpoint, for `_part`; there is at most one, as torch allows one agent a process."""
+"""The open endpoint, for `_part`. At most one, since torch allows one agent per process."""
 
 
 class Directory(dist.Store):
@@ -73,11 +73,10 @@ class Directory(dist.Store):
             self._tunnel.guard(int(address.rpartition(":")[2]))
 
     def get(self, key: str) -> bytes:
-        """Return a name or an address."""
         return self._known[key].encode()
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> Any:
-        """Agree to what the agent sets: that the group is static."""
+        """Agree to what the agent proposes: that the group is static."""
         return desired
 
 
@@ -98,7 +97,7 @@ def refuse_second() -> None:
 
 
 class Endpoint:
-    """The endpoint of this process in torch RPC, of which a process has one at a time."""
+    """The endpoint of this process in torch RPC. A process has one at a time."""
 
     def __init__(
         self, group: Group, tunnel: Tunnel, timeout: timedelta, mode: Mode = "fenced"
@@ -109,14 +108,14 @@ class Endpoint:
         self._group = group
         self._tunnel = tunnel
         self._mode: Mode = mode
-        self._timeout_s = timeout.total_seconds()
+        self._timeout_s = timeout.total_seconds()  # of a call
         self._parts: dict[int, Callable[[str], Any]] = {}
         self._life = Lifecycle("the RPC endpoint")
         self._directory: Directory | None = None
         self._lock = threading.Lock()
 
     def expose(self, address: int, part: Callable[[str], Any]) -> None:
-        """Let the coordinator make references to parts of a stage of this process."""
+        """Let the coordinator make references to parts of a stage: ``part(name)`` returns one."""
         self._parts[address] = part
 
     def join(self, deadline: Deadline) -> None:
@@ -137,16 +136,15 @@ class Endpoint:
             if not self._life.is_open:  # `close` was called meanwhile: no agent may stay behind
                 raise PipelineError("the transport was closed while it joined the group")
             self._tunnel.start(callees, self._mode)
-            # The reference is kept because the agent calls the directory as long as it lives.
+            # Kept, since the agent calls the directory for as long as it lives.
             self._directory = directory = Directory(group, self._tunnel)
             # Nobody can connect between torch's `listen` and the guard of the tunnel.
             listening.run(lambda: self._start_agent(options, directory), self._tunnel.fence_off)
         self._call(callees, deadline)
 
     def _start_agent(self, options: rpc.TensorPipeRpcBackendOptions, directory: Directory) -> None:
-        """Build and start the agent."""
         group = self._group
-        # torch asks for the interface when the agent starts, which is in `_init_rpc_states`.
+        # torch reads the interface when the agent starts (`_init_rpc_states`), not when it is made.
         with _listening_on_loopback():
             agent = rpc.TensorPipeAgent(
                 directory, group.name, group.rank, len(group.names), options, {}, []
@@ -155,6 +153,7 @@ class Endpoint:
 
     def _call(self, ranks: tuple[int, ...], deadline: Deadline) -> None:
         """Call members once, which opens the connections."""
+        # Never 0, which torch takes for no timeout.
         seconds = max(0.01, deadline.remaining_s() or 0.0)
         names = [self._group.names[rank] for rank in ranks]
         calls = [(name, rpc.rpc_async(name, _answer, timeout=seconds)) for name in names]
@@ -169,7 +168,7 @@ class Endpoint:
 
     def reference(self, address: int, part: str) -> rpc.RRef[Any]:
         """Return an RRef to a part of a stage, which the stage's worker owns."""
-        # A plain integer: a worker unpickles no class that it need not.
+        # The address as a plain integer: a request may name no class that is not on the allow-list.
         name, args = self._host_of(address), (address, part)
         reference: rpc.RRef[Any] = rpc.remote(name, _part, args=args)
         return reference
@@ -190,7 +189,7 @@ class Endpoint:
         return self._group.names[self._group.rank_of(address)]
 
     def part(self, address: int, part: str) -> Any:
-        """Return a part of a stage of this process, which `expose` offers."""
+        """Return a part of a stage of this process, given to `expose`."""
         return self._parts[address](part)
 
     def close(self) -> None:
@@ -209,32 +208,31 @@ class Endpoint:
 
 
 class NoEndpoint:
-    """In the place of an `Endpoint` where torch RPC is left out: nothing listens or runs."""
+    """Stands in for an `Endpoint` where torch RPC is left out. ``why`` goes into the errors."""
 
     def __init__(self, why: str = "") -> None:
         self._why = why
 
     def expose(self, address: int, part: Callable[[str], Any]) -> None:
-        """Do nothing."""
+        pass
 
     def join(self, deadline: Deadline) -> None:
-        """Do nothing."""
+        pass
 
     def close(self) -> None:
-        """Do nothing."""
+        pass
 
     def reference(self, address: int, part: str) -> rpc.RRef[Any]:
-        """Refuse."""
         raise ConfigError(refusal(self._why))
 
     def parameter_references(self, address: int) -> list[rpc.RRef[nn.Parameter]]:
-        """Refuse."""
         raise ConfigError(refusal(self._why))
 
 
 @contextmanager
 def _listening_on_loopback() -> Iterator[None]:
-    """Let torch listen on loopback while the body runs; it reads only the environment."""
+    """Let torch listen on loopback while the body runs."""
+    # Only the environment tells torch which interface to use.
     names = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
     before = {name: os.environ.get(name) for name in names}
     os.environ.update(dict.fromkeys(names, "lo"))
@@ -250,11 +248,9 @@ def _listening_on_loopback() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch's C++ warnings off the screen while the agent closes its own connections.
-
-    torch 2.13 logs each closed connection as an error of the peer. Its log level is an exported
-    variable; a build of torch without that variable logs on.
-    """
+    """Keep torch's C++ warnings off the screen while the agent closes its own connections."""
+    # torch 2.13 logs each closed connection as an error of the peer. Its log level is an exported
+    # variable; a build of torch without that variable goes on logging.
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     try:
         level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
@@ -275,7 +271,7 @@ def _answer() -> None:
 
 @allow
 def _part(address: int, part: str) -> Any:
-    """Return a part of a stage, for ``rpc.remote`` of the coordinator, which leaves it here."""
+    """Return a part of a stage to ``rpc.remote``, which keeps it here and sends a reference."""
     if _current is None:
         raise PipelineError("no endpoint is open")
     return _current.part(address, part)
@@ -283,5 +279,5 @@ def _part(address: int, part: str) -> Any:
 
 @allow
 def _parameters(address: int) -> list[rpc.RRef[nn.Parameter]]:
-    """Return RRefs to the trainable parameters of a stage; the coordinator calls it."""
+    """Return RRefs to the trainable parameters of a stage. Called by the coordinator."""
     return [rpc.RRef(p) for p in _part(address, "parameters")]

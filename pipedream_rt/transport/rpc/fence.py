@@ -1,11 +1,11 @@
-"""The fence around torch RPC: whether it can stand on a machine, and what is done where it cannot.
+"""The fence around torch RPC: whether a machine allows it, and what to do where it does not.
 
 torch's agent obeys whoever connects to it, so the kernel is told to drop the packets of strangers
-(`accept_only`). Newer kernels let a process do that to TCP sockets with CAP_NET_ADMIN alone, which
-an ordinary user lacks, and so do containers. References to modules and optimizers are all that the
-agent is for; so where one process of a group cannot have the fence, the group forms without agents.
+(`accept_only`). Newer kernels allow such a filter on a TCP socket only with CAP_NET_ADMIN, which
+ordinary users and containers lack. The agent serves only references to modules and optimizers; so
+where one process of a group cannot have the fence, the group forms without agents.
 
-Imports no torch: the doctor and a worker that has just come ask too.
+Imports no torch, because the doctor and a worker that has just started ask too.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from pipedream_rt.transport.rpc.descriptors import accept_only
 _log = logging.getLogger(__name__)
 
 Wish: TypeAlias = Literal["auto", "on", "off"]
-"""What the user has said of torch RPC: ``on`` has agents also without a fence."""
+"""What the user wants: ``auto`` has agents where all have a fence, ``on`` also without one."""
 
 Mode: TypeAlias = Literal["off", "fenced", "open"]
-"""What is decided for a group: no agents; agents behind fences; or behind those that can stand."""
+"""Decision for a group: no agents; agents, all fenced; or agents, fenced where possible."""
 
 Obstacle: TypeAlias = Literal["", "filter", "loopback", "taken"]
-"""What is in the way of a fenced agent in a process; empty for nothing."""
+"""What keeps a process from having a fenced agent; empty for nothing."""
 
 OBSTACLES: dict[Obstacle, tuple[str, str]] = {
     "filter": (
@@ -44,13 +44,13 @@ OBSTACLES: dict[Obstacle, tuple[str, str]] = {
         "to close that one first gives it",
     ),
 }
-"""By obstacle, what it is, and what gives torch RPC all the same."""
+"""By obstacle: what it is, and how to have torch RPC all the same."""
 
 _TRY_S = 5.0
-"""For a connection over loopback, which takes less than a millisecond."""
+"""Seconds for a connection over loopback, which takes less than a millisecond."""
 
 _SHORT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
-"""Errors that say nothing of what this process may do."""
+"""Errors of a shortage, which say nothing about what this process is allowed to do."""
 
 
 def can_filter() -> bool:
@@ -78,27 +78,27 @@ def can_reach_itself() -> bool:
 
 
 def _refuse_shortage(error: OSError) -> None:
-    """Refuse to go on where an error means that this process, or the machine, has nothing left."""
+    """Raise where this process or the machine has run out of descriptors or memory."""
     if error.errno in _SHORT_OF:
         raise ConfigError(f"this process can open no more sockets: {error.strerror}") from error
 
 
 def obstacle() -> Obstacle:
-    """Return what is in the way of a fenced agent in this process."""
+    """Return what keeps this process from having a fenced agent."""
     if not can_reach_itself():
         return "loopback"
     return "" if can_filter() else "filter"
 
 
 def decided(wish: Wish, obstacles: Mapping[str, Obstacle]) -> Mode:
-    """Return what a group does about torch RPC, of which all members have it, or none."""
+    """Return whether a group has torch RPC: all members do, or none."""
     if wish == "off" or (wish == "auto" and any(obstacles.values())):
         return "off"
     return "open" if any(obstacles.values()) else "fenced"
 
 
 def why_left_out(wish: Wish, obstacles: Mapping[str, Obstacle]) -> str:
-    """Return why a group forms without agents; empty if it does not. See `decided`."""
+    """Return why a group forms without agents; empty if it has agents."""
     if decided(wish, obstacles) != "off":
         return ""
     if wish == "off":
@@ -109,7 +109,7 @@ def why_left_out(wish: Wish, obstacles: Mapping[str, Obstacle]) -> str:
 
 
 def in_words(wish: Wish, obstacles: Mapping[str, Obstacle]) -> str:
-    """Return what `Pipeline.explain` says of torch RPC. See `decided`."""
+    """Return what `Pipeline.explain` says of torch RPC."""
     match decided(wish, obstacles):
         case "off":
             left_out = why_left_out(wish, obstacles)
@@ -123,7 +123,7 @@ def in_words(wish: Wish, obstacles: Mapping[str, Obstacle]) -> str:
 
 
 def refusal(left_out: str) -> str:
-    """Return what is said where torch RPC would be needed, and was left out for a reason."""
+    """Return the text of the error for calls that need torch RPC where it was left out."""
     return (
         "this needs torch RPC, over which references lead to modules, parameters and optimizers; "
         f"{left_out}. pipe.module(), pipe.state_dict(), pipe.optimizer and the methods of "
@@ -132,7 +132,7 @@ def refusal(left_out: str) -> str:
 
 
 def tell(wish: Wish, obstacles: Mapping[str, Obstacle]) -> None:
-    """Log once that agents are left out for want of a fence, or that they have none."""
+    """Log once that agents are left out for want of a fence, or run without one."""
     mode = decided(wish, obstacles)
     if mode == "fenced" or wish == "off" or mode in _told:
         return
@@ -150,11 +150,11 @@ def tell(wish: Wish, obstacles: Mapping[str, Obstacle]) -> None:
 
 
 _told: set[Mode] = set()
-"""What this process has logged; each generation, and each pipeline, would log it again."""
+"""What this process has logged. Otherwise each generation and each pipeline would log it again."""
 
 
 def _named(obstacles: Mapping[str, Obstacle]) -> tuple[str, Obstacle]:
-    """Return the members where something is in the way, the first ones by name, and the first."""
+    """Return in words which members have an obstacle, naming at most three, and the first one."""
     names = [name for name, what in obstacles.items() if what]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     some = f"{', '.join(names[:3])}{more}" if len(names) < len(obstacles) else "every process"

@@ -1,10 +1,10 @@
-"""Holds up a library that begins to listen, until somebody has seen to it who may connect.
+"""Stops a library at its call of ``listen`` until a packet filter stands on the socket.
 
-TensorPipe listens and accepts in one go, on a thread of its own, so a packet filter that is put on
-its port afterwards comes a millisecond too late. The kernel can stop a thread at a system call and
-ask another one (``seccomp`` with user notification, Linux 5.5): `run` has the library begin on a
-thread for which the kernel asks at every ``listen``. Where the kernel does not offer that, nothing
-is held up.
+TensorPipe listens and accepts in one go, on a thread of its own, so a filter that is put on its
+port afterwards comes a millisecond too late. The kernel can stop a thread at a system call and ask
+another thread first (``seccomp`` with user notification, Linux 5.5): `run` starts the library on a
+thread for which the kernel asks at every ``listen``. Where the kernel does not offer that, the
+library listens unfiltered for that millisecond.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Machine(NamedTuple):
-    """Numbers of the kernel for a kind of processor."""
+    """``AUDIT_ARCH`` and the numbers of system calls on one kind of processor."""
 
     architecture: int
     listen: int
@@ -42,12 +42,12 @@ _MACHINES = {
 
 _PR_SET_NO_NEW_PRIVS = 38
 _SET_MODE_FILTER, _NEW_LISTENER = 1, 1 << 3
-_NUMBER, _ARCHITECTURE = 0, 4  # where they stand in what a filter sees
+_NUMBER, _ARCHITECTURE = 0, 4  # offsets in `struct seccomp_data`, on which the filter runs
 _ALLOW, _ASK = 0x7FFF0000, 0x7FC00000
-_RECEIVE, _ANSWER = 0xC0502100, 0xC0182101  # of `ioctl`
+_RECEIVE, _ANSWER = 0xC0502100, 0xC0182101  # SECCOMP_IOCTL_NOTIF_RECV and _SEND
 _QUESTION = struct.Struct("@QIIiIQ6Q")  # id, thread, flags; then the call: number, ..., arguments
-_REPLY = struct.Struct("@QqiI")
-_GO_ON = 1
+_REPLY = struct.Struct("@QqiI")  # id, value, error, flags
+_GO_ON = 1  # the flag that lets the call go on as it was made
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -58,6 +58,7 @@ def _ask_at_listen() -> int:
     if machine is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     program = [
+        # Numbers of system calls mean another call in another architecture.
         (LOAD_WORD, 0, 0, _ARCHITECTURE),
         (IF_EQUAL, 0, 3, machine.architecture),
         (LOAD_WORD, 0, 0, _NUMBER),
@@ -65,7 +66,7 @@ def _ask_at_listen() -> int:
         (RETURN, 0, 0, _ASK),
         (RETURN, 0, 0, _ALLOW),
     ]
-    # Without root, a filter is for threads that gain no rights by what they execute.
+    # Without root, only a thread that can gain no rights by what it executes may have a filter.
     if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "no_new_privs")
     with for_kernel(program) as about:
@@ -76,7 +77,11 @@ def _ask_at_listen() -> int:
 
 
 def run(body: Callable[[], None], may_listen: Callable[[int], None]) -> None:
-    """Run a function that makes a library listen, on a thread of its own."""
+    """Run ``body`` on a new thread; call ``may_listen(fd)`` here before each socket listens.
+
+    An error of either is raised here.
+    """
+    # The filter stays on a thread until it ends, and on those that it starts: so on a new thread.
     errors: list[BaseException] = []
     asks: list[int] = []
     ready, (ours, theirs) = threading.Event(), os.pipe()
@@ -119,15 +124,15 @@ def run(body: Callable[[], None], may_listen: Callable[[int], None]) -> None:
 
 
 def _answer(fd: int, may_listen: Callable[[int], None], errors: list[BaseException]) -> None:
-    """Look at the socket of a thread that waits, and let the thread go on."""
+    """Show the socket of a stopped thread to ``may_listen``, then let the thread go on."""
     question = bytearray(_QUESTION.size)
     try:
         fcntl.ioctl(fd, _RECEIVE, question)
     except OSError:
-        return  # the thread was interrupted, and will call again
+        return  # a signal interrupted the thread, which calls `listen` again
     identity, thread, *_, wanted = _QUESTION.unpack(question)[:7]
     try:
-        # A program that such a thread has started asks too; its sockets are its own.
+        # A process that such a thread has started asks too; its descriptors are not ours.
         if os.path.exists(f"/proc/self/task/{thread}"):
             may_listen(wanted)
     except BaseException as error:  # raised where `run` was called

@@ -1,14 +1,14 @@
-"""The pickler of torch RPC, replaced by one that signs, checks signatures, and has an allow-list.
+"""A pickler for torch RPC that signs, checks signatures, and has an allow-list.
 
-torch RPC calls functions of a peer by pickling them, and unpickles whatever reaches its port. Its
-pickler can be replaced through private names, which `pipedream_rt.torch_private` has. The one
-here signs what it writes with the key of the group, and checks the signature before it reads a
-byte. A *request*, which calls a function, may name only the functions that `allow` marks. A
-*value*, which a request of this process returns, may be of any class, because a stage's module is;
-only a member of the group can have signed it.
+torch RPC calls functions of a peer by pickling them, and unpickles whatever reaches its port. This
+pickler takes the place of torch's through private names (`pipedream_rt.torch_private`). It signs
+with the key of the group, and checks the signature before it unpickles anything. A *request*, which
+calls a function, may name only the functions that `allow` marks. A *value*, which answers a request
+of this process, may be of any class, because a stage's module is; only a member of the group can
+have signed it.
 
-This is the second wall. The first one is that nobody but a member can send torch RPC anything: see
-`pipedream_rt.transport.rpc.tunnel`, whose links say who sends to whom, and in which order.
+This is the second wall. The first is the tunnel (`pipedream_rt.transport.rpc.tunnel`), which lets
+nobody but members reach torch RPC, and whose links prove who sends, to whom, and in which order.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ALLOWED: set[tuple[str, str]] = {
     (internal.PythonUDF.__module__, internal.PythonUDF.__qualname__),
 }
 
-_reading = threading.local()
+_reading = threading.local()  # its `tensors`: of the message that the thread unpickles
 
 
 def allow(function: F) -> F:
@@ -50,39 +50,39 @@ def allow(function: F) -> F:
 
 
 class _Unpickler(pickle.Unpickler):
-    """An unpickler that looks up only the names that a request may use."""
+    """An unpickler for requests, which looks up only names on the allow-list."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a global that is allowed."""
         if (module, name) not in _ALLOWED:
-            raise TransportError(f"a request names {module}.{name}, which is not allowed")
+            raise TransportError(
+                f"a request of torch RPC names {module}.{name}, which is not allowed: it may name "
+                "only functions marked by `allow`"
+            )
         return super().find_class(module, name)
 
 
 def _tensor_at(index: int) -> Tensor:
-    """Return a tensor that came beside the pickle."""
+    """Return a tensor that came beside the pickle being read."""
     found: Tensor = _reading.tensors[index]
     return found
 
 
 def _rref_of(fork: Any) -> Any:
-    """Return the RRef that a fork describes."""
+    """Return the RRef that a peer has forked (torch's word for sharing it)."""
     return rpc.PyRRef._deserialize(fork)
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """Return a tensor, or a copy of it on the host, since the agent knows of no devices.
-
-    Another thread than this one launches what computes it, so all of that is waited for.
-    """
+    """Return a tensor, or a copy of it on the host, since the agent knows of no devices."""
     if tensor.is_cpu:
         return tensor
+    # Kernels that another thread has launched may still compute it.
     torch.accelerator.synchronize(tensor.device)
     return tensor.cpu()
 
 
 def _shape(tensors: list[Tensor]) -> bytes:
-    """Return the dtypes and shapes of tensors as bytes, which are signed."""
+    """Return the dtypes and shapes of tensors as bytes to sign."""
     return repr([(t.dtype, tuple(t.shape)) for t in tensors]).encode()
 
 
@@ -94,11 +94,13 @@ class SignedPickler(InternalRpcPickler):
         self._key = key
 
     def _signature(self, data: bytes) -> bytes:
-        """Return the signature of bytes."""
         return proof(self._key, b"pickle", data)
 
     def serialize(self, obj: Any) -> tuple[bytes, list[Tensor]]:
-        """Return an object as signed bytes, and its tensors."""
+        """Return an object as signed bytes, and its tensors.
+
+        The bytes are: signature, kind, length of the shapes (4 bytes), shapes, pickle.
+        """
         tensors: list[Tensor] = []
 
         def reduce_tensor(tensor: Tensor) -> Any:
@@ -123,13 +125,18 @@ class SignedPickler(InternalRpcPickler):
         return self._signature(data) + data, tensors
 
     def deserialize(self, binary_data: bytes, tensor_table: list[Tensor]) -> Any:
-        """Return the object that signed bytes and tensors hold."""
         signature, data = binary_data[:DIGEST], binary_data[DIGEST:]
         if not hmac.compare_digest(self._signature(data), signature):
-            raise TransportError("a message is not signed with the key of this job")
+            raise TransportError(
+                f"a message of torch RPC with {len(data)} bytes is not signed with the key of this "
+                "job: a stranger has sent it, or it was changed on its way"
+            )
         kind, length = data[0], int.from_bytes(data[1:5], "big")
         if data[5 : 5 + length] != _shape(tensor_table):
-            raise TransportError("the tensors that came are not those that were signed")
+            raise TransportError(
+                "the tensors of a message of torch RPC are not those that were signed: their "
+                "number, dtypes or shapes differ"
+            )
         stream = io.BytesIO(data[5 + length :])
         before = getattr(_reading, "tensors", None)
         _reading.tensors = tensor_table

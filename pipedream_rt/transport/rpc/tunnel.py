@@ -1,15 +1,15 @@
-"""The tunnel: the connections of torch RPC, taken through the links between the members.
+"""The tunnel: carries the connections of torch RPC over the links between the members.
 
-torch's RPC agent (TensorPipe) accepts whatever connects to its port, dies of bytes that it does not
-understand, and runs torch's built-in operators for everybody. So it is not let onto a network. It
-listens on loopback, where the kernel drops all packets to it but those of this process; and it
-connects to *gates*, which listen on loopback too, one for each peer, and take connections of this
-process alone. What comes in at a gate travels over the link to that peer. There the peer's tunnel
-connects to the peer's agent, and passes on what comes, in both directions.
+torch's RPC agent (TensorPipe) accepts whatever connects to its port, aborts the process at bytes
+that it does not understand, and runs torch's built-in operators for everybody. So it does not get
+onto a network. It listens on loopback, where the kernel drops all packets to it but those of this
+process. It connects to *gates*: one for each peer, also on loopback, which take connections of this
+process alone. What comes in at a gate travels over the link to that peer, whose tunnel connects to
+the agent there. Bytes go both ways.
 
     agent ──► gate of worker 2 ══ link, signed ══► tunnel of worker 2 ──► agent of worker 2
 
-When all of the coordinator's connections to the agents stand, nothing of this listens any more.
+Once the coordinator is connected to all agents, neither agents nor gates listen any more.
 """
 
 from __future__ import annotations
@@ -47,25 +47,26 @@ from pipedream_rt.transport.rpc.fence import Mode, can_filter
 _log = logging.getLogger(__name__)
 
 _PART = struct.Struct("!IIB")
-"""Who opened a stream, the stream's number with it, and what the part is."""
+"""Header of a part of a stream: rank of its opener, its number there, what the part is."""
 
 _OPENS, _CARRIES, _ENDS = range(3)
 _CHUNK = 1 << 16
 _HOME = "127.0.0.1"
+# The address that an agent tells its peer, as text.
 _ADDRESS = re.compile(rb"(127\.0\.0\.1:)(\d{2,5})")
 
 _GUARD_TIMEOUT = timedelta(seconds=1)
-"""For the agent to accept what waits at its port, which its thread does at once."""
+"""For the agent to accept what waits at its port. Its thread does so at once."""
 
 _CONNECT_TIMEOUT = timedelta(seconds=10)
-"""For this process's own agent to be connected to, which the kernel does at once."""
+"""For a connection to this process's own agent. The kernel makes it at once."""
 
 Stream = tuple[int, int, int]
-"""Rank of the peer, rank of whoever opened the stream, and the stream's number there."""
+"""Rank of the peer, rank of the opener, and the number that the opener gave."""
 
 
 class _Way:
-    """This process's end of one connection of its agent."""
+    """This process's end of one connection with its own agent."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -92,30 +93,31 @@ class _Way:
 
 
 class Tunnel:
-    """Takes the connections of this process's RPC agent to those of others and back.
+    """Carries the connections between the RPC agents of this process and of its peers.
 
-    Its thread starts with `start`, and alone touches the connections from then on.
+    Its thread starts with `start`. From then on only that thread touches the connections.
     """
 
     def __init__(self, group: Group, send: Callable[[int, bytes], None]) -> None:
         self._group = group
-        self._send = send
+        self._send = send  # `send(rank, data)` sends a part of a stream and never blocks
         self._orders: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._early: list[tuple[int, bytes]] = []
+        self._early: list[tuple[int, bytes]] = []  # parts that came before the agent listened
         self._gates: dict[int, socket.socket] = {}
         self._ways: dict[Stream, _Way] = {}
         self._opened = 0
         self._port = 0
-        self._let_in: list[int] = []
+        self._let_in: list[int] = []  # ports of our own connections to the agent
         self._fenced = True
-        self._guarded = False  # set by the thread, so that no part overtakes an early one
+        # Set by the thread only, so that no part of a stream overtakes an early one.
+        self._guarded = False
         self._life = Lifecycle("the tunnel")
         self._wake = Alarm()
         self._selector = selectors.DefaultSelector()
         self._thread: threading.Thread | None = None
 
     def start(self, ranks: tuple[int, ...], mode: Mode = "fenced") -> None:
-        """Open gates for the agent's connections to some members, and start the thread."""
+        """Open gates to the members that this process will call, and start the thread."""
         self._fenced = mode != "open" or can_filter()
         self._selector.register(self._wake, selectors.EVENT_READ)
         for rank in ranks:
@@ -127,26 +129,25 @@ class Tunnel:
         self._thread.start()
 
     def address_of(self, rank: int) -> str:
-        """Return the address at which the agent finds a member, in the form of TensorPipe.
-
-        For a member without a gate, it is that of a port at which nobody listens.
-        """
+        """Return the address at which the agent finds a member, as TensorPipe writes it."""
         gate = self._gates.get(rank)
+        # Without a gate, port 1: nobody listens there.
         return f"uv://{_HOME}:{1 if gate is None else gate.getsockname()[1]}"
 
     def guard(self, port: int) -> None:
-        """Let nobody but this process reach the agent, which has begun to listen.
+        """Let nobody but this process reach the agent, which has begun to listen at ``port``.
 
-        It is called before the agent has told anybody where it listens, and before it takes what
-        has connected.
+        Called before the agent has told anybody where it listens, and before it takes what has
+        connected.
         """
         self._port = port
         self._filter()
+        # Where `listen` could not be held up, a stranger may have come before the filter.
         self._cut_off_strangers(Deadline(_GUARD_TIMEOUT))
         self._order(self._catch_up)
 
     def fence_off(self, fd: int) -> None:
-        """Have the kernel let this process's own connections alone to a socket that listens."""
+        """Have the kernel let only this process's own connections reach a listening socket."""
         if not self._fenced:
             return
         try:
@@ -167,7 +168,8 @@ class Tunnel:
         return [s for s in own_sockets() if s.listens and s.local == (_HOME, self._port)]
 
     def _cut_off_strangers(self, deadline: Deadline) -> None:
-        """Break the connections to the agent that are not this process's own."""
+        """Reset the connections to the agent that are not this process's own."""
+        # Only an accepted connection has a descriptor that can be reset.
         while any(waiting_at(each.fd) for each in self._listeners()) and not deadline.expired():
             os.sched_yield()
         members = {(_HOME, port) for port in self._let_in}
@@ -178,7 +180,7 @@ class Tunnel:
                 _log.warning("a stranger at %s was cut off from torch RPC", each.peer)
 
     def shut(self) -> None:
-        """Listen no more: neither the agent nor a gate. Connections stay open."""
+        """Close the ports of the agent and of the gates. Connections stay open."""
         for each in self._listeners():
             stop_listening(each.fd)
         self._cut_off_strangers(Deadline(_GUARD_TIMEOUT))
@@ -193,7 +195,7 @@ class Tunnel:
         self._order(lambda: self._end_of(rank))
 
     def _order(self, what: Callable[[], object]) -> None:
-        """Have the thread do something."""
+        """Have the thread call a function."""
         self._orders.put(what)
         self._wake.ring()
 
@@ -214,20 +216,20 @@ class Tunnel:
 
     @staticmethod
     def _do(what: Callable[[], object]) -> None:
-        """Do something; an error of it ends neither the thread nor another stream."""
+        """Call a function whose error must end neither the thread nor another stream."""
         try:
             what()
         except Exception:  # the top of a thread
             _log.exception("the tunnel could not do %s", what)
 
     def _accept(self, rank: int) -> None:
-        """Take a connection of the agent to a member; one of anybody else is closed."""
+        """Accept the agent's connection to a member; close a stranger's."""
         try:
             connection, peer = self._gates[rank].accept()
         except (OSError, KeyError):
             return  # whoever connected is gone again
-        # Whose connection it is: this process has the socket at its other end, or has not. Address
-        # and port count: the same port of another address of loopback can be anybody's.
+        # The connection is ours if this process has the socket at its other end. Address and port
+        # count: the same port at another address of loopback can be anybody's.
         ends = (peer[:2], connection.getsockname()[:2])
         if not any((s.local, s.peer) == ends for s in own_sockets()):
             connection.close()
@@ -238,17 +240,16 @@ class Tunnel:
         self._tell(stream, _OPENS)
 
     def _add(self, stream: Stream, connection: socket.socket) -> None:
-        """Begin to carry a stream."""
         self._ways[stream] = way = _Way(connection)
         self._selector.register(way.socket, selectors.EVENT_READ, stream)
 
     def _tell(self, stream: Stream, what: int, data: bytes = b"") -> None:
-        """Send a part of a stream to the member at its other end."""
+        """Send a part of a stream to its other end."""
         rank, opener, number = stream
         self._send(rank, _PART.pack(opener, number, what) + data)
 
     def _attend_to(self, stream: Stream, events: int) -> None:
-        """Read from and write to the agent's connection."""
+        """Write to the agent's connection and read from it, as far as it is ready."""
         way = self._ways[stream]
         try:
             if events & selectors.EVENT_WRITE and way.flush():
@@ -259,7 +260,7 @@ class Tunnel:
             if events & selectors.EVENT_READ:
                 data = way.socket.recv(_CHUNK)
                 if not data:
-                    raise ConnectionError
+                    raise ConnectionError  # closed by the agent: handled like a broken one
                 self._tell(stream, _CARRIES, data)
         except BlockingIOError:
             return
@@ -268,18 +269,18 @@ class Tunnel:
             self._tell(stream, _ENDS)
 
     def _drop(self, stream: Stream) -> None:
-        """Carry a stream no more."""
+        """Close the agent's end of a stream, and let its port in no more."""
         way = self._ways.pop(stream)
         self._selector.unregister(way.socket)
         port = way.socket.getsockname()[1]
-        if port in self._let_in:  # before anybody else can have it
+        if port in self._let_in:  # before the socket closes, when anybody can bind its port
             self._let_in.remove(port)
             with suppress(TransportError):
                 self._filter()
         way.socket.close()
 
     def _take(self, rank: int, data: bytes) -> None:
-        """Take a part of a stream that has come from a member, once the agent listens."""
+        """Act on a part of a stream from a member, at once or when the agent listens."""
         if not self._guarded:
             self._early.append((rank, data))
             return
@@ -302,10 +303,10 @@ class Tunnel:
             self._selector.modify(way.socket, both, stream)
 
     def _through_gate(self, rank: int, answer: bytes) -> bytes:
-        """Put our gate into the first answer of a member's agent, where its own address stands.
+        """Replace the address in the first answer of a member's agent by that of our gate.
 
-        An agent opens several connections for each peer. Where to connect for all but the first, it
-        is told in the answer to the first: as a text, which keeps its length here.
+        An agent opens several connections to a peer, and learns from the answer to the first where
+        to open the others. The address is text, which keeps its length here.
         """
         gate = self._gates.get(rank)
         if gate is None:
@@ -316,10 +317,12 @@ class Tunnel:
         )
 
     def _connect(self, stream: Stream) -> None:
-        """Connect to this process's own agent for a stream that a member has opened."""
+        """Connect to this process's own agent, for a stream that a member has opened."""
         connection = socket.socket()
         try:
-            connection.bind((_HOME, 0))  # a port that nobody else on this machine can have now
+            # Bound first: the filter lets the port in before the connection is made, and nobody
+            # else on this machine can have it meanwhile.
+            connection.bind((_HOME, 0))
             self._let_in.append(connection.getsockname()[1])
             self._filter()
             connection.settimeout(_CONNECT_TIMEOUT.total_seconds())
@@ -332,7 +335,7 @@ class Tunnel:
         self._add(stream, connection)
 
     def _catch_up(self) -> None:
-        """Take what came before the agent listened, in its order."""
+        """Act on what came before the agent listened, in order."""
         self._guarded = True
         early, self._early = self._early, []
         for rank, data in early:
@@ -354,7 +357,7 @@ class Tunnel:
         if not self._life.begin_closing():
             return
         if self._thread is not None:
-            self._order(lambda: None)
+            self._order(lambda: None)  # wakes the thread
             self._thread.join()
         for opened in (*self._gates.values(), *(way.socket for way in self._ways.values())):
             opened.close()
