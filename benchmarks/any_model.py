@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pipedream_rt import LayerSpec, Layout, Pipeline, Training, without_values
-from pipedream_rt.stage.memory import peak_memory_bytes
+from pipedream_rt.stage.process_memory import peak_memory_bytes
 
 
 def _print(found: dict[str, Any], text: str, as_json: bool) -> None:

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from train_charlm import Corpus, build_model, loss_fn  # from examples/
 
 from pipedream_rt import Layout, Pipeline
-from pipedream_rt.stage.memory import peak_memory_bytes
+from pipedream_rt.stage.process_memory import peak_memory_bytes
 
 OPTIMIZER = (torch.optim.AdamW, {"lr": 1e-3, "fused": True})
 WARM_UP = 2

@@ -23,11 +23,11 @@ from pathlib import Path
 import click
 
 from pipedream_rt.cluster.addresses import listening
-from pipedream_rt.cluster.calling import NoPlace, Place, be_admitted, connect
 from pipedream_rt.cluster.control import Control
-from pipedream_rt.cluster.door import Door
+from pipedream_rt.cluster.dial import DialOptions, NoPlace, ask_to_join, connect
 from pipedream_rt.cluster.fork_server import ForkServer
 from pipedream_rt.cluster.keys import Secret
+from pipedream_rt.cluster.listener import Listener
 from pipedream_rt.cluster.local_workers import LocalWorkers
 from pipedream_rt.cluster.rendezvous import Rendezvous
 from pipedream_rt.deadline import Deadline
@@ -38,10 +38,10 @@ def be_worker(name: str, address: str, secret: Secret) -> None:
     """Join, and wait until the coordinator closes the connection."""
     logging.disable()
     while True:
-        connection = connect(Place(address, 60))
+        connection = connect(DialOptions(address, 60))
         control = Control(connection, "the coordinator", str(connection.getsockname()[0]))
         try:
-            be_admitted(control, name, secret, timedelta(seconds=60))
+            ask_to_join(control, name, secret, timedelta(seconds=60))
             break
         except NoPlace:  # dropped as a stranger among too many: a worker comes again too
             control.close()
@@ -76,7 +76,7 @@ def once(count: int) -> dict[str, float]:
     secret = Secret.generated()
     with listening("127.0.0.1", 0) as listener:
         host, port = listener.getsockname()
-        door = Door(key=secret.job_key(), listener=listener)
+        door = Listener(key=secret.job_key(), listener=listener)
         local = LocalWorkers(1, ForkServer())
         plan = Plan(name="", shape=Shape(workers=count))
         rendezvous = Rendezvous(plan, local, door, timedelta(seconds=60))

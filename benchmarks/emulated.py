@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from workload import EmulatedLayer
 
-from pipedream_rt.cluster.base import ClusterSpec
-from pipedream_rt.cluster.here import ClusterHere
+from pipedream_rt.cluster.interface import ClusterSpec
 from pipedream_rt.errors import PipelineClosed
 from pipedream_rt.lifecycle import Lifecycle
 from pipedream_rt.messages.message import Message
-from pipedream_rt.transport.memory import MemoryTransport
+from pipedream_rt.serial.in_process import ClusterHere
+from pipedream_rt.serial.transport import MemoryTransport
 
 
 def emulated_model(stages: int, width: int, forward_s: float, backward_s: float) -> nn.Sequential:

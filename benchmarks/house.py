@@ -54,9 +54,9 @@ MAP = (
 """The rooms of the library: a file imports only from its own row and from rows above it."""
 
 WAY = {
-    "pipeline.py": 1, "coordinator/feeder": 2, "coordinator/group": 3, "transport/sockets": 4,
+    "pipeline.py": 1, "coordinator/feed/feeder": 2, "coordinator/recovery/group": 3, "transport/sockets": 4,
     "messages/inbox": 5, "stage/loop": 6, "schedules/plan": 7, "stage/stage": 8,
-    "stage/parameters": 9, "coordinator/reception": 10,
+    "stage/parameters": 9, "coordinator/recovery/coordinator_inbox": 10,
 }  # fmt: skip
 """The way of one micro-batch, as the reading order follows it."""
 

@@ -53,10 +53,10 @@ from pipedream_rt.corrections import (
     StalenessRefresh,
     WeightPrediction,
 )
-from pipedream_rt.observe import summarize
 from pipedream_rt.optimizers import Muon, RotatedAdamW, hidden_matrices
 from pipedream_rt.schedules import plan_for
 from pipedream_rt.simulation import costs_of, simulate
+from pipedream_rt.tracing import summarize
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))

@@ -22,7 +22,7 @@ from torch import nn
 
 from pipedream_rt import Checkpoints, Observe, Pipeline, Recovery
 from pipedream_rt.cli.show import workers_now
-from pipedream_rt.coordinator.status import running
+from pipedream_rt.coordinator.recovery.status_server import running
 from pipedream_rt.observers.folder import Following
 from pipedream_rt.observers.live import LivePage
 

@@ -31,13 +31,13 @@ from torch import nn
 from workload import EmulatedLayer
 
 from pipedream_rt import Layout, Observe, Pipeline, profile
-from pipedream_rt.observe import summarize
 from pipedream_rt.planning.costing import Costing
 from pipedream_rt.planning.cuts import Cuts, cuts_of
 from pipedream_rt.planning.machines import Machines, Worker
 from pipedream_rt.planning.partition import SLOWDOWNS, Partition, partition_of
 from pipedream_rt.planning.planner import partitions
-from pipedream_rt.planning.search import Stage
+from pipedream_rt.planning.search import StageChoice
+from pipedream_rt.tracing import summarize
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from train_charlm import Corpus, build_model, loss_fn
@@ -91,7 +91,7 @@ def chosen(cuts: Cuts, machines: Machines, schedule: str) -> dict[str, Partition
         """The plan of stages that end before these layers, with these numbers of replicas."""
         firsts, hosts = [0, *ends[:-1]], list(accumulate([0, *replicas]))
         stages = [
-            Stage(a - 1, b - 1, tuple(range(*place)))
+            StageChoice(a - 1, b - 1, tuple(range(*place)))
             for a, b, place in zip(firsts, ends, pairwise(hosts))
         ]
         return partition_of(costing, stages, SLOWDOWNS["none"])

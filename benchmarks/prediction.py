@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from train_charlm import Corpus, build_model, loss_fn  # from examples/
 
 from pipedream_rt import Observe, Pipeline, Trace
-from pipedream_rt.observe import summarize
 from pipedream_rt.simulation import predict, what_if
+from pipedream_rt.tracing import summarize
 
 SCHEDULES = ("async-1f1b", "1f1b")
 

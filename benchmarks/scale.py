@@ -31,8 +31,8 @@ from rich.console import Console
 from rich.table import Table
 
 from pipedream_rt import Costs, Observe, Pipeline, Trace, plan_for
-from pipedream_rt.observe import summarize
 from pipedream_rt.simulation import fit, simulate
+from pipedream_rt.tracing import summarize
 
 FORWARD_S, BACKWARD_S = 0.010, 0.020
 WIDTH, SAMPLES = 256, 8

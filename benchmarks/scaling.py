@@ -21,9 +21,9 @@ from rich.table import Table
 from torch.nn.functional import mse_loss
 
 from pipedream_rt import Layout, Observe, Pipeline
-from pipedream_rt.observe import summarize
 from pipedream_rt.schedules import plan_for
 from pipedream_rt.simulation import costs_of, simulate
+from pipedream_rt.tracing import summarize
 
 FORWARD_S, BACKWARD_S = 0.020, 0.040
 SCHEDULES = ("async-1f1b", "2bw", "1f1b", "zero-bubble", "interleaved-1f1b")

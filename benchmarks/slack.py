@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipedream_rt import Costs, Layout, Observe, Pipeline, plan_for, simulate
-from pipedream_rt.observe import summarize
+from pipedream_rt.tracing import summarize
 
 STAGES, HOP = 4, 1
 FORWARD_S, BACKWARD_S, LATENCY_S = 0.010, 0.020, 0.025

@@ -41,8 +41,8 @@ from emulated import SlowLinks, emulated_model, slow_links
 
 from pipedream_rt import Costs, Layout, Pipeline, Recovery, plan_for, simulate
 from pipedream_rt.messages.message import Message
-from pipedream_rt.observe import summarize
 from pipedream_rt.schedules import COORDINATOR
+from pipedream_rt.tracing import summarize
 
 SCHEDULES = ("async-1f1b", "1f1b", "gpipe")
 STAGES, MICRO_BATCHES, WARM_UP, MOST_SLACK = 2, 4, 2, 4

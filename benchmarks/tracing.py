@@ -21,7 +21,7 @@ from rich.table import Table
 from torch.nn.functional import mse_loss
 
 from pipedream_rt import Observe, Pipeline
-from pipedream_rt.observe.spans import Recorder
+from pipedream_rt.tracing.spans import Recorder
 
 
 def seconds(traced: bool, updates: int, stages: int) -> float:

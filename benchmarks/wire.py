@@ -40,7 +40,7 @@ from workload import WARM_UP, Workload, batches, loss_fn, optimizer_choice, whol
 
 from pipedream_rt import Costs, Layout, Pipeline, Recovery, plan_for, simulate
 from pipedream_rt.codecs import GraphCodec
-from pipedream_rt.observe import summarize
+from pipedream_rt.tracing import summarize
 
 STAGES, MICRO_BATCHES, TOKENS, WIDTH = 8, 64, 1024, 64
 FORWARD_S, BACKWARD_S = 0.005, 0.010

@@ -11,11 +11,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pipedream_rt.batches.cutting import Along, Whole
     from pipedream_rt.cluster.engines.ray import RayWorkers
+    from pipedream_rt.coordinator.checkpointing.pipeline_fingerprint import Fingerprint
     from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
-    from pipedream_rt.coordinator.fingerprints import Fingerprint
-    from pipedream_rt.coordinator.kept import KeptVersion
-    from pipedream_rt.coordinator.recovery import Restart
+    from pipedream_rt.coordinator.kept_versions import KeptVersion
+    from pipedream_rt.coordinator.recovery.decision import Restart
     from pipedream_rt.coordinator.results import PendingStep, StepResult
     from pipedream_rt.errors import (
         CheckpointError,
@@ -35,12 +36,9 @@ if TYPE_CHECKING:
         VersionError,
         WorkerLost,
     )
-    from pipedream_rt.job.cutting import Along, Whole
     from pipedream_rt.job.options import Checkpoints, Layout, Observe, Recovery, Training
     from pipedream_rt.models.layer_spec import LayerSpec
     from pipedream_rt.models.pretrained import without_values
-    from pipedream_rt.observe.replay import Replay
-    from pipedream_rt.observe.trace import Trace
     from pipedream_rt.pipeline import Pipeline
     from pipedream_rt.planning.link_costs import LinkCosts, measure_codec, measure_links
     from pipedream_rt.planning.profile import LayerCosts, Profile
@@ -49,6 +47,8 @@ if TYPE_CHECKING:
     from pipedream_rt.simulation import Costs, simulate
     from pipedream_rt.stage.rules.clipping import Clip
     from pipedream_rt.stage.rules.scaling import LossScale
+    from pipedream_rt.tracing.replay import Replay
+    from pipedream_rt.tracing.trace import Trace
     from pipedream_rt.verify.compare import Verification
 
 __version__ = "0.1.0"
@@ -110,13 +110,13 @@ __all__ = [
 
 _HOMES = {
     "Action": "pipedream_rt.schedules",
-    "Along": "pipedream_rt.job.cutting",
+    "Along": "pipedream_rt.batches.cutting",
     "Checkpoints": "pipedream_rt.job.options",
     "Clip": "pipedream_rt.stage.rules.clipping",
     "Costs": "pipedream_rt.simulation",
     "DistributedOptimizer": "pipedream_rt.coordinator.distributed_optimizer",
-    "Fingerprint": "pipedream_rt.coordinator.fingerprints",
-    "KeptVersion": "pipedream_rt.coordinator.kept",
+    "Fingerprint": "pipedream_rt.coordinator.checkpointing.pipeline_fingerprint",
+    "KeptVersion": "pipedream_rt.coordinator.kept_versions",
     "Kind": "pipedream_rt.schedules",
     "LayerCosts": "pipedream_rt.planning.profile",
     "LayerSpec": "pipedream_rt.models.layer_spec",
@@ -130,14 +130,14 @@ _HOMES = {
     "Profile": "pipedream_rt.planning.profile",
     "RayWorkers": "pipedream_rt.cluster.engines.ray",
     "Recovery": "pipedream_rt.job.options",
-    "Replay": "pipedream_rt.observe.replay",
-    "Restart": "pipedream_rt.coordinator.recovery",
+    "Replay": "pipedream_rt.tracing.replay",
+    "Restart": "pipedream_rt.coordinator.recovery.decision",
     "Shape": "pipedream_rt.schedules",
     "StepResult": "pipedream_rt.coordinator.results",
-    "Trace": "pipedream_rt.observe.trace",
+    "Trace": "pipedream_rt.tracing.trace",
     "Training": "pipedream_rt.job.options",
     "Verification": "pipedream_rt.verify.compare",
-    "Whole": "pipedream_rt.job.cutting",
+    "Whole": "pipedream_rt.batches.cutting",
     "check": "pipedream_rt.schedules",
     "measure_codec": "pipedream_rt.planning.link_costs",
     "measure_links": "pipedream_rt.planning.link_costs",

@@ -152,10 +152,10 @@ class _Drawn:
 _CELLS = "pipedream_rt.observers.page.cells"
 _SHOWN = {
     ("pipedream_rt.schedules.plan", "Plan"): (_CELLS, "plan_html"),
-    ("pipedream_rt.observe.trace", "Trace"): (_CELLS, "trace_html"),
+    ("pipedream_rt.tracing.trace", "Trace"): (_CELLS, "trace_html"),
     ("pipedream_rt.coordinator.results", "StepResult"): (_CELLS, "result_html"),
     ("pipedream_rt.planning.partition", "Partition"): (
-        "pipedream_rt.planning.explanation",
+        "pipedream_rt.planning.alternatives",
         "partition_html",
     ),
 }

@@ -15,22 +15,23 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from torch import Tensor, nn
 
+from pipedream_rt.batches.items import Accumulated, Batch, Prepare, batch_of, require_loader
 from pipedream_rt.checkpoint import Manifest
-from pipedream_rt.cluster.base import Reference
 from pipedream_rt.cluster.environment import VERIFY, count_of_environment
+from pipedream_rt.cluster.interface import Reference
 from pipedream_rt.cluster.launch import starts_here
+from pipedream_rt.coordinator.checkpointing.pipeline_fingerprint import Fingerprint
 from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
-from pipedream_rt.coordinator.epochs import Epoch, say_if_not_drawn
-from pipedream_rt.coordinator.explanation import explain
-from pipedream_rt.coordinator.familiar import ADVICE, copies_of, require_cpu
-from pipedream_rt.coordinator.fingerprints import Fingerprint
+from pipedream_rt.coordinator.feed.epochs import Epoch, say_if_not_drawn
 from pipedream_rt.coordinator.generation import generate
-from pipedream_rt.coordinator.kept import KeptVersion
-from pipedream_rt.coordinator.recovery import Restart
+from pipedream_rt.coordinator.kept_versions import KeptVersion
+from pipedream_rt.coordinator.recovery.decision import Restart
 from pipedream_rt.coordinator.results import PendingStep, StepResult
 from pipedream_rt.coordinator.run import attach, notices_of, start, warm_up, with_stages_chosen
-from pipedream_rt.coordinator.surroundings import resolved, take_place
-from pipedream_rt.coordinator.tracebacks import (
+from pipedream_rt.coordinator.script_environment import resolved, take_place
+from pipedream_rt.coordinator.views.attribute_hints import ADVICE, copies_of, require_cpu
+from pipedream_rt.coordinator.views.explanation import explain
+from pipedream_rt.coordinator.views.tracebacks import (
     ShorterTracebacks,
     shorten,
     with_shorter_tracebacks,
@@ -38,7 +39,6 @@ from pipedream_rt.coordinator.tracebacks import (
 from pipedream_rt.corrections import Correction
 from pipedream_rt.dynamo import dynamo_spared
 from pipedream_rt.errors import ConfigError, PipelineError
-from pipedream_rt.job.batches import Accumulated, Batch, Prepare, batch_of, require_loader
 from pipedream_rt.job.devices import Devices
 from pipedream_rt.job.given_optimizer import OptimizerArgument
 from pipedream_rt.job.identity import require_acceptable
@@ -64,17 +64,17 @@ from pipedream_rt.lifecycle import Life
 from pipedream_rt.messages.message import CommandName
 from pipedream_rt.models import dumps
 from pipedream_rt.notebook import calm_call, calmly, close_earlier, remember
-from pipedream_rt.observe.summary import Lines
-from pipedream_rt.observe.trace import Trace
 from pipedream_rt.schedules.recipes import ScheduleName
 from pipedream_rt.schedules.written import WrittenSchedule
 from pipedream_rt.stage.evaluation import Metric
 from pipedream_rt.stage.spec import LossFunction
+from pipedream_rt.tracing.summary import Lines
+from pipedream_rt.tracing.trace import Trace
 from pipedream_rt.verify.compare import Verification
 from pipedream_rt.verify.run import explained, verified, watching
 
 if TYPE_CHECKING:  # not imported unless somebody is told of a run
-    from pipedream_rt.coordinator.telling import Telling
+    from pipedream_rt.coordinator.views.event_publisher import EventPublisher
 
 _log = logging.getLogger(__name__)
 
@@ -201,15 +201,15 @@ class Pipeline:
         job = prepare(unsplit, options, options.workers == "serial" or starts_here(options.workers))
         self._job, self.plan = job.lasting, job.plan
         take_place(given)
-        self._telling = _telling_of(options)
+        self._publisher = _telling_of(options)
         if job.chosen:
             _log.info("%s", job.chosen)
         for text in notices_of(job):
             _log.warning("%s", text)
         # From here on there are workers, which an error ends.
-        self._group = start(job, self._telling)
+        self._group = start(job, self._publisher)
         with self._group.life.guard():
-            run = attach(job, self._group, self._telling)
+            run = attach(job, self._group, self._publisher)
             self._lease = run.lease
             self._feeder = run.feeder
             self._epochs = run.epochs
@@ -418,8 +418,8 @@ class Pipeline:
                 ),
                 loader,
             )
-        if self._telling is not None:
-            self._telling.evaluated(self.step, found)
+        if self._publisher is not None:
+            self._publisher.evaluated(self.step, found)
         return found["loss"] if metrics is None else found
 
     def predict(
@@ -686,8 +686,8 @@ class Pipeline:
             require_count("keep", keep)
         root = None if folder is None else Path(folder).absolute()
         saved = self._run_state.save(root, keep, extra)
-        if self._telling is not None:
-            self._telling.look()  # the next result may be far away, or never come
+        if self._publisher is not None:
+            self._publisher.look()  # the next result may be far away, or never come
         return saved
 
     def keep_best(
@@ -730,7 +730,7 @@ class Pipeline:
 
         Objects given to `attach` get their state of that time. The next `train_epoch` restores the
         random generators of this process, brings its loader to the place where it was (see
-        `coordinator.loading`), and first yields the results that the script had not seen.
+        `coordinator.feed.loading`), and first yields the results that the script had not seen.
 
         Args:
             folder: The folder of a checkpoint; or of a run, whose newest complete checkpoint is
@@ -878,7 +878,7 @@ class Pipeline:
             ConfigError: Nothing was kept, or the file cannot be written. The pipeline can still be
                 used.
         """
-        if self._telling is None:
+        if self._publisher is None:
             raise ConfigError(
                 "nothing of this run was kept for a report: give report=FILE to Pipeline, or "
                 "observe=Observe(record=FOLDER)"
@@ -886,8 +886,8 @@ class Pipeline:
         from pipedream_rt.observers.page.render import write_report
 
         if not self._group.life.is_open:
-            return write_report(path, self._telling.record)
-        return write_report(path, self._telling.so_far(self.statistics(), self._traced()))
+            return write_report(path, self._publisher.record)
+        return write_report(path, self._publisher.so_far(self.statistics(), self._traced()))
 
     def _traced(self) -> Trace | None:
         """Return the trace so far; None if none is recorded."""
@@ -958,9 +958,9 @@ class Pipeline:
                     self.flush()
                     self._run_state.finish_checkpoint()
                 path = self._job.options.observe.trace
-                trace = self._traced() if self._telling or isinstance(path, Path) else None
-                if self._telling is not None:
-                    self._telling.finish(self.statistics(), trace)
+                trace = self._traced() if self._publisher or isinstance(path, Path) else None
+                if self._publisher is not None:
+                    self._publisher.finish(self.statistics(), trace)
                 if isinstance(path, Path) and trace is not None:
                     trace.save(path)
                 if self.seen and not self._run_state.is_read:
@@ -994,10 +994,10 @@ class Pipeline:
             self._group.life.close()
 
 
-def _telling_of(options: Options) -> Telling | None:
+def _telling_of(options: Options) -> EventPublisher | None:
     """Return what reports the run to observers; None if there are none."""
     if not options.is_told:
         return None
-    from pipedream_rt.coordinator.telling import telling_of
+    from pipedream_rt.coordinator.views.event_publisher import publisher_of
 
-    return telling_of(options)
+    return publisher_of(options)

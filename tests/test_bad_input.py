@@ -26,7 +26,7 @@ from pipedream_rt import (
     RendezvousTimeout,
     StageFailed,
 )
-from pipedream_rt.cluster.serial import SerialCluster
+from pipedream_rt.serial.cluster import SerialCluster
 
 pytestmark = [pytest.mark.threads, pytest.mark.usefixtures("environment")]
 

@@ -35,7 +35,7 @@ BATCHES = 40
 @pytest.fixture(autouse=True)
 def nothing_is_poison(monkeypatch):
     """Different faults may strike in the same action."""
-    monkeypatch.setattr("pipedream_rt.coordinator.recovery._MOST_OF_ONE", 1000)
+    monkeypatch.setattr("pipedream_rt.coordinator.recovery.decision._MOST_OF_ONE", 1000)
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from support.written import LaterBackward
 from torch.utils.checkpoint import checkpoint
 
 from pipedream_rt import StageFailed
-from pipedream_rt.cluster.serial import SerialCluster
+from pipedream_rt.serial.cluster import SerialCluster
 
 pytestmark = pytest.mark.threads
 

@@ -13,11 +13,11 @@ from support.oracle import assert_same
 from support.pinned import Pipeline
 
 from pipedream_rt import Checkpoints
-from pipedream_rt.cluster.serial import SerialCluster
-from pipedream_rt.observe import describe, timeline
 from pipedream_rt.schedules import Kind, check
+from pipedream_rt.serial.cluster import SerialCluster
 from pipedream_rt.simulation import simulate
 from pipedream_rt.simulation.predict import fit
+from pipedream_rt.tracing import describe, timeline
 
 
 @pytest.fixture

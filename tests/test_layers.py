@@ -19,10 +19,9 @@ LAYERS = [
         "pipedream_rt.lifecycle",
         "pipedream_rt.schema",
         "pipedream_rt.software",
-        "pipedream_rt.threads",
     },
     {"pipedream_rt.schedules"},
-    {"pipedream_rt.observe"},
+    {"pipedream_rt.tracing"},
     {"pipedream_rt.simulation"},
     {"pipedream_rt.observers"},
     {"pipedream_rt.planning"},
@@ -166,11 +165,11 @@ def test_the_environment_is_read_at_the_face_alone():
         "pipedream_rt.cluster.launch",
         "pipedream_rt.cluster.supervisor",
         "pipedream_rt.cluster.torchrun",
-        "pipedream_rt.coordinator.surroundings",
+        "pipedream_rt.coordinator.script_environment",
         "pipedream_rt.transport.rpc.endpoint",
-        "pipedream_rt.workers.command",
-        "pipedream_rt.workers.forkserver",
-        "pipedream_rt.workers.joining",
+        "pipedream_rt.cluster.worker.command",
+        "pipedream_rt.cluster.worker.fork_server",
+        "pipedream_rt.cluster.worker.joining",
     }
 
 
@@ -196,7 +195,7 @@ def test_importing_the_package_imports_no_torch():
     import sys
 
     code = (
-        "import sys, pipedream_rt.cli, pipedream_rt.workers.command\n"
+        "import sys, pipedream_rt.cli, pipedream_rt.cluster.worker.command\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd="/").returncode == 0

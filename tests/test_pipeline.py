@@ -28,7 +28,7 @@ from pipedream_rt import (
     PipelineClosed,
     PipelineError,
 )
-from pipedream_rt.cluster.serial import SerialCluster
+from pipedream_rt.serial.cluster import SerialCluster
 
 pytestmark = pytest.mark.threads
 

@@ -12,7 +12,6 @@ from support.pinned import Pipeline
 from torch import nn
 
 from pipedream_rt import Checkpoints, Clip, LossScale
-from pipedream_rt.cluster.serial import SerialCluster
 from pipedream_rt.corrections import (
     DelayCompensation,
     ErrorFeedback,
@@ -21,6 +20,7 @@ from pipedream_rt.corrections import (
     WeightPrediction,
 )
 from pipedream_rt.errors import CheckpointError, ConfigError, StageFailed
+from pipedream_rt.serial.cluster import SerialCluster
 
 pytestmark = pytest.mark.threads
 

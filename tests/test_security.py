@@ -29,7 +29,7 @@ from support.two_hosts import SECRET, Child
 
 from pipedream_rt.cluster.control import Control
 from pipedream_rt.cluster.environment import private_folder
-from pipedream_rt.cluster.keys import COORDINATOR_END, WORKER_END, Talk
+from pipedream_rt.cluster.keys import COORDINATOR_END, WORKER_END, Handshake
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineError, TransportError
 from pipedream_rt.transport.group import Group
@@ -110,7 +110,7 @@ def drain(control):
 def test_fuzz_of_the_control_connection():
     """Junk, and what is signed with another key, ends the connection and nothing else."""
     draw = random.Random(4)
-    key = Talk(b"secret", b"a", b"b").session_key()
+    key = Handshake(b"secret", b"a", b"b").session_key()
     for i in range(2_000):
         left, right = socket.socketpair()
         with left:
@@ -120,7 +120,7 @@ def test_fuzz_of_the_control_connection():
                 control.secure(key, COORDINATOR_END, WORKER_END)
             if i % 4 == 3:
                 stranger.secure(
-                    Talk(b"other", b"a", b"b").session_key(), WORKER_END, COORDINATOR_END
+                    Handshake(b"other", b"a", b"b").session_key(), WORKER_END, COORDINATOR_END
                 )
                 stranger.send({"type": "joined"})
             else:

@@ -12,8 +12,8 @@ from support.written import Late
 from torch import nn
 
 from pipedream_rt import Clip, LossScale
-from pipedream_rt.cluster.serial import SerialCluster
 from pipedream_rt.errors import ConfigError, ScheduleError
+from pipedream_rt.serial.cluster import SerialCluster
 
 MANY = [pytest.param(seed, marks=pytest.mark.stress) for seed in range(30, 1500)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipedream_rt.workers.command import main
+from pipedream_rt.cluster.worker.command import main
 
 if __name__ == "__main__":
     main()

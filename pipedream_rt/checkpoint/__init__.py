@@ -1,12 +1,11 @@
 """Checkpoints on disk: how they are written whole, found, verified and read."""
 
-from pipedream_rt.checkpoint.layout import checkpoints, replica_name
+from pipedream_rt.checkpoint.layout import Snapshot, checkpoints, replica_name
 from pipedream_rt.checkpoint.lock import RunLock
 from pipedream_rt.checkpoint.manifest import Manifest, read_manifest, refuse_unsaveable
 from pipedream_rt.checkpoint.reading import newest_good, read_stage, shapes, verify, weights_of
-from pipedream_rt.checkpoint.snapshot import Snapshot
 from pipedream_rt.checkpoint.writing import (
-    Part,
+    UnfinishedCheckpoint,
     prune,
     put_aside_later,
     put_aside_others,
@@ -17,9 +16,9 @@ from pipedream_rt.checkpoint.writing import (
 
 __all__ = [
     "Manifest",
-    "Part",
     "RunLock",
     "Snapshot",
+    "UnfinishedCheckpoint",
     "checkpoints",
     "newest_good",
     "prune",

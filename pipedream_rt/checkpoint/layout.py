@@ -8,7 +8,7 @@ A run's folder holds a folder for each checkpoint::
                                                 format
         loss-00004-of-00004.safetensors         weights of a loss that has some
         optimizer-00001-of-00004.safetensors    what optimizer and rules keep, by the texts of keys
-                                                (`messages/keys.py`): "optimizer/PARAMETER/NAME"...
+                                                (`messages/state_keys.py`): "optimizer/PARAMETER/NAME"...
         versions-00001-of-00004.safetensors     ...  "#VERSION/PARAMETER": older weights that later
                                                 micro-batches of an asynchronous schedule read
         buffers-00001-of-00004.safetensors      buffers that are in no state dict
@@ -30,10 +30,14 @@ import re
 import shutil
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from pipedream_rt.messages.state_keys import StepState
 from pipedream_rt.schema import open_file
 
 MANIFEST = "manifest.msgpack"
@@ -146,3 +150,24 @@ def sync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """The state of a stage after an update, as if nothing were in flight. It owns its tensors.
+
+    Attributes:
+        weights: State dict of the stage, newest version, under the keys of the unsplit model.
+        steps: What its optimizer and its rules keep for the next steps.
+        versions: Older versions of the trainable weights that later micro-batches read, by version
+            and name.
+        hidden: Buffers that are in no state dict, by name.
+        extra: What modules give by ``get_extra_state`` that is no tensor, packed by `pack_hyper`,
+            by key of the state dict.
+    """
+
+    weights: dict[str, Tensor]
+    steps: StepState
+    versions: dict[int, dict[str, Tensor]]
+    hidden: dict[str, Tensor] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from torch import Tensor
 from pipedream_rt import schema
 from pipedream_rt.checkpoint.layout import MANIFEST, is_file_name
 from pipedream_rt.errors import CheckpointError, ConfigError
-from pipedream_rt.messages.keys import key_of
+from pipedream_rt.messages.state_keys import key_of
 
 _MAGIC = "pipedream-rt checkpoint"
 _FORMAT = 5
@@ -38,11 +38,11 @@ class Manifest:
         per_update: Micro-batches per update.
         groups: Hyper-parameters of each parameter group, packed by `pack_hyper`.
         files: Size in bytes and checksum of each file, by name.
-        plain: What stages keep that is no tensor, by the texts of its keys (`messages/keys.py`).
+        plain: What stages keep that is no tensor, by the texts of its keys (`messages/state_keys.py`).
         extra: The user's own data.
         floor: Oldest weight version that may be read: that of weights loaded in mid-run.
         passes: Number of micro-batches that were evaluated or inferred from so far.
-        place: Where the loader was; see `pipedream_rt.coordinator.loading`.
+        place: Where the loader was; see `pipedream_rt.coordinator.feed.loading`.
         attached: States of the objects given to `Pipeline.attach`, by name.
         results: Results of mini-batches before ``step`` that the script had not seen, as dicts.
         slack: Extra warm-up forwards before each hop; empty for none.
@@ -156,7 +156,7 @@ _WITHIN_AN_EPOCH = schema.fields(
 
 
 def _place(value: Any) -> bool:
-    """Whether a value is a place of a loader; see `pipedream_rt.coordinator.loading`."""
+    """Whether a value is a place of a loader; see `pipedream_rt.coordinator.feed.loading`."""
     return _BETWEEN_EPOCHS(value) or _WITHIN_AN_EPOCH(value)
 
 

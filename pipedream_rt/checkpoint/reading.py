@@ -19,6 +19,7 @@ from pipedream_rt.checkpoint.layout import (
     EXTRA,
     EXTRA_OF_REPLICA,
     MANIFEST,
+    Snapshot,
     checkpoints,
     digest_of,
     files_of,
@@ -27,9 +28,8 @@ from pipedream_rt.checkpoint.layout import (
 )
 from pipedream_rt.checkpoint.lock import give_back_if_idle
 from pipedream_rt.checkpoint.manifest import Manifest, read_manifest
-from pipedream_rt.checkpoint.snapshot import Snapshot
 from pipedream_rt.errors import CheckpointError
-from pipedream_rt.messages.keys import OF_OPTIMIZERS, Key, StepState, by_key, parsed
+from pipedream_rt.messages.state_keys import OF_OPTIMIZERS, StateKey, StepState, by_key, parsed
 from pipedream_rt.schema import list_of, open_file, printable, text
 
 _log = logging.getLogger(__name__)
@@ -160,10 +160,10 @@ Written: TypeAlias = Callable[[str, Callable[[Parts], bool]], dict[Parts, Tensor
 """``tensors(kind, wanted)`` reads the tensors of a kind whose keys are wanted."""
 
 
-def _step_state(tensors_of: Written, names: set[str], said: Mapping[Key, Any]) -> StepState:
+def _step_state(tensors_of: Written, names: set[str], said: Mapping[StateKey, Any]) -> StepState:
     """What is kept for steps under some names, under none (for all stages), and of optimizers."""
 
-    def wanted(key: Key) -> bool:
+    def wanted(key: StateKey) -> bool:
         return key.name in names or not key.name or key.part in OF_OPTIMIZERS
 
     def named(parts: Parts) -> bool:
@@ -172,7 +172,7 @@ def _step_state(tensors_of: Written, names: set[str], said: Mapping[Key, Any]) -
     found: StepState = {key: value for key, value in said.items() if wanted(key)}
     for kind in ("optimizer", "shard"):
         for (part, name, *path), tensor in tensors_of(kind, named).items():
-            found[Key(str(part), str(name), tuple(path))] = tensor
+            found[StateKey(str(part), str(name), tuple(path))] = tensor
     return found
 
 

@@ -25,6 +25,7 @@ from pipedream_rt.checkpoint.layout import (
     EXTRA_OF_REPLICA,
     INDEX,
     MANIFEST,
+    Snapshot,
     checkpoints,
     file_name,
     name_of,
@@ -34,9 +35,8 @@ from pipedream_rt.checkpoint.layout import (
     sync,
 )
 from pipedream_rt.checkpoint.manifest import Manifest, is_plain, read_manifest, seal
-from pipedream_rt.checkpoint.snapshot import Snapshot
 from pipedream_rt.errors import CheckpointError
-from pipedream_rt.messages.keys import Key, StepState, written
+from pipedream_rt.messages.state_keys import StateKey, StepState, written
 from pipedream_rt.schedules.placement import LOSS_LAYER
 
 _log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ _PRIVATE_FILE, _PRIVATE_FOLDER = 0o600, 0o700
 """Modes of what is made, less the user's umask."""
 
 
-class Part:
+class UnfinishedCheckpoint:
     """A checkpoint that is being written: a folder of a hidden name, until `commit`."""
 
     def __init__(self, root: Path, step: int) -> None:
@@ -92,7 +92,7 @@ def write_stage(
 ) -> tuple[dict[str, list[Any]], dict[str, Any], dict[str, dict[str, int]]]:
     """Write and sync the files of one stage; return what the manifest and the index say of them."""
     moments, plain = _tensors_and_plain(state.steps)
-    plain |= {str(Key(EXTRA, str(stage), (key,))): value for key, value in state.extra.items()}
+    plain |= {str(StateKey(EXTRA, str(stage), (key,))): value for key, value in state.extra.items()}
     older = {
         written(version, name): tensor
         for version, named in state.versions.items()
@@ -134,7 +134,7 @@ def write_replica(
 ) -> tuple[dict[str, list[Any]], dict[str, Any], dict[str, dict[str, int]]]:
     """Write and sync the files of another replica than 0; return what `write_stage` does."""
     moments, plain = _tensors_and_plain(steps)
-    plain |= {str(Key(EXTRA_OF_REPLICA, name, (address, k))): v for k, v in extra.items()}
+    plain |= {str(StateKey(EXTRA_OF_REPLICA, name, (address, k))): v for k, v in extra.items()}
     own = {written(name, key): tensor for key, tensor in buffers.items()}
     kinds = {"replica": own, "shard": moments}
     return _write_kinds(folder, kinds, address, num_addresses), plain, {}

@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 
 from pipedream_rt.errors import CheckpointError
-from pipedream_rt.observe.summary import bytes_text, table
 from pipedream_rt.schema import printable
+from pipedream_rt.tracing.summary import bytes_text, table
 
 _SHOWN = 10_000
 """Characters of a value in a checkpoint that are shown."""
@@ -44,7 +44,7 @@ def verify(folder: Path) -> None:
 def inspect(folder: Path) -> None:
     """Show what a checkpoint says of itself; of a run, its newest whole one."""
     from pipedream_rt.checkpoint import newest_good
-    from pipedream_rt.coordinator.fingerprints import Fingerprint
+    from pipedream_rt.coordinator.checkpointing.pipeline_fingerprint import Fingerprint
     from pipedream_rt.stage.optimizer import unpack_hyper
 
     found, manifest = newest_good(folder)
@@ -87,7 +87,7 @@ def compare(first: Path, second: Path) -> None:
     are folders of runs, or of single checkpoints.
     """
     from pipedream_rt.checkpoint import checkpoints, read_manifest
-    from pipedream_rt.coordinator.fingerprints import Fingerprint
+    from pipedream_rt.coordinator.checkpointing.pipeline_fingerprint import Fingerprint
 
     runs = [
         {manifest.step: Fingerprint.of_plain(manifest.fingerprints) for manifest in manifests}

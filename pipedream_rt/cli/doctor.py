@@ -10,11 +10,11 @@ from datetime import timedelta
 
 import click
 
-from pipedream_rt.cli.nodes import options_of_nodes
-from pipedream_rt.cluster.engines import Asked, membership
+from pipedream_rt.cli.shared_options import options_of_nodes
+from pipedream_rt.cluster.engines import EngineRequest, membership
 from pipedream_rt.doctor.judgement import judge, options_of_planner
 from pipedream_rt.doctor.rounds import Found, be_looked_at, look_at_all, look_at_this
-from pipedream_rt.observe.summary import table
+from pipedream_rt.tracing.summary import table
 
 _MARKS = {"ok": "ok", "note": "--", "warn": "!!", "fail": "XX"}
 
@@ -28,7 +28,7 @@ _MARKS = {"ok": "ok", "note": "--", "warn": "!!", "fail": "XX"}
 @click.option("--patience", default=60.0, show_default=True, type=click.FloatRange(min=1),
               help="Seconds to wait for all machines.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
-def doctor(asked: Asked, folder: str, source: str, patience: float, as_json: bool) -> None:
+def doctor(asked: EngineRequest, folder: str, source: str, patience: float, as_json: bool) -> None:
     """Look at this machine, or at all machines of a job, and say what to mend.
 
     Start it on all machines as you start `run`: under srun, with --nnodes and --rdzv-endpoint, or

@@ -11,24 +11,24 @@ from typing import Any
 
 import click
 
-from pipedream_rt.cli.options import Grouped
+from pipedream_rt.cli.shared_options import Grouped
 from pipedream_rt.cli.timeline import write_drawing
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.observe import timeline
 from pipedream_rt.planning import files
-from pipedream_rt.planning.cuts import Cuts, cuts_of
-from pipedream_rt.planning.explanation import (
+from pipedream_rt.planning.alternatives import (
     choices_text,
     explained,
     partition_text,
     published_stages,
     published_text,
 )
+from pipedream_rt.planning.cuts import Cuts, cuts_of
 from pipedream_rt.planning.machines import LinkCodec, Machines, Worker
 from pipedream_rt.planning.partition import SLOWDOWNS, Slowdown
 from pipedream_rt.planning.planner import CHOICES, partitions
 from pipedream_rt.planning.published import MODELS, Published, solve
 from pipedream_rt.simulation.costs import rate, seconds, size
+from pipedream_rt.tracing import timeline
 
 
 def _several(read: Any) -> Any:

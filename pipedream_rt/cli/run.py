@@ -10,11 +10,10 @@ from datetime import timedelta
 
 import click
 
-from pipedream_rt.cli.nodes import options_of_nodes
-from pipedream_rt.cli.options import Grouped
-from pipedream_rt.cluster.engines import Asked, membership
+from pipedream_rt.cli.shared_options import Grouped, options_of_nodes
+from pipedream_rt.cluster.engines import EngineRequest, membership
 from pipedream_rt.cluster.environment import LOG_DIR, MAX_RESTARTS, RECORD, RESUME, TRACE, VERIFY
-from pipedream_rt.cluster.program import imports_of
+from pipedream_rt.cluster.fork_server import imports_of
 from pipedream_rt.cluster.supervisor import run_first, run_here, run_other
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.schema import is_count, printable
@@ -73,7 +72,7 @@ def worker(arguments: tuple[str, ...]) -> None:
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(
-    asked: Asked,
+    asked: EngineRequest,
     nproc_per_node: int | None,
     ray_nodes: int | None,
     patience: float,
@@ -101,7 +100,7 @@ def run(
     if ray_nodes is not None:
         from pipedream_rt.cluster.engines.ray_nodes import run_on_ray
 
-        if asked != Asked():
+        if asked != EngineRequest():
             raise click.UsageError("with --ray it is Ray that says which node is which")
         options = [f"--nproc-per-node={count}", f"--threads={threads}", f"--grace={grace}"]
         options += [] if trace is None else [f"--trace={os.path.abspath(trace)}"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from pipedream_rt.cli.options import refuse_too_many, replicas_option, slack_option
+from pipedream_rt.cli.shared_options import refuse_too_many, replicas_option, slack_option
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.schedules import RECIPES, check, describe_schedules, plan_named
 from pipedream_rt.schedules.recipes import VERTICAL_SYNC

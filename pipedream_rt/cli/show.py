@@ -20,14 +20,14 @@ from urllib.parse import urlsplit
 
 import click
 
-from pipedream_rt.coordinator.status import running
+from pipedream_rt.coordinator.recovery.status_server import running
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, PipelineError
 from pipedream_rt.observers.events import Begun, Ended, Event, unpacked
 from pipedream_rt.observers.folder import EVENTS, Following, read_run
 from pipedream_rt.observers.live import EVERY_S, LivePage
 from pipedream_rt.observers.page.render import comparison_of, write_page, write_report
-from pipedream_rt.observers.record import RunRecord
+from pipedream_rt.observers.run_record import RunRecord
 from pipedream_rt.schema import printable
 
 _ADDRESS = re.compile(r"[^/\s]+:\d{1,5}")

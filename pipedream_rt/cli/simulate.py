@@ -6,16 +6,16 @@ from typing import Any
 
 import click
 
-from pipedream_rt.cli.options import refuse_too_many, replicas_option, slack_option
+from pipedream_rt.cli.shared_options import refuse_too_many, replicas_option, slack_option
 from pipedream_rt.cli.timeline import drawn
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.observe.replay import Replay
-from pipedream_rt.observe.summary import bytes_text, describe, seconds_text, summarize, table
-from pipedream_rt.observe.trace import Trace
 from pipedream_rt.schedules import RECIPES, Plan, Shape, describe_schedules, plan_for
 from pipedream_rt.simulation.costs import Costs, parsed
 from pipedream_rt.simulation.predict import fit, regrouped
 from pipedream_rt.simulation.simulator import simulate as simulate_run
+from pipedream_rt.tracing.replay import Replay
+from pipedream_rt.tracing.summary import bytes_text, describe, seconds_text, summarize, table
+from pipedream_rt.tracing.trace import Trace
 
 _MOST_SIMULATED = 100_000_000
 """Actions that may be simulated. So many take about six minutes and 6 GiB."""

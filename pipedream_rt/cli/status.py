@@ -9,9 +9,9 @@ import threading
 
 import click
 
-from pipedream_rt.coordinator.status import Status, ask, running
+from pipedream_rt.coordinator.recovery.status_server import Status, ask, running
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.observe.summary import WORKER_HEAD, table, worker_rows
+from pipedream_rt.tracing.summary import WORKER_HEAD, table, worker_rows
 
 
 @click.command()

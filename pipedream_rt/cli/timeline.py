@@ -8,13 +8,13 @@ from typing import Any
 import click
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.observe import timeline as drawings
-from pipedream_rt.observe.summary import describe, summarize, table
-from pipedream_rt.observe.trace import Trace
 from pipedream_rt.schema import write_file
 from pipedream_rt.simulation.costs import parsed
 from pipedream_rt.simulation.predict import changes_of, fit, predict
 from pipedream_rt.simulation.predict import what_if as what_if_run
+from pipedream_rt.tracing import timeline as drawings
+from pipedream_rt.tracing.summary import describe, summarize, table
+from pipedream_rt.tracing.trace import Trace
 
 
 def _seconds(context: click.Context, option: click.Parameter, text: str | None) -> float | None:

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from pipedream_rt.cluster.addresses import boot_id
 from pipedream_rt.cluster.control import VERSION, Control
-from pipedream_rt.cluster.keys import COORDINATOR_END, WORKER_END, Talk
+from pipedream_rt.cluster.control_records import HELLO, Record
+from pipedream_rt.cluster.keys import COORDINATOR_END, WORKER_END, Handshake
 from pipedream_rt.cluster.members import Member
-from pipedream_rt.cluster.records import HELLO, Record
 from pipedream_rt.schema import printable, problem_of
 from pipedream_rt.software import software
 
@@ -28,13 +28,13 @@ class Refusal(NamedTuple):
     proven: bool = False
 
 
-def talk_of(control: Control, hello: Record, asked: bytes, key: bytes) -> Talk:
+def talk_of(control: Control, hello: Record, asked: bytes, key: bytes) -> Handshake:
     """Return what both ends of the connection know, if the one that says hello has the key."""
     answer = hello.get("nonce")
-    return Talk(key, asked, answer if isinstance(answer, bytes) else b"", control.channel)
+    return Handshake(key, asked, answer if isinstance(answer, bytes) else b"", control.channel)
 
 
-def refusal_of(hello: Record, talk: Talk, members: Iterable[Member]) -> Refusal | None:
+def refusal_of(hello: Record, talk: Handshake, members: Iterable[Member]) -> Refusal | None:
     """Why a worker cannot become a member; None if it can."""
     if hello.get("type") != "hello":
         return Refusal(f"its first record is {hello.get('type')!r}, where 'hello' was expected")
@@ -67,7 +67,7 @@ def refusal_of(hello: Record, talk: Talk, members: Iterable[Member]) -> Refusal 
     return None
 
 
-def admit(control: Control, hello: Record, talk: Talk) -> Member:
+def admit(control: Control, hello: Record, talk: Handshake) -> Member:
     """Tell a worker that it is a member; all further records of its connection are signed."""
     name = hello["name"]
     control.send({"type": "admitted", "proof": talk.prove_admission()})

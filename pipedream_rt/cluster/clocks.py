@@ -9,7 +9,7 @@ from datetime import timedelta
 from pipedream_rt.cluster.members import Member
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import MessageTimeout
-from pipedream_rt.observe.clock import Reading, best
+from pipedream_rt.tracing.clock import Reading, best
 
 _TIMEOUT = timedelta(seconds=5)
 """For one worker to answer all rounds."""

@@ -52,7 +52,7 @@ from datetime import timedelta
 
 import msgpack
 
-from pipedream_rt.cluster.records import FIELDS, Record
+from pipedream_rt.cluster.control_records import FIELDS, Record
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import MessageTimeout, PeerLost, TransportError
 from pipedream_rt.lifecycle import close_in_forked_children

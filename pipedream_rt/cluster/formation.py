@@ -16,9 +16,9 @@ from pipedream_rt.cluster.addresses import is_loopback, listening
 from pipedream_rt.cluster.environment import memory_is_shared
 from pipedream_rt.cluster.keys import NONCE, group_key
 from pipedream_rt.cluster.local_workers import LocalWorkers
-from pipedream_rt.cluster.meeting import Meeting
 from pipedream_rt.cluster.members import Member, tell
-from pipedream_rt.cluster.nearby import DoorAt, listening_nearby
+from pipedream_rt.cluster.peer_links import PeerLinks
+from pipedream_rt.cluster.unix_links import UnixAddress, listening_nearby
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import RendezvousTimeout, TransportError, WorkerLost
 from pipedream_rt.schedules import Plan
@@ -40,7 +40,7 @@ class Formation:
     """Forms the group of a generation: `welcome` first, then `join`.
 
     Where all workers were started here, this process hands out their links and none of them
-    listens. Else they meet at their doors (see `Meeting`). The members are in the order of ranks.
+    listens. Else they meet at their doors (see `PeerLinks`). The members are in the order of ranks.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class Formation:
         by_address = {a: index for index, member in enumerate(members) for a in member.stages}
         self._hosts = tuple(by_address[address] for address in plan.addresses)
         self._inherits = all(member.control.is_local for member in members)
-        self._found: dict[str, DoorAt] = {}  # the doors that are known, by name
+        self._found: dict[str, UnixAddress] = {}  # the doors that are known, by name
         self._nearby: dict[str, set[int]] = {}  # whom each has met at a Unix door, by rank
-        self._doors: Future[dict[str, DoorAt]] = Future()  # all of them
+        self._doors: Future[dict[str, UnixAddress]] = Future()  # all of them
         self._given_up = False
 
     def welcome(self, *, generation: int, timeout: timedelta, key: bytes, rpc: Mode) -> Group:
@@ -117,7 +117,7 @@ class Formation:
                 door = stack.enter_context(listening(self._meeting_host(), 0))
                 door.setblocking(False)
                 nearby = stack.enter_context(listening_nearby(self._tls))
-                self._found[COORDINATOR_NAME] = DoorAt.of(door, nearby)
+                self._found[COORDINATOR_NAME] = UnixAddress.of(door, nearby)
             ours, theirs = socket.socketpair()
             stack.enter_context(ours)
             thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="join"))
@@ -126,7 +126,7 @@ class Formation:
                 with theirs:  # its close tells `_exchange` that this thread has ended
                     if door is not None:
                         doors = {group.names.index(n): at for n, at in self._doors.result().items()}
-                        meeting = Meeting(group, door, doors, self._deadline, self._tls, nearby)
+                        meeting = PeerLinks(group, door, doors, self._deadline, self._tls, nearby)
                         transport.connect(meeting.meet(lambda: self._given_up))
                     endpoint.join(self._deadline)
 
@@ -233,7 +233,7 @@ class Formation:
                     worker=member.name,
                     stage=member.stage,
                 )
-            self._found[member.name] = DoorAt(*record["at"])
+            self._found[member.name] = UnixAddress(*record["at"])
         return False
 
     def _hand_out(self) -> None:

@@ -81,7 +81,7 @@ def _slowly(text: str, salt: bytes) -> bytes:
         ) from error
 
 
-class Talk(NamedTuple):
+class Handshake(NamedTuple):
     """What both ends of a control connection know, over which proofs are made.
 
     Attributes:

@@ -11,9 +11,7 @@ from datetime import timedelta
 from importlib import import_module
 
 from pipedream_rt.cluster.addresses import listening, parse_address
-from pipedream_rt.cluster.base import Cluster, ClusterSpec
-from pipedream_rt.cluster.door import Door
-from pipedream_rt.cluster.engines.base import Supervisor
+from pipedream_rt.cluster.engines.interface import Supervisor
 from pipedream_rt.cluster.environment import (
     ENGINE,
     LISTEN_FD,
@@ -27,10 +25,11 @@ from pipedream_rt.cluster.environment import (
     socket_of_environment,
     tls_of_environment,
 )
-from pipedream_rt.cluster.keepers import ByHand, ByLauncher
+from pipedream_rt.cluster.interface import Cluster, ClusterSpec
 from pipedream_rt.cluster.keys import JobKey, Secret
+from pipedream_rt.cluster.listener import Listener
 from pipedream_rt.cluster.processes import ProcessCluster
-from pipedream_rt.cluster.serial import SerialCluster
+from pipedream_rt.cluster.supervision import ByHand, ByLauncher
 from pipedream_rt.cluster.torchrun import (
     become_worker,
     is_one_machine,
@@ -43,6 +42,7 @@ from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, PeerLost, PipelineClosed
 from pipedream_rt.job.options import Workers
 from pipedream_rt.lifecycle import close_in_forked_children
+from pipedream_rt.serial.cluster import SerialCluster
 
 _REPLACE_TIMEOUT = timedelta(seconds=30)
 """For `pipedream-rt run` to kill its workers and start others."""
@@ -63,7 +63,7 @@ class Launcher:
         self._engine = _engine_of(workers)
         self._secret = Secret.generated()
         self._open = ExitStack()
-        self._door: Door | None = None
+        self._door: Listener | None = None
         self._is_closed = self._has_started = False
 
     def start(self, spec: ClusterSpec) -> Cluster:
@@ -83,7 +83,7 @@ class Launcher:
         if workers is not None and workers != "local":
             return self._await_at(workers, spec)
         if starts_here(workers):  # the key goes to them over inherited connections
-            return ProcessCluster(spec, door=Door(key=JobKey.new()))
+            return ProcessCluster(spec, door=Listener(key=JobKey.new()))
         if LISTEN_FD in os.environ:
             return self._await_workers_of_run(spec)
         return start_under_torchrun(spec)
@@ -98,11 +98,11 @@ class Launcher:
         self._door = None
         self._open.close()
 
-    def _door_at(self, listener: AbstractContextManager[socket.socket], secret: Secret) -> Door:
+    def _door_at(self, listener: AbstractContextManager[socket.socket], secret: Secret) -> Listener:
         """Open the door, which may stay open from one generation to the next."""
         opened = self._open.enter_context(listener)
         close_in_forked_children(opened)  # one that outlives the script would keep the port
-        door = self._door = Door(secret.job_key(), opened, tls_of_environment())
+        door = self._door = Listener(secret.job_key(), opened, tls_of_environment())
         self._open.callback(door.close)
         return door
 
@@ -112,7 +112,7 @@ class Launcher:
         if door is None:
             self._open.callback(engine.stop)
             door = self._door_at(listening(engine.host(), 0), self._secret)
-        engine.start(spec.crew.most, door.address, self._secret, Deadline(spec.start_timeout))
+        engine.start(spec.assignment.most, door.address, self._secret, Deadline(spec.start_timeout))
         return ProcessCluster(spec, door=door, keeper=engine)
 
     def _await_at(self, workers: object, spec: ClusterSpec) -> Cluster:
@@ -128,15 +128,15 @@ class Launcher:
         try:
             return ProcessCluster(spec, door=door, keeper=keeper)
         finally:
-            if not spec.crew.stays_open:
+            if not spec.assignment.stays_open:
                 self._shut()
 
     def _await_workers_of_run(self, spec: ClusterSpec) -> Cluster:
         """Use the workers of `pipedream-rt run`; on the first of several nodes start its own."""
         plan, available = spec.plan, count_of_environment(NPROC)
         engine = os.environ.get(ENGINE, "")
-        spec = replace(spec, crew=spec.crew.within(available))
-        if spec.crew.fewest > available:
+        spec = replace(spec, assignment=spec.assignment.within(available))
+        if spec.assignment.fewest > available:
             raise ConfigError(
                 f"{plan.in_words}: {engine or '`pipedream-rt run`'} has started {available}; raise "
                 + ("the number of nodes or " if engine else "")
@@ -146,7 +146,7 @@ class Launcher:
         if _secret_of_run is None:
             _secret_of_run = read_secret(count_of_environment(SECRET_FD))
             assert _secret_of_run is not None
-        here = min(spec.crew.most, count_of_environment(NPROC_HERE)) if engine else 0
+        here = min(spec.assignment.most, count_of_environment(NPROC_HERE)) if engine else 0
         door = self._door or self._door_at(socket_of_environment(LISTEN_FD), _secret_of_run)
         own = [f"node-0-{i}" for i in range(here)]
         keeper = ByLauncher(engine or "pipedream-rt run", None if engine else _replace_workers)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pipedream_rt.cluster.control import Control
-from pipedream_rt.cluster.records import Record
+from pipedream_rt.cluster.control_records import Record
 from pipedream_rt.errors import PeerLost, PipelineError, WorkerLost
 from pipedream_rt.schedules.edges import Address
 from pipedream_rt.transport.rpc.fence import Obstacle
@@ -19,7 +19,7 @@ _CRASHES = [f"killed by SIG{name}" for name in ("SEGV", "ABRT", "FPE", "BUS", "I
 """Endings that come from what a worker computes; SIGKILL and the like come from outside."""
 
 
-class Seat(NamedTuple):
+class WorkerSlot(NamedTuple):
     """A worker of the plan, by its number there, whose work a worker process does."""
 
     worker: int
@@ -62,7 +62,7 @@ class Member:
     control: Control
     same_clock: bool = False
     returns: bool = True
-    seats: list[Seat] = field(default_factory=list)
+    seats: list[WorkerSlot] = field(default_factory=list)
     stage: int | None = None
     ready: bool = False
     processor: str = ""

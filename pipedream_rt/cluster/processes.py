@@ -7,24 +7,24 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from typing import Any
 
-from pipedream_rt.cluster.base import ClusterSpec, Reference, once
-from pipedream_rt.cluster.door import Door
-from pipedream_rt.cluster.engines.base import Keeper
+from pipedream_rt.cluster.engines.interface import Keeper
 from pipedream_rt.cluster.environment import memory_is_shared, rpc_of_environment
 from pipedream_rt.cluster.fork_server import fork_server
 from pipedream_rt.cluster.formation import COORDINATOR_NAME, Formation
-from pipedream_rt.cluster.keepers import BY_HAND
+from pipedream_rt.cluster.interface import ClusterSpec, Reference, memoized_error
+from pipedream_rt.cluster.listener import Listener
 from pipedream_rt.cluster.local_workers import LocalWorkers
 from pipedream_rt.cluster.members import tell
 from pipedream_rt.cluster.rendezvous import Rendezvous
 from pipedream_rt.cluster.subprocesses import end_processes
+from pipedream_rt.cluster.supervision import BY_HAND
 from pipedream_rt.cluster.watch import Watch
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineError
 from pipedream_rt.lifecycle import Lifecycle
-from pipedream_rt.observe.clock import Reading
 from pipedream_rt.schedules import COORDINATOR
-from pipedream_rt.transport.base import Transport
+from pipedream_rt.tracing.clock import Reading
+from pipedream_rt.transport.interface import Transport
 from pipedream_rt.transport.room import make_room, make_room_for_agent
 from pipedream_rt.transport.rpc import fence
 from pipedream_rt.transport.rpc.endpoint import Endpoint, NoEndpoint, is_open, refuse_second
@@ -47,12 +47,12 @@ class ProcessCluster:
         self,
         spec: ClusterSpec,
         *,
-        door: Door,
+        door: Listener,
         own: Sequence[str] = (),
         keeper: Keeper = BY_HAND,
     ) -> None:
         wish = rpc_of_environment()
-        make_room(spec.crew.most)
+        make_room(spec.assignment.most)
         obstacles = {COORDINATOR_NAME: fence.obstacle()}
         if fence.decided(wish, obstacles) != "off":
             if spec.recovers and wish == "auto" and is_open():
@@ -64,7 +64,7 @@ class ProcessCluster:
         self.generation = spec.generation
         self._life = Lifecycle("the cluster")
         self._fail = spec.fail
-        self._crew = spec.crew
+        self._crew = spec.assignment
         self._door = door
         self._killed = False
         self._rpc: Endpoint | NoEndpoint = NoEndpoint()
@@ -77,13 +77,13 @@ class ProcessCluster:
             door,
             spec.heartbeat,
             keeper,
-            spec.crew,
+            spec.assignment,
         )
         self._members = rendezvous.members
         self._watch = Watch(self._members, self._local, spec.fail, spec.heartbeat, keeper)
         try:
             deadline = Deadline(spec.start_timeout)
-            every = [f"worker-{i}" for i in range(spec.crew.most)]
+            every = [f"worker-{i}" for i in range(spec.assignment.most)]
             self._local.start(every if door.listener is None else own)
             rendezvous.gather(deadline)
             self.names = tuple(member.name for member in self._members for _ in member.seats)
@@ -122,9 +122,9 @@ class ProcessCluster:
         # The thread of the links is here, which must not wait for a process to end: so the cause
         # is found by whoever asks for the error.
         if not self._watch.ending:
-            self._fail(once(lambda: self.name_loss(error)))
+            self._fail(memoized_error(lambda: self.name_loss(error)))
 
-    def may_wait(self) -> None: ...
+    def check_settings_unchanged(self) -> None: ...
 
     def waiting(self) -> AbstractContextManager[None]:
         """No context: worker processes compute whether the coordinator waits or not."""

@@ -6,15 +6,15 @@ import logging
 import time
 from datetime import timedelta
 
-from pipedream_rt.cluster.door import Door, Gone
-from pipedream_rt.cluster.engines.base import Keeper
-from pipedream_rt.cluster.keepers import BY_HAND
+from pipedream_rt.cluster.engines.interface import Keeper
+from pipedream_rt.cluster.listener import Gone, Listener
 from pipedream_rt.cluster.local_workers import LocalWorkers
-from pipedream_rt.cluster.members import Member, Seat, natural
+from pipedream_rt.cluster.members import Member, WorkerSlot, natural
+from pipedream_rt.cluster.supervision import BY_HAND
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineClosed, RendezvousTimeout, WorkerLost
+from pipedream_rt.job.process_assignment import ProcessAssignment, assignment_for
 from pipedream_rt.schedules import Plan
-from pipedream_rt.schedules.seats import Crew, crew_for
 
 _log = logging.getLogger(__name__)
 
@@ -34,13 +34,13 @@ class Rendezvous:
         self,
         plan: Plan,
         local: LocalWorkers,
-        door: Door,
+        door: Listener,
         heartbeat: timedelta,
         keeper: Keeper = BY_HAND,
-        crew: Crew | None = None,
+        assignment: ProcessAssignment | None = None,
     ) -> None:
         self._door = door
-        self._crew = crew or crew_for(plan.workers, None, timedelta())
+        self._crew = assignment or assignment_for(plan.workers, None, timedelta())
         self._heartbeat_s = heartbeat.total_seconds()
         self._began = self._came = time.monotonic()  # the start, and when the last member came
         self._keeper = keeper
@@ -62,11 +62,13 @@ class Rendezvous:
             if door.listener is None or not self._crew.stays_open:
                 door.rest()  # while the generation runs, nobody may join
         self.members.sort(key=lambda member: natural(member.name))
-        plan, crew, count = self._plan, self._crew, len(self.members)
-        for member, seats in zip(self.members, crew.seated(plan.workers, count), strict=True):
-            member.seats = [Seat(w, plan.name_of(w), plan.stages_of(w)) for w in seats]
+        plan, assignment, count = self._plan, self._crew, len(self.members)
+        for member, seats in zip(
+            self.members, assignment.workers_by_process(plan.workers, count), strict=True
+        ):
+            member.seats = [WorkerSlot(w, plan.name_of(w), plan.stages_of(w)) for w in seats]
             member.stage = plan.stage_of(member.stages[0])
-        if count < plan.workers and not crew.seats:
+        if count < plan.workers and not assignment.seats:
             _log.warning(
                 "worker processes: %d, for the work of %d, which gives the same bits and takes "
                 "longer: %s",
@@ -90,11 +92,11 @@ class Rendezvous:
     @property
     def _enough(self) -> bool:
         """Whether no more are waited for: all have come, or enough have and the others are late."""
-        crew, count = self._crew, len(self._door.members)
-        if count < crew.fewest:
+        assignment, count = self._crew, len(self._door.members)
+        if count < assignment.fewest:
             return False
-        late = time.monotonic() - self._came >= crew.wait.total_seconds()
-        return count == crew.most or late or count == self._door.expected
+        late = time.monotonic() - self._came >= assignment.wait.total_seconds()
+        return count == assignment.most or late or count == self._door.expected
 
     @property
     def _complete(self) -> bool:

@@ -41,10 +41,10 @@ from pipedream_rt.cluster.environment import (
     secret_pipe,
     tls_of_environment,
 )
-from pipedream_rt.cluster.farewell import say_over
 from pipedream_rt.cluster.fork_server import LISTENS_WITHIN, ForkedWorker, ForkServer
 from pipedream_rt.cluster.keys import Secret
 from pipedream_rt.cluster.subprocesses import Pauses, dies_with_parent, end_processes, shell_code
+from pipedream_rt.cluster.supervision import say_over
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, RendezvousTimeout
 

@@ -25,8 +25,6 @@ from pipedream_rt.cluster.addresses import (
     listening,
     resolved,
 )
-from pipedream_rt.cluster.base import Cluster, ClusterSpec
-from pipedream_rt.cluster.door import Door
 from pipedream_rt.cluster.environment import (
     count_of_environment,
     private_folder,
@@ -35,9 +33,11 @@ from pipedream_rt.cluster.environment import (
     secret_pipe,
     tls_of_environment,
 )
-from pipedream_rt.cluster.keepers import ByLauncher
+from pipedream_rt.cluster.interface import Cluster, ClusterSpec
 from pipedream_rt.cluster.keys import NONCE, Secret
+from pipedream_rt.cluster.listener import Listener
 from pipedream_rt.cluster.processes import ProcessCluster
+from pipedream_rt.cluster.supervision import ByLauncher
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, RendezvousTimeout
 from pipedream_rt.schema import printable
@@ -59,8 +59,8 @@ def under_torchrun() -> bool:
 def start_under_torchrun(spec: ClusterSpec) -> Cluster:
     """Make the ranks of torchrun a cluster; on other ranks than 0 a worker replaces the process."""
     # All ranks come, or torchrun ends the job: so the group is never elastic.
-    crew = spec.crew.within(world_size())
-    spec = replace(spec, crew=replace(crew, fewest=crew.most, stays_open=False))
+    assignment = spec.assignment.within(world_size())
+    spec = replace(spec, assignment=replace(assignment, fewest=assignment.most, stays_open=False))
     own = _workers_of_rank_0(spec, world_size())
     if is_other_rank():
         become_worker(spec.threads, spec.start_timeout)
@@ -75,7 +75,7 @@ def start_under_torchrun(spec: ClusterSpec) -> Cluster:
         )
         store.set(key, str(port))
         names = [f"worker-{i}" for i in range(own)]
-        door = Door(key=secret.job_key(), listener=listener, tls=tls_of_environment())
+        door = Listener(key=secret.job_key(), listener=listener, tls=tls_of_environment())
         return ProcessCluster(spec, door=door, own=names, keeper=ByLauncher("torchrun"))
 
 
@@ -116,7 +116,7 @@ def _store_of_job(timeout: timedelta) -> tuple[dist.Store, str]:
 
 def _workers_of_rank_0(spec: ClusterSpec, world: int) -> int:
     """How many workers rank 0 starts besides the other ranks: one if all ranks are to compute."""
-    workers = spec.crew.most
+    workers = spec.assignment.most
     own = workers - (world - 1)
     if own not in (0, 1):
         raise ConfigError(

@@ -13,15 +13,15 @@ from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
-from pipedream_rt.cluster.base import Fail
 from pipedream_rt.cluster.clocks import clock_of
-from pipedream_rt.cluster.engines.base import Keeper
-from pipedream_rt.cluster.keepers import BY_HAND
+from pipedream_rt.cluster.engines.interface import Keeper
+from pipedream_rt.cluster.interface import Fail
 from pipedream_rt.cluster.local_workers import LocalWorkers
 from pipedream_rt.cluster.members import Member, tell
+from pipedream_rt.cluster.supervision import BY_HAND
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineError, TransportError, WorkerLost
-from pipedream_rt.observe.clock import Reading
+from pipedream_rt.tracing.clock import Reading
 
 _STORY_TIMEOUT = timedelta(seconds=2)
 """For the workers to say what they wait for, when something stalls."""

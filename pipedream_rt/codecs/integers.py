@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pipedream_rt.codecs.base import ByteCodec, Direction, require_direction, require_flag
+from pipedream_rt.codecs.codec import ByteCodec, Direction, require_direction, require_flag
 from pipedream_rt.errors import ConfigError
 
 _MOST = 127

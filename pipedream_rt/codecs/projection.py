@@ -7,7 +7,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor, nn
 
-from pipedream_rt.codecs.base import Direction, GraphCodec, require_direction
+from pipedream_rt.codecs.codec import Direction, GraphCodec, require_direction
 from pipedream_rt.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipedream_rt.codecs.base import ByteCodec, Direction, require_direction, require_flag
+from pipedream_rt.codecs.codec import ByteCodec, Direction, require_direction, require_flag
 from pipedream_rt.errors import ConfigError
 
 _SHORT = 1 << 15

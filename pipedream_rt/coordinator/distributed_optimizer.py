@@ -11,11 +11,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from pipedream_rt.cluster.base import Reference
+from pipedream_rt.cluster.interface import Reference
 from pipedream_rt.dynamo import dynamo_spared
 from pipedream_rt.errors import ConfigError, PipelineError
 from pipedream_rt.job.given_optimizer import build_prototype, placeholder
-from pipedream_rt.messages.keys import GROUP, OPTIMIZER, Key, StepState, by_name, optimizer_state
+from pipedream_rt.messages.state_keys import (
+    GROUP,
+    OPTIMIZER,
+    StateKey,
+    StepState,
+    by_name,
+    optimizer_state,
+)
 from pipedream_rt.models.code import code_of
 from pipedream_rt.optimizers.stepping import step
 from pipedream_rt.stage.optimizer import (
@@ -349,7 +356,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             group |= loaded  # an optimizer that shares the groups sees the new values
         self.param_groups = mine
         groups = {
-            Key(GROUP, path=(number, name)): value
+            StateKey(GROUP, path=(number, name)): value
             for number, group in enumerate(self.groups())
             for name, value in group.items()
         }

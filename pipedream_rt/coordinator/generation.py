@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipedream_rt.coordinator.feeder import Feeder
+from pipedream_rt.batches.forwards import Cache
+from pipedream_rt.batches.items import Batch
+from pipedream_rt.coordinator.feed.feeder import Feeder
 from pipedream_rt.devices.hosted import on_host
 from pipedream_rt.errors import ConfigError, PipelineError
-from pipedream_rt.job.batches import Batch
-from pipedream_rt.job.forwards import Cache
 
 _CACHE = "past_key_values"
 """The keyword argument under which models of transformers take a cache."""

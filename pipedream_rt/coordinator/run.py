@@ -9,8 +9,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pipedream_rt.cluster.base import Cluster, ClusterSpec, Fail
+from pipedream_rt.batches.cutting import needs_pairs, samples_of
+from pipedream_rt.batches.items import Batch
+from pipedream_rt.batches.weighing import Weighing
 from pipedream_rt.cluster.fork_server import fork_server, installed_modules
+from pipedream_rt.cluster.interface import Cluster, ClusterSpec, Fail
 from pipedream_rt.cluster.launch import (
     Launcher,
     cores_for,
@@ -19,21 +22,18 @@ from pipedream_rt.cluster.launch import (
     starts_here,
     workers_of_run,
 )
-from pipedream_rt.coordinator.balance import Balance, Size
-from pipedream_rt.coordinator.checkpointer import Checkpointer
-from pipedream_rt.coordinator.epochs import Epochs
-from pipedream_rt.coordinator.feeder import Feeder
-from pipedream_rt.coordinator.group import WorkerGroup
-from pipedream_rt.coordinator.lease import Lease
-from pipedream_rt.coordinator.preemption import Preemption
-from pipedream_rt.coordinator.recovery import Failures
-from pipedream_rt.coordinator.references import References
+from pipedream_rt.coordinator.checkpointing.checkpointer import Checkpointer
+from pipedream_rt.coordinator.checkpointing.preemption import Preemption
+from pipedream_rt.coordinator.feed.epochs import Epochs
+from pipedream_rt.coordinator.feed.feeder import Feeder
+from pipedream_rt.coordinator.recovery.decision import Failures
+from pipedream_rt.coordinator.recovery.group import Lease, WorkerGroup
+from pipedream_rt.coordinator.references.references import References
 from pipedream_rt.coordinator.results import StepResult
 from pipedream_rt.coordinator.run_state import RunState
-from pipedream_rt.coordinator.surroundings import profile_option
-from pipedream_rt.coordinator.trace_collection import TraceCollection
-from pipedream_rt.job.batches import Batch
-from pipedream_rt.job.cutting import needs_pairs, samples_of
+from pipedream_rt.coordinator.script_environment import profile_option
+from pipedream_rt.coordinator.views.speed_notices import Balance, Size
+from pipedream_rt.coordinator.views.trace_collection import TraceCollection
 from pipedream_rt.job.defaults import with_schedule
 from pipedream_rt.job.identity import (
     Identity,
@@ -46,15 +46,14 @@ from pipedream_rt.job.job import Job
 from pipedream_rt.job.notices import about_cores, about_micro_batches, about_workers
 from pipedream_rt.job.options import SPANS_KEPT, Options
 from pipedream_rt.job.unsplit_model import UnsplitModel
-from pipedream_rt.job.weighing import Weighing
-from pipedream_rt.messages.keys import optimizer_state
-from pipedream_rt.observe.spans import Recorder
+from pipedream_rt.messages.state_keys import optimizer_state
 from pipedream_rt.planning.auto_split import choose_stages
 from pipedream_rt.planning.profiling import optimizer_choice, profile_and_end
-from pipedream_rt.transport.base import Receive
+from pipedream_rt.tracing.spans import Recorder
+from pipedream_rt.transport.interface import Receive
 
 if TYPE_CHECKING:  # not imported unless somebody is told of a run
-    from pipedream_rt.coordinator.telling import Telling
+    from pipedream_rt.coordinator.views.event_publisher import EventPublisher
 
 _log = logging.getLogger(__name__)
 
@@ -101,7 +100,7 @@ def warm_up(model: UnsplitModel, options: Options) -> None:
         fork_server().prepare(installed_modules(objects, compiles=compiles))
 
 
-def start(job: Job, telling: Telling | None) -> WorkerGroup:
+def start(job: Job, publisher: EventPublisher | None) -> WorkerGroup:
     """Start the workers of a job."""
     most = job.options.recovery.max_restarts
     assert most is not None
@@ -109,8 +108,8 @@ def start(job: Job, telling: Telling | None) -> WorkerGroup:
     with ExitStack() as undo:
         launcher = Launcher(job.options.workers)
         undo.callback(launcher.close)
-        if telling is not None:
-            undo.callback(telling.end)
+        if publisher is not None:
+            undo.callback(publisher.end)
         group = WorkerGroup(
             job.plan,
             functools.partial(_start_cluster, job=job.lasting, launcher=launcher),
@@ -130,7 +129,7 @@ def _start_cluster(
     recovery = job.options.recovery
     spec = ClusterSpec(
         plan=job.plan,
-        crew=job.crew,
+        assignment=job.assignment,
         receive=receive,
         fail=fail,
         generation=generation,
@@ -143,7 +142,7 @@ def _start_cluster(
     return launcher.start(spec)
 
 
-def attach(job: Job, group: WorkerGroup, telling: Telling | None) -> Run:
+def attach(job: Job, group: WorkerGroup, publisher: EventPublisher | None) -> Run:
     """Build the parts of a run around its workers, and go on from a checkpoint if asked to."""
     options = job.options
     kept, traced = options.kept, bool(options.observe.trace)
@@ -153,8 +152,8 @@ def attach(job: Job, group: WorkerGroup, telling: Telling | None) -> Run:
     watch: list[Callable[[StepResult], object]] = []
     if options.workers != "serial":  # there no two stages ever compute at once
         watch.append(Balance(job.plan, functools.partial(_log.warning, "%s")))
-    if telling is not None:
-        watch.append(telling.came)
+    if publisher is not None:
+        watch.append(publisher.came)
     feeder = Feeder(
         lease,
         forwards=job.forwards,
@@ -170,7 +169,7 @@ def attach(job: Job, group: WorkerGroup, telling: Telling | None) -> Run:
         given=job.script_values.now,
         first=_first(job),
         watch=watch,
-        injected=None if telling is None else telling.injected,
+        injected=None if publisher is None else publisher.injected,
     )
     if options.workers != "serial" and not job.plan.replicated:
         # With replicas, which take turns, a result has the compute time of one of them alone.
@@ -197,8 +196,8 @@ def attach(job: Job, group: WorkerGroup, telling: Telling | None) -> Run:
         references.scatter_optimizer_state(optimizer_state(job.brought))
     if kept is not None and kept.resume:
         run_state.resume(require_acceptable(kept.accept))
-    if telling is not None:
-        telling.begin(group, options, feeder.step, feeder.credits, job.forwards.how)
+    if publisher is not None:
+        publisher.begin(group, options, feeder.step, feeder.credits, job.forwards.how)
     return Run(
         lease=lease,
         feeder=feeder,
@@ -216,8 +215,8 @@ def notices_of(job: Job) -> list[str]:
         return []
     options, said = job.options, list(job.notices)
     if (cores := cores_for(options.workers)) > 0:
-        said += about_cores(job.crew.most, options.threads, cores)
-    said += about_workers(job.crew.most, workers_of_run(options.workers))
+        said += about_cores(job.assignment.most, options.threads, cores)
+    said += about_workers(job.assignment.most, workers_of_run(options.workers))
     return said
 
 

@@ -16,14 +16,13 @@ from torch import Tensor, nn
 
 from pipedream_rt.checkpoint import Manifest, checkpoints, newest_good, refuse_unsaveable, shapes
 from pipedream_rt.checkpoint.writing import write_tensors
-from pipedream_rt.coordinator.checkpointer import Checkpointer
-from pipedream_rt.coordinator.epochs import Epochs
-from pipedream_rt.coordinator.feed_log import Role
-from pipedream_rt.coordinator.feeder import Feeder
-from pipedream_rt.coordinator.fingerprints import Fingerprint, of_stages
-from pipedream_rt.coordinator.group import restore_argument
-from pipedream_rt.coordinator.lease import Lease
-from pipedream_rt.coordinator.preemption import EXIT_CODE, Preemption
+from pipedream_rt.coordinator.checkpointing.checkpointer import Checkpointer
+from pipedream_rt.coordinator.checkpointing.pipeline_fingerprint import Fingerprint, of_stages
+from pipedream_rt.coordinator.checkpointing.preemption import EXIT_CODE, Preemption
+from pipedream_rt.coordinator.feed.epochs import Epochs
+from pipedream_rt.coordinator.feed.feeder import Feeder
+from pipedream_rt.coordinator.recovery.feed_log import Role
+from pipedream_rt.coordinator.recovery.group import Lease, restore_argument
 from pipedream_rt.errors import CheckpointError, ConfigError, PipelineError
 from pipedream_rt.job.identity import Identity
 from pipedream_rt.job.unsplit_model import UnsplitModel
@@ -250,7 +249,7 @@ class RunState:
         self._count_from(manifest)
         self._feeder.flush()  # the stages begin their orders anew, at the step of the checkpoint
         here = dataclasses.replace(
-            self._group.origin(),
+            self._group.restore_point(),
             folder=found,
             run=manifest.run,
             floor=self._floor,

@@ -3,7 +3,7 @@
 They are given to ``Pipeline(corrections=[...])`` and applied in that order.
 """
 
-from pipedream_rt.corrections.base import Correction, Moment
+from pipedream_rt.corrections.correction import Correction, Moment
 from pipedream_rt.corrections.gradients import DelayCompensation, ErrorFeedback
 from pipedream_rt.corrections.prediction import Extrapolation, WeightPrediction
 from pipedream_rt.corrections.rates import (

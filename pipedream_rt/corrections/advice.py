@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipedream_rt.corrections.base import Correction
+from pipedream_rt.corrections.correction import Correction
 from pipedream_rt.corrections.gradients import ErrorFeedback
 from pipedream_rt.corrections.prediction import Extrapolation
 from pipedream_rt.corrections.rates import StalenessDamping

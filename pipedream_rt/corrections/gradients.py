@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pipedream_rt.corrections.base import Correction, Moment, Named, require_number
+from pipedream_rt.corrections.correction import Correction, Moment, Named, require_number
 from pipedream_rt.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedream_rt.corrections.base import Correction, Moment, Named, require_number
+from pipedream_rt.corrections.correction import Correction, Moment, Named, require_number
 from pipedream_rt.errors import ConfigError
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pipedream_rt.corrections.base import Correction, Moment, require_number
+from pipedream_rt.corrections.correction import Correction, Moment, require_number
 
 
 @dataclass(eq=False)

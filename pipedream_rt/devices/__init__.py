@@ -7,7 +7,7 @@ the messages. No kind of device has a name here: torch knows which accelerator t
 
 from __future__ import annotations
 
-from pipedream_rt.devices.base import HOST, Device, Late
 from pipedream_rt.devices.choice import OwnDevice, device_for
+from pipedream_rt.devices.device import HOST, DeferredScalar, Device
 
-__all__ = ["HOST", "Device", "Late", "OwnDevice", "device_for"]
+__all__ = ["HOST", "DeferredScalar", "Device", "OwnDevice", "device_for"]

@@ -21,18 +21,21 @@ take turns at the GIL all the same, and a process has one generator for each dev
 from __future__ import annotations
 
 import dataclasses
+import queue
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipedream_rt.devices.base import Late, accept
-from pipedream_rt.devices.marks import Marks
-from pipedream_rt.devices.outgoing import AtOnce, ByThread, Leaving
+from pipedream_rt.devices.device import DeferredScalar, accept
+from pipedream_rt.devices.events import DeviceEvents
 from pipedream_rt.devices.placing import moved
+from pipedream_rt.lifecycle import name_this_thread
 from pipedream_rt.messages.message import Loss, Message, Payload, Send, Sender
 from pipedream_rt.messages.tree import own
 from pipedream_rt.models.program import on_device, replaced
@@ -87,9 +90,11 @@ class Accelerator:
 
     # -- values ---------------------------------------------------------------------------------
 
-    def number(self, value: Tensor, check: Callable[[float], object] = accept) -> float | Late:
+    def number(
+        self, value: Tensor, check: Callable[[float], object] = accept
+    ) -> float | DeferredScalar:
         # The host does not wait: the number is known when the message with it leaves.
-        return Late(value.detach().to(self._device), check)
+        return DeferredScalar(value.detach().to(self._device), check)
 
     def brings_back(self) -> bool:
         return True
@@ -153,7 +158,7 @@ class Accelerator:
 
     def sending(self, send: Sender, failed: Callable[[BaseException], object]) -> Send:
         def leave(to: int, index: int, payload: Payload, tensors: tuple[Tensor, ...]) -> None:
-            if isinstance(payload, Loss) and isinstance(payload.loss, Late):
+            if isinstance(payload, Loss) and isinstance(payload.loss, DeferredScalar):
                 tensors = (*tensors, payload.loss.value)
             # A layer may write over its output later, so it is cloned now. What is on the host is a
             # copy already, or nobody changes it; see `copied`.
@@ -196,8 +201,8 @@ class Accelerator:
 
         return wait
 
-    def marks(self, capacity: int) -> Marks | None:
-        return Marks(self.stream, capacity)
+    def marks(self, capacity: int) -> DeviceEvents | None:
+        return DeviceEvents(self.stream, capacity)
 
     def facts(self) -> Mapping[str, Any]:
         # The figures are those of torch's allocator in this process.
@@ -245,3 +250,80 @@ class _Entered:
     def __exit__(self, *error: Any) -> None:
         self._stream.__exit__(*error)
         set_multithreading_enabled(self._before)
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """A message on its way out.
+
+    Attributes:
+        failed: Called with what the check of a late loss raises.
+        to: The address of the receiver.
+        index: See `Message`.
+        payload: Its payload, whose loss may be `DeferredScalar`.
+        tensors: Copies of its tensors on the host; one more, the last, for a loss that is late.
+        copied: The event after which the copies are there; None if there are none.
+    """
+
+    send: Send
+    failed: Callable[[BaseException], object]
+    to: int
+    index: int
+    payload: Payload
+    tensors: tuple[Tensor, ...]
+    copied: torch.Event | None
+
+    def leave(self) -> None:
+        """Wait for the copies, check a late loss, and hand the message over."""
+        payload, tensors = self.payload, self.tensors
+        if self.copied is not None:
+            self.copied.synchronize()
+        if isinstance(payload, Loss) and isinstance(payload.loss, DeferredScalar):
+            *rest, value = tensors
+            number, tensors = float(value.item()), tuple(rest)
+            payload.loss.check(number)
+            payload = replace(payload, loss=number)
+        self.send(self.to, self.index, payload, tensors)
+
+
+class AtOnce:
+    """Messages that leave at once, by the thread that sends them."""
+
+    def put(self, leaving: Leaving) -> None:
+        """Hand a message over, as soon as its tensors are there. Blocks until then."""
+        leaving.leave()
+
+    def close(self) -> None:
+        """Do nothing: all have left."""
+
+
+class ByThread:
+    """Messages that leave by a thread of their own, in the order in which they were sent."""
+
+    def __init__(self, name: str, begin: Callable[[], object] = lambda: None) -> None:
+        self._begin = begin
+        self._leaving: queue.SimpleQueue[Leaving | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, leaving: Leaving) -> None:
+        """Let a message leave once its tensors are there. Never blocks."""
+        self._leaving.put(leaving)
+
+    def _run(self) -> None:
+        """Hand messages over until `close`, or until an error, which ends the worker."""
+        name_this_thread(self._thread.name)
+        self._begin()
+        while (leaving := self._leaving.get()) is not None:
+            try:
+                leaving.leave()
+            except BaseException as error:  # the top of a thread: the stages report it
+                leaving.failed(error)
+                # What follows a loss that is not finite must not leave: a reply to the command to
+                # save would make a checkpoint of it.
+                return
+
+    def close(self) -> None:
+        """Wait until all messages have left. Idempotent."""
+        self._leaving.put(None)
+        self._thread.join()

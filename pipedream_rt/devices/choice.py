@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipedream_rt.devices.base import HOST, Device
+from pipedream_rt.devices.device import HOST, Device
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.models.tensors import accelerator_here
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipedream_rt.doctor.facts import Facts
-from pipedream_rt.observe.summary import bytes_text, seconds_text
+from pipedream_rt.tracing.summary import bytes_text, seconds_text
 from pipedream_rt.transport.rpc.fence import OBSTACLES
 
 Grade = Literal["ok", "note", "warn", "fail"]
@@ -38,7 +38,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class MeasuredLink:
     """What a connection from one machine to another is like.
 
     Attributes:
@@ -54,7 +54,7 @@ class Link:
 
 def judge(
     machines: Mapping[str, Facts],
-    links: Mapping[tuple[str, str], Link],  # by caller and called
+    links: Mapping[tuple[str, str], MeasuredLink],  # by caller and called
     clocks: Mapping[str, float],  # seconds ahead of the first machine's
     expected: int,
     addresses: Mapping[str, tuple[str, str]] | None = None,  # announced, and seen by the first
@@ -173,7 +173,7 @@ def _of_clock(name: str, ahead_s: float) -> Finding:
     return Finding("clock", name, "warn", text, remedy)
 
 
-def _of_links(links: Mapping[tuple[str, str], Link]) -> list[Finding]:
+def _of_links(links: Mapping[tuple[str, str], MeasuredLink]) -> list[Finding]:
     """Judge each link, beside the median of all."""
     rates = sorted(link.bandwidth for link in links.values() if link.latency_s is not None)
     usual = rates[len(rates) // 2] if rates else 0.0
@@ -193,7 +193,7 @@ def _of_links(links: Mapping[tuple[str, str], Link]) -> list[Finding]:
     return found
 
 
-def options_of_planner(links: Mapping[tuple[str, str], Link]) -> str:
+def options_of_planner(links: Mapping[tuple[str, str], MeasuredLink]) -> str:
     """Return options for `pipedream-rt plan`: the least bandwidth and the longest latency."""
     seen = [link for link in links.values() if link.latency_s is not None]
     if not seen:

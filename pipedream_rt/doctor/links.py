@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 
 from pipedream_rt.cluster.keys import NONCE
-from pipedream_rt.doctor.judgement import Link
+from pipedream_rt.doctor.judgement import MeasuredLink
 from pipedream_rt.transport.tcp import prepare
 
 _TIMEOUT_S = 5.0
@@ -68,7 +68,7 @@ class Echo:
         self._thread.join()
 
 
-def measure(host: str, port: int, nonce: bytes) -> Link:
+def measure(host: str, port: int, nonce: bytes) -> MeasuredLink:
     """Call an `Echo`, and return what the link to it is like."""
     try:
         with socket.create_connection((host, port), timeout=_TIMEOUT_S) as connection:
@@ -80,9 +80,9 @@ def measure(host: str, port: int, nonce: bytes) -> Link:
                 if took_s > _LONG_S:
                     break
             round_s = min(trips)  # the one that was disturbed the least
-            return Link(round_s / 2, size / max(took_s - round_s, 1e-9))
+            return MeasuredLink(round_s / 2, size / max(took_s - round_s, 1e-9))
     except OSError as error:
-        return Link(None, 0.0, f"{host}:{port} cannot be reached: {error}")
+        return MeasuredLink(None, 0.0, f"{host}:{port} cannot be reached: {error}")
 
 
 def _trip(connection: socket.socket, size: int) -> float:

@@ -30,17 +30,17 @@ from datetime import timedelta
 
 from pipedream_rt.cluster.addresses import address_towards, host_to_listen_at, joined, listening
 from pipedream_rt.cluster.admission import admit, refusal_of
-from pipedream_rt.cluster.callers import Callers, answer_all
-from pipedream_rt.cluster.calling import Place, be_admitted, reached
 from pipedream_rt.cluster.control import Control
+from pipedream_rt.cluster.control_records import Record
+from pipedream_rt.cluster.dial import DialOptions, ask_to_join, reached
 from pipedream_rt.cluster.engines import Membership
 from pipedream_rt.cluster.environment import tls_of_environment
-from pipedream_rt.cluster.keys import Secret, Talk
+from pipedream_rt.cluster.handshakes import Handshakes, answer_all
+from pipedream_rt.cluster.keys import Handshake, Secret
 from pipedream_rt.cluster.members import Member
-from pipedream_rt.cluster.records import Record
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.doctor.facts import Facts, facts, token_file
-from pipedream_rt.doctor.judgement import Link
+from pipedream_rt.doctor.judgement import MeasuredLink
 from pipedream_rt.doctor.links import Echo, measure
 from pipedream_rt.errors import ConfigError, MessageTimeout, PeerLost, PipelineError, TransportError
 from pipedream_rt.transport.tls import Tls
@@ -66,7 +66,7 @@ class Found:
     """
 
     machines: dict[str, Facts] = field(default_factory=dict)
-    links: dict[tuple[str, str], Link] = field(default_factory=dict)
+    links: dict[tuple[str, str], MeasuredLink] = field(default_factory=dict)
     clocks: dict[str, float] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     addresses: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -118,7 +118,7 @@ def be_looked_at(job: Membership, source: str, patience: timedelta) -> str:
     """Answer the first machine until it asks nothing more; return why it refused, else nothing."""
     node = job.node
     secret = job.secret(Deadline(patience))
-    place = Place(joined(node.host, node.port), patience.total_seconds(), known=True)
+    place = DialOptions(joined(node.host, node.port), patience.total_seconds(), known=True)
     tls = tls_of_environment()
     control = reached(place, "the first machine", tls)
     name = node.name or f"node-{node.rank}"
@@ -127,7 +127,7 @@ def be_looked_at(job: Membership, source: str, patience: timedelta) -> str:
             opened.callback(lambda: tls.finish(Deadline(_SENT)))
         opened.callback(control.close)
         try:
-            be_admitted(control, name, secret, _ANSWER)
+            ask_to_join(control, name, secret, _ANSWER)
         except PipelineError as error:
             return str(error)
         host = address_towards(place.address)
@@ -181,7 +181,7 @@ def _gathered(
     """Wait until ``count`` machines have come, or the time is over; note which are refused."""
     members: list[Member] = []
 
-    def answer(callers: Callers, control: Control, hello: Record, talk: Talk) -> None:
+    def answer(callers: Handshakes, control: Control, hello: Record, talk: Handshake) -> None:
         refusal = refusal_of(hello, talk, members)
         if refusal is None:
             members.append(admit(control, hello, talk))
@@ -216,7 +216,9 @@ def _ahead_s(control: Control) -> float:
     return min(readings)[1] / 1e9 if readings else 0.0  # the shortest round trip errs the least
 
 
-def _measure_links(members: list[Member], links: dict[tuple[str, str], Link]) -> dict[str, Record]:
+def _measure_links(
+    members: list[Member], links: dict[tuple[str, str], MeasuredLink]
+) -> dict[str, Record]:
     """Measure each link from both of its ends; return where each machine answers."""
     own_host = members[0].control.local_host
     echo = Echo(own_host)
@@ -242,16 +244,16 @@ def _measure_links(members: list[Member], links: dict[tuple[str, str], Link]) ->
         echo.close()
 
 
-def _link_of(said: Mapping[str, object]) -> Link:
+def _link_of(said: Mapping[str, object]) -> MeasuredLink:
     """Read what a machine says of a link."""
     try:
         read = json.loads(str(said["text"]))
         late = read["latency_s"]
-        return Link(
+        return MeasuredLink(
             None if late is None else float(late), float(read["bandwidth"]), str(read["problem"])
         )
     except (KeyError, ValueError, TypeError) as error:
-        return Link(None, 0.0, f"it does not answer: {error}")
+        return MeasuredLink(None, 0.0, f"it does not answer: {error}")
 
 
 def _asked(control: Control, record: Record) -> Record:

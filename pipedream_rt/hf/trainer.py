@@ -21,6 +21,9 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
 
+from pipedream_rt.batches.cutting import samples_in
+from pipedream_rt.batches.forwards import TOTAL
+from pipedream_rt.batches.items import Accumulated, batch_of
 from pipedream_rt.checkpoint import newest_good
 from pipedream_rt.coordinator.results import PendingStep
 from pipedream_rt.errors import CheckpointError, ConfigError
@@ -29,11 +32,8 @@ from pipedream_rt.hf.epoch import Updates
 from pipedream_rt.hf.live import LiveModel
 from pipedream_rt.hf.methods import problems_of
 from pipedream_rt.hf.others import Understood, understood
-from pipedream_rt.job.batches import Accumulated, batch_of
-from pipedream_rt.job.cutting import samples_in
-from pipedream_rt.job.forwards import TOTAL
 from pipedream_rt.job.given_optimizer import refuse_patched_step
-from pipedream_rt.models.undisturbed import kept_outside
+from pipedream_rt.models.preserving_state import kept_outside
 from pipedream_rt.pipeline import Pipeline
 
 STATE = "pipeline"
@@ -456,10 +456,10 @@ class PipelineMixin(Trainer):
         metrics: dict[str, float] = super().evaluate(*args, **kwargs)
         given = args[0] if args else kwargs.get("eval_dataset")
         several = isinstance(self.eval_dataset if given is None else given, dict)
-        telling = None if self._pipe is None else self._pipe._telling
+        publisher = None if self._pipe is None else self._pipe._publisher
         # Of several datasets, the Trainer calls this method for each.
-        if telling is not None and self._pipe is not None and not several:
-            telling.evaluated(
+        if publisher is not None and self._pipe is not None and not several:
+            publisher.evaluated(
                 self._pipe.step,
                 {
                     name.removeprefix("eval_"): float(value)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
 
-from pipedream_rt.codecs.base import (
+from pipedream_rt.codecs.codec import (
     ByteCodec,
     Codec,
     GraphCodec,

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from pipedream_rt.corrections import Correction
-from pipedream_rt.corrections.base import overrides
+from pipedream_rt.corrections.correction import overrides
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.models.tensors import gradient_hooks
 from pipedream_rt.schedules import RECIPES, plan_for

@@ -20,8 +20,8 @@ from dataclasses import replace
 
 from torch import nn
 
+from pipedream_rt.batches.cutting import has_batch_norm
 from pipedream_rt.corrections.advice import samples_taken
-from pipedream_rt.job.cutting import has_batch_norm
 from pipedream_rt.job.options import Options
 from pipedream_rt.schedules.plan import replicas_of
 from pipedream_rt.schedules.recipes import ScheduleName

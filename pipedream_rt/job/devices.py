@@ -10,9 +10,9 @@ from torch import nn
 
 from pipedream_rt.devices.choice import accelerators, device_named, device_there
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.job.process_assignment import workers_by_process
 from pipedream_rt.models import tensors_of
 from pipedream_rt.schedules import Plan
-from pipedream_rt.schedules.seats import seated
 
 Devices: TypeAlias = str | torch.device | Sequence[str | torch.device] | None
 """A device for all workers, or one for each stage or worker; None for where the model's tensors
@@ -63,7 +63,7 @@ def _numbered(names: Sequence[str]) -> list[str]:
     open_ones = [worker for worker, name in enumerate(names) if not _has_number(name)]
     if open_ones:
         there = accelerators()
-        shares = seated(len(open_ones), min(len(there), len(open_ones)))
+        shares = workers_by_process(len(open_ones), min(len(there), len(open_ones)))
         for device, places in zip(there, shares):
             for place in places:
                 found[open_ones[place]] = device

@@ -56,7 +56,7 @@ OptimizerArgument: TypeAlias = (
 an optimizer over the model."""
 
 
-class Parts(NamedTuple):
+class OptimizerParts(NamedTuple):
     """An optimizer argument taken apart.
 
     Attributes:
@@ -72,7 +72,7 @@ class Parts(NamedTuple):
 
 def grouped_names(
     argument: OptimizerArgument, names: dict[int, str], parameters: Mapping[str, Tensor]
-) -> Parts | None:
+) -> OptimizerParts | None:
     """Check the argument ``optimizer`` of `Pipeline`, and take it apart; `names` are by ``id``."""
     if argument is None:
         return None
@@ -106,7 +106,7 @@ def grouped_names(
     parts = _by_rules(list(names.values()), parameters, rules)
     prototype = [{"params": [placeholder()], **options} for _, options in parts]
     build_prototype(optimizer_class, prototype, (), kwargs)
-    return Parts(optimizer_class, dict(kwargs), parts, {})
+    return OptimizerParts(optimizer_class, dict(kwargs), parts, {})
 
 
 def _instead_of(argument: Any) -> str:
@@ -160,7 +160,7 @@ def refuse_patched_step(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _parts_of(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> Parts:
+def _parts_of(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> OptimizerParts:
     """Take an optimizer of the user's apart; its hooks and a patched step are refused."""
     refuse_patched_step(optimizer)
     hooks = [name for name, value in vars(optimizer).items() if name.endswith("_hooks") and value]
@@ -174,7 +174,7 @@ def _parts_of(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> Parts:
         type(optimizer),
         [{"params": [placeholder() for _ in named], **options} for named, options in groups],
     )
-    return Parts(type(optimizer), {}, groups, own_attributes(optimizer, like))
+    return OptimizerParts(type(optimizer), {}, groups, own_attributes(optimizer, like))
 
 
 class GivenOptimizer:

@@ -13,32 +13,32 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pipedream_rt.batches.forwards import Forwards
+from pipedream_rt.batches.weighing import Weighing
 from pipedream_rt.corrections import Correction
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.codecs import Codecs, codecs_of
 from pipedream_rt.job.conflicts import Facts, facts_of_model, refuse_conflicts
 from pipedream_rt.job.defaults import FLUSHED, with_schedule
 from pipedream_rt.job.devices import devices_of, shared_seats
-from pipedream_rt.job.forwards import Forwards
 from pipedream_rt.job.given_optimizer import (
     GivenOptimizer,
-    Parts,
+    OptimizerParts,
     grouped_names,
     state_by_name,
 )
-from pipedream_rt.job.notices import LeftOut, about_balance, about_choice, about_plan
+from pipedream_rt.job.notices import DisabledFeatures, about_balance, about_choice, about_plan
 from pipedream_rt.job.options import SPANS_KEPT, Options
+from pipedream_rt.job.process_assignment import ProcessAssignment, assignment_for
 from pipedream_rt.job.rules import compiling, correcting, recomputing, rule_options, scale_of
 from pipedream_rt.job.script_values import ScriptValues
 from pipedream_rt.job.specs import pickled_specs
 from pipedream_rt.job.splitting import ForwardOptions, Split, split_model
 from pipedream_rt.job.unsplit_model import UnsplitModel, parameter_names
-from pipedream_rt.job.weighing import Weighing
 from pipedream_rt.models import ties_of
 from pipedream_rt.models.settings import Settings, settings_now
 from pipedream_rt.schedules import Plan, plan_for
 from pipedream_rt.schedules.checker import prove
-from pipedream_rt.schedules.seats import Crew, crew_for
 from pipedream_rt.stage.evaluation import changes_modes
 from pipedream_rt.stage.spec import LossFunction, StageSpec, own_loss
 
@@ -61,7 +61,7 @@ class Job:
     options: Options
     model: UnsplitModel
     plan: Plan
-    crew: Crew
+    assignment: ProcessAssignment
     specs: Sequence[tuple[Tensor, ...]]
     forwards: Forwards
     loss_fn: LossFunction | None
@@ -69,7 +69,7 @@ class Job:
     corrections: tuple[Correction, ...]
     codecs: Codecs
     given: GivenOptimizer
-    optimizer: Parts | None
+    optimizer: OptimizerParts | None
     brought: Mapping[str, dict[str, Any]]
     names: Sequence[str]
     script_values: ScriptValues
@@ -107,7 +107,7 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
     if split.forwards.own_loss:  # without training, only the example shows it
         loss_fn = own_loss
     optimizer = grouped_names(options.optimizer, model.names, model.parameters)
-    left_out = LeftOut(
+    left_out = DisabledFeatures(
         schedule=options.schedule is None,
         micro_batches=options.micro_batches is None,
         corrections=options.corrections is None,
@@ -116,7 +116,9 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
     options, plan, facts, parts = _scheduled(split, model, options, kind)
     devices = devices_of(options.devices, plan, parts, starts_here)
     seats = shared_seats(devices) if starts_here and options.workers != "serial" else ()
-    crew = crew_for(plan.workers, options.recovery.elastic, options.recovery.elastic_wait, seats)
+    assignment = assignment_for(
+        plan.workers, options.recovery.elastic, options.recovery.elastic_wait, seats
+    )
     if options.recovery.elastic is not None and options.workers == "serial":
         raise ConfigError('elastic is a number of worker processes, and workers="serial" has none')
     recompute = recomputing(training.recompute, plan.num_stages)
@@ -160,7 +162,7 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
         options=options,
         model=model,
         plan=plan,
-        crew=crew,
+        assignment=assignment,
         specs=specs,
         forwards=split.forwards,
         loss_fn=loss_fn,

@@ -12,9 +12,9 @@ from textwrap import fill
 
 from torch import nn
 
+from pipedream_rt.batches.cutting import micro_batch_sizes
 from pipedream_rt.corrections import Correction
 from pipedream_rt.corrections.advice import samples_taken
-from pipedream_rt.job.cutting import micro_batch_sizes
 from pipedream_rt.job.defaults import ASYNCHRONOUS, time_of_flush
 from pipedream_rt.job.unsplit_model import UnsplitModel, inside_of_layers, module_named
 from pipedream_rt.schedules import Plan
@@ -26,7 +26,7 @@ _HEAVY = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeftOut:
+class DisabledFeatures:
     """Which options of `Pipeline` the user has left out."""
 
     schedule: bool
@@ -35,7 +35,7 @@ class LeftOut:
 
 
 def about_choice(
-    plan: Plan, corrections: Sequence[Correction], left_out: LeftOut, optimizer: type
+    plan: Plan, corrections: Sequence[Correction], left_out: DisabledFeatures, optimizer: type
 ) -> str:
     """Say what was chosen for a run that trains, and its cost, in 80 columns; "" for nothing."""
     if plan.workers == 1:
@@ -75,7 +75,7 @@ def _cost(schedule: str, optimizer: type, per_stage: float) -> str:
     return f"it took {more} plain PyTorch with {optimizer.__name__}"
 
 
-def about_plan(plan: Plan, left_out: LeftOut) -> list[str]:
+def about_plan(plan: Plan, left_out: DisabledFeatures) -> list[str]:
     """Say what a schedule costs beyond what one would think."""
     if plan.workers == 1:
         return []

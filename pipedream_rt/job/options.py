@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
+from pipedream_rt.batches.weighing import Weigh
 from pipedream_rt.corrections import Correction
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.codecs import CodecOption
@@ -32,14 +33,13 @@ from pipedream_rt.job.requirements import (
     require_time,
 )
 from pipedream_rt.job.splitting import Stages
-from pipedream_rt.job.weighing import Weigh
 from pipedream_rt.models import refuse_loss
-from pipedream_rt.observe.spans import Shown
 from pipedream_rt.schedules.recipes import ScheduleName
 from pipedream_rt.schedules.written import WrittenSchedule
 from pipedream_rt.stage.rules.clipping import Clip
 from pipedream_rt.stage.rules.scaling import LossScale
 from pipedream_rt.stage.spec import LossFunction, OnNan
+from pipedream_rt.tracing.spans import Shown
 
 if TYPE_CHECKING:  # a run without observers need not import them
     from pipedream_rt.observers.events import Observer

@@ -10,15 +10,15 @@ from torch import nn
 
 from pipedream_rt.corrections import Correction
 from pipedream_rt.corrections.advice import advised
-from pipedream_rt.corrections.base import refuse_nonsense
+from pipedream_rt.corrections.correction import refuse_nonsense
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.codecs import Codecs
-from pipedream_rt.job.given_optimizer import Parts
+from pipedream_rt.job.given_optimizer import OptimizerParts
 from pipedream_rt.job.options import Training
 from pipedream_rt.schedules import Plan
-from pipedream_rt.stage.rules.base import RuleOption
 from pipedream_rt.stage.rules.corrections import Correcting
 from pipedream_rt.stage.rules.ema import Averaging
+from pipedream_rt.stage.rules.rule import RuleOption
 from pipedream_rt.stage.rules.scaling import LossScale
 
 
@@ -43,7 +43,9 @@ def rule_options(
     )
 
 
-def correcting(corrections: Any, plan: Plan, optimizer: Parts | None) -> tuple[Correction, ...]:
+def correcting(
+    corrections: Any, plan: Plan, optimizer: OptimizerParts | None
+) -> tuple[Correction, ...]:
     """Return the corrections that the argument ``corrections`` of `Pipeline` asks for."""
     if corrections is None or corrections == "auto":
         stalest = max(map(plan.staleness, range(plan.num_stages)))

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.unsplit_model import UnsplitModel
-from pipedream_rt.models.holders import GONE, LENGTH, Given, Holder, Holders, collecting, names_used
+from pipedream_rt.models.captures import GONE, LENGTH, Given, Holder, Holders, collecting
+from pipedream_rt.models.code_reading import names_used
+from pipedream_rt.models.preserving_state import modules_inside
 from pipedream_rt.models.tensors import named_tensors
-from pipedream_rt.models.undisturbed import modules_inside
 from pipedream_rt.schedules.placement import LOSS_LAYER
 from pipedream_rt.stage.optimizer import pack_hyper
 from pipedream_rt.torch_private import NormWithBuffers
@@ -28,7 +29,7 @@ from pipedream_rt.torch_private import NormWithBuffers
 def holders_of(
     roots: Sequence[Sequence[tuple[str, Any]]], model: UnsplitModel, elsewhere: bool
 ) -> list[Holders]:
-    """Return, by stage, the objects that hold values of the script (see `models/holders.py`)."""
+    """Return, by stage, the objects that hold values of the script (see `models/captures.py`)."""
     found = []
     for of_stage in roots:
         found.append(Holders(t for m in model.modules.values() for _, t in named_tensors(m)))

@@ -23,12 +23,12 @@ from pipedream_rt.models import (
     tensors_of,
     why_unpicklable,
 )
+from pipedream_rt.models.captures import Holder
 from pipedream_rt.models.cut import StageProgram
-from pipedream_rt.models.holders import Holder
+from pipedream_rt.models.preserving_state import MANUAL
 from pipedream_rt.models.settings import refuse_global_hooks
 from pipedream_rt.models.shipping import Range
 from pipedream_rt.models.tensors import gradient_hooks
-from pipedream_rt.models.undisturbed import MANUAL
 from pipedream_rt.schedules import Plan
 from pipedream_rt.schedules.placement import LOSS_LAYER
 from pipedream_rt.stage.parameters import GradientHook

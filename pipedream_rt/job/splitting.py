@@ -10,15 +10,15 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
-from pipedream_rt.errors import ConfigError
-from pipedream_rt.job.batches import Batch, example_of
-from pipedream_rt.job.forwards import (
+from pipedream_rt.batches.forwards import (
     Forwards,
     RecordedForwards,
     SequenceForwards,
     default_example,
     sizes_of,
 )
+from pipedream_rt.batches.items import Batch, example_of
+from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.messages.message import Mode
 from pipedream_rt.models import (
@@ -30,9 +30,9 @@ from pipedream_rt.models import (
 )
 from pipedream_rt.models.cut import StageProgram
 from pipedream_rt.models.modes import Modes
+from pipedream_rt.models.preserving_state import MANUAL
 from pipedream_rt.models.program import Program
-from pipedream_rt.models.record import refuse_changing
-from pipedream_rt.models.undisturbed import MANUAL
+from pipedream_rt.models.recording import refuse_changing
 from pipedream_rt.stage.spec import has_own_loss
 
 Stages: TypeAlias = int | Sequence[int | str]

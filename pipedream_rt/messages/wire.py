@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import mmap
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import cache
 from operator import attrgetter
 from typing import Any, NamedTuple, get_type_hints
 
@@ -15,7 +17,6 @@ from torch import Tensor
 
 from pipedream_rt.errors import TransportError
 from pipedream_rt.messages.message import PAYLOADS, Message, Payload
-from pipedream_rt.messages.pages import LARGE, want_large_pages
 from pipedream_rt.messages.tree import own
 
 FORMAT = 11
@@ -106,7 +107,7 @@ def name_of_dtype(dtype: torch.dtype) -> str:
     return _NAMES[dtype]
 
 
-class Place(NamedTuple):
+class TensorSlot(NamedTuple):
     """A tensor whose bytes have not come yet.
 
     Attributes:
@@ -155,7 +156,7 @@ def elements_of(tensor: Tensor) -> memoryview:
     return bytes_of(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous())
 
 
-def place_for(description: Sequence[Any]) -> Place:
+def place_for(description: Sequence[Any]) -> TensorSlot:
     """Allocate a tensor that `described` has described; ValueError or KeyError if none can be."""
     name, shape, stride = description
     if len(shape) != len(stride) or min((0, *shape, *stride)) < 0:
@@ -165,4 +166,25 @@ def place_for(description: Sequence[Any]) -> Place:
     room = bytes_of(tensor)
     if room.nbytes >= LARGE:
         want_large_pages(tensor.data_ptr(), room.nbytes)
-    return Place(room, tensor)
+    return TensorSlot(room, tensor)
+
+
+LARGE = 1 << 22
+"""Bytes from which a block has a whole page of 2 MiB in it, wherever it begins."""
+
+
+def want_large_pages(address: int, size: int) -> None:
+    """Ask the kernel for large pages in a block of ``size`` bytes, where it has any."""
+    madvise = _madvise()
+    if madvise is None:
+        return
+    # Only whole pages: madvise refuses an address that begins none.
+    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    whole = (address + size - first) // mmap.PAGESIZE * mmap.PAGESIZE
+    madvise(ctypes.c_void_p(first), ctypes.c_size_t(whole), mmap.MADV_HUGEPAGE)
+
+
+@cache
+def _madvise() -> Any:
+    """Return madvise of the C library; None where it, or large pages, are missing."""
+    return getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_HUGEPAGE") else None

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.models.program import Held, Program, Step, found, slots_in
+from pipedream_rt.models.program import Program, Step, StoredRef, found, slots_in
 from pipedream_rt.models.split import has_hooks
 from pipedream_rt.schedules import COORDINATOR
 from pipedream_rt.schedules.edges import Address
@@ -48,7 +48,7 @@ class StageProgram:
     @property
     def held(self) -> list[str]:
         """The names of the parameters and buffers that the result holds."""
-        return [each.name for each in found(self.output, Held)]
+        return [each.name for each in found(self.output, StoredRef)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Cut:
         return {s for s, program in enumerate(self.stages) if COORDINATOR in program.takes}
 
 
-class Ways(NamedTuple):
+class Routes(NamedTuple):
     """The only edges on which values can pass, once the stages have started.
 
     Each stage sends to the next one, and the first stage takes inputs, in any case.
@@ -94,7 +94,9 @@ class Ways(NamedTuple):
     entries: Set[int]
 
 
-def cut(program: Program, homes: dict[str, int], num_stages: int, ways: Ways | None = None) -> Cut:
+def cut(
+    program: Program, homes: dict[str, int], num_stages: int, ways: Routes | None = None
+) -> Cut:
     """Cut a program; add the layers that it meets to ``homes``, the stage of each known layer."""
     stage_of, now = [], 0
     for step in program.steps:
@@ -108,7 +110,7 @@ class _Cutter:
     """Finds the steps of each stage, and the values that pass; ``stage_of`` is by step."""
 
     def __init__(
-        self, program: Program, stage_of: Sequence[int], num_stages: int, ways: Ways | None
+        self, program: Program, stage_of: Sequence[int], num_stages: int, ways: Routes | None
     ) -> None:
         self._program = program
         self._ways = ways

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.models.holders import names_used
-from pipedream_rt.models.undisturbed import drawn_outside
+from pipedream_rt.models.code_reading import names_used
+from pipedream_rt.models.preserving_state import drawn_outside
 
 
 class LayerSpec:

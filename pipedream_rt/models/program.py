@@ -49,7 +49,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class StoredRef:
     """Stands for a parameter, buffer or module, by its name in the unsplit model."""
 
     name: str
@@ -59,7 +59,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
+class CacheRef:
     """Stands for an object in which layers keep what a later call needs, such as a KV cache.
 
     Every stage has an object of its own, for its layers.
@@ -74,7 +74,7 @@ class Carried:
         return f"<{self.name} of this stage>"
 
 
-class Around(NamedTuple):
+class ContextRef(NamedTuple):
     """The contexts of torch around a step, where they differ from those around the forward.
 
     Attributes:
@@ -99,7 +99,7 @@ class Around(NamedTuple):
 Target: TypeAlias = "str | Callable[..., Any]"
 """What a step calls: a layer, by its name in the unsplit model; or a function."""
 
-SEQUENCE = Around()
+SEQUENCE = ContextRef()
 """The contexts of a step that is called under those of the forward itself."""
 
 
@@ -110,7 +110,7 @@ class Step:
     Attributes:
         name: The name that seeds the random numbers of the step: that of the layer, with ``#2`` at
             its second call; or ``(function N)`` with the number N of the step.
-        args: The positional arguments, with `Slot`, `Held` and `Carried` as stand-ins.
+        args: The positional arguments, with `Slot`, `StoredRef` and `CacheRef` as stand-ins.
         kwargs: The keyword arguments, in the same way.
         slots: The slot of the whole result; or the slots of the tensors in the result, in order.
         made: The result with `Slot` in the place of tensors; None if ``slots`` is one number.
@@ -137,7 +137,7 @@ class Step:
     after: tuple[int, ...] = ()
     changes: tuple[int, ...] = ()
     changes_held: tuple[str, ...] = ()
-    around: Around = SEQUENCE
+    around: ContextRef = SEQUENCE
     where: str = ""
 
     @property
@@ -152,7 +152,7 @@ class Step:
     @property
     def held(self) -> list[str]:
         """The names of the parameters, buffers and modules among its arguments."""
-        return [h.name for h in found((self.args, self.kwargs), Held)]
+        return [h.name for h in found((self.args, self.kwargs), StoredRef)]
 
     @property
     def filled(self) -> tuple[int, ...]:
@@ -277,7 +277,7 @@ def replaced(value: Any, kinds: tuple[type, ...], by: Callable[[Any], Any]) -> A
 def on_device(value: Any, device: torch.device) -> Any:
     """Move a value, such as a program, to a device: its tensors, device arguments and contexts."""
 
-    def meant(each: Tensor | torch.device | Around | str) -> Any:
+    def meant(each: Tensor | torch.device | ContextRef | str) -> Any:
         if isinstance(each, Tensor):
             return each.to(device)
         if isinstance(each, str):  # "cuda:1"; a bare "cuda" means the current device already
@@ -289,7 +289,7 @@ def on_device(value: Any, device: torch.device) -> Any:
         return each._replace(autocast=(device.type, *each.autocast[1:]))
 
     numbered = re.compile(rf"{re.escape(device.type)}:\d+")
-    return replaced(value, (Tensor, torch.device, Around, str), meant)
+    return replaced(value, (Tensor, torch.device, ContextRef, str), meant)
 
 
 _PLAIN = {type(None), bool, int, float, str, bytes, complex}
@@ -321,18 +321,18 @@ def filled(
     held: dict[str, Any],
     carried: Mapping[str, Any] = NONE_CARRIED,
 ) -> Any:
-    """Return a value with `Slot`, `Held` and `Carried` replaced by what they stand for."""
+    """Return a value with `Slot`, `StoredRef` and `CacheRef` replaced by what they stand for."""
 
-    def meant(each: Slot | Held | Carried) -> Any:
+    def meant(each: Slot | StoredRef | CacheRef) -> Any:
         if isinstance(each, Slot):
             return values[each.number]
-        return held[each.name] if isinstance(each, Held) else carried[each.name]
+        return held[each.name] if isinstance(each, StoredRef) else carried[each.name]
 
-    return replaced(value, (Slot, Held, Carried), meant)
+    return replaced(value, (Slot, StoredRef, CacheRef), meant)
 
 
 def held_by(model: nn.Module, name: str) -> Any:
-    """Return the parameter, the buffer or the module that a `Held` stands for."""
+    """Return the parameter, the buffer or the module that a `StoredRef` stands for."""
     path, _, short = name.rpartition(".")
     return getattr(model.get_submodule(path), short)
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
 
 from pipedream_rt.errors import TraceError
-from pipedream_rt.observe.trace import PLAN, Trace
 from pipedream_rt.schedules import Plan
 from pipedream_rt.schema import (
     Check,
@@ -31,6 +30,7 @@ from pipedream_rt.schema import (
     truth,
     whole,
 )
+from pipedream_rt.tracing.trace import PLAN, Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,12 +20,12 @@ import numpy as np
 
 from pipedream_rt.errors import ConfigError, TraceError
 from pipedream_rt.lifecycle import close_in_forked_children
-from pipedream_rt.observe.spans import Shown, newest_spans
-from pipedream_rt.observe.trace import Trace, WorkerFacts, fitting
 from pipedream_rt.observers.events import Begun, Ended, Event, packed, unpacked
-from pipedream_rt.observers.record import RunRecord
+from pipedream_rt.observers.run_record import RunRecord
 from pipedream_rt.schedules import Plan
 from pipedream_rt.schema import open_file, open_to_append
+from pipedream_rt.tracing.spans import Shown, newest_spans
+from pipedream_rt.tracing.trace import Trace, WorkerFacts, fitting
 
 _log = logging.getLogger(__name__)
 

@@ -11,12 +11,12 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from pipedream_rt.observe.summary import WORKER_HEAD, seconds_text, worker_rows
 from pipedream_rt.observers.page.charts import FARTHEST, number_text
 from pipedream_rt.observers.page.panels import head_figures, title_of
-from pipedream_rt.observers.record import Bucket, RunRecord
+from pipedream_rt.observers.run_record import Bucket, RunRecord
 from pipedream_rt.schedules import Plan
 from pipedream_rt.schema import printable
+from pipedream_rt.tracing.summary import WORKER_HEAD, seconds_text, worker_rows
 
 _LEVELS = " ▁▂▃▄▅▆▇█"
 

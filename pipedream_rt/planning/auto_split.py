@@ -14,14 +14,14 @@ from pathlib import Path
 
 import torch
 
+from pipedream_rt.batches.items import example_of
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.job.batches import example_of
 from pipedream_rt.job.conflicts import facts_of_model, may_replicate
 from pipedream_rt.job.options import Options
 from pipedream_rt.job.rules import scale_of
 from pipedream_rt.job.unsplit_model import UnsplitModel
+from pipedream_rt.planning.alternatives import partition_text
 from pipedream_rt.planning.cuts import cuts_of
-from pipedream_rt.planning.explanation import partition_text
 from pipedream_rt.planning.machines import Machines, Worker
 from pipedream_rt.planning.partition import Partition
 from pipedream_rt.planning.planner import partitions

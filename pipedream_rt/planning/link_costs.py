@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipedream_rt.codecs.base import ByteCodec, Codec, GraphCodec, OutsideGraph
+from pipedream_rt.codecs.codec import ByteCodec, Codec, GraphCodec, OutsideGraph
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.options import Observe, Workers
-from pipedream_rt.observe.summary import hop_times, hops_between
 from pipedream_rt.pipeline import Pipeline
 from pipedream_rt.planning.machines import LinkCodec
+from pipedream_rt.tracing.summary import hop_times, hops_between
 
 _SMALL = 256
 """Elements of the small tensor, 4 bytes each; its message costs little more than the latency."""

@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from pipedream_rt.observe.summary import summarize
-from pipedream_rt.observe.trace import Trace
 from pipedream_rt.planning.costing import Costing
-from pipedream_rt.planning.search import Stage
+from pipedream_rt.planning.search import StageChoice
 from pipedream_rt.schedules import Plan, plan_for
 from pipedream_rt.simulation import Costs, simulate
+from pipedream_rt.tracing.summary import summarize
+from pipedream_rt.tracing.trace import Trace
 
 C = TypeVar("C")
 
@@ -165,7 +165,7 @@ class Partition:
 
 
 def partition_of(
-    costing: Costing, stages: Sequence[Stage], slowdown: Slowdown, *, rough: bool = False
+    costing: Costing, stages: Sequence[StageChoice], slowdown: Slowdown, *, rough: bool = False
 ) -> Partition:
     """Return a partition with all that is predicted of it; ``rough`` by formulas alone."""
     periods = [float(costing.period(s.workers, s.span)) for s in stages]
@@ -215,13 +215,13 @@ def partition_of(
     )
 
 
-def _after(stages: Sequence[Stage], number: int, slacks: Sequence[int]) -> int:
+def _after(stages: Sequence[StageChoice], number: int, slacks: Sequence[int]) -> int:
     """Return the workers on the stages behind one, plus the slack of the hops up to there."""
     return sum(len(each.workers) for each in stages[number + 1 :]) + sum(slacks[number:])
 
 
 def _slacks(
-    costing: Costing, stages: Sequence[Stage], period: float, latencies: Sequence[float]
+    costing: Costing, stages: Sequence[StageChoice], period: float, latencies: Sequence[float]
 ) -> list[int]:
     """Return, by hop, the least slack that hides its latency, or as much as fits the memory."""
     # Neighbours of r and r' workers, with slack e, have r + r' + e micro-batches between them. Each
@@ -243,7 +243,7 @@ def _slacks(
 
 
 def _deepened(
-    costing: Costing, stages: Sequence[Stage], period: float, slacks: list[int]
+    costing: Costing, stages: Sequence[StageChoice], period: float, slacks: list[int]
 ) -> list[int]:
     """Return more slack for stages with replicas, where that raises the throughput."""
     # A micro-batch stays on a stage with r replicas for r periods, so the pipe must be deeper than
@@ -270,7 +270,9 @@ def _deepened(
     return slacks
 
 
-def _fits(costing: Costing, stages: Sequence[Stage], number: int, slacks: Sequence[int]) -> bool:
+def _fits(
+    costing: Costing, stages: Sequence[StageChoice], number: int, slacks: Sequence[int]
+) -> bool:
     """Whether the schedule, and the memory of its workers, allow a stage with some slack."""
     stage, after = stages[number], _after(stages, number, slacks)
     if not costing.is_possible(len(stage.workers), after):
@@ -281,7 +283,7 @@ def _fits(costing: Costing, stages: Sequence[Stage], number: int, slacks: Sequen
 
 def _estimated(
     costing: Costing,
-    stages: Sequence[Stage],
+    stages: Sequence[StageChoice],
     period: float,
     latencies: Sequence[float],
     slacks: Sequence[int],
@@ -305,7 +307,7 @@ def _estimated(
     return 1 / period
 
 
-def simulated(costing: Costing, stages: Sequence[Stage], slacks: Sequence[int]) -> float:
+def simulated(costing: Costing, stages: Sequence[StageChoice], slacks: Sequence[int]) -> float:
     """Return the micro-batches per second of a pipe, as the simulator says."""
     k, costs = costing.per_update, _costs_of(costing, stages)
     replicas = [len(stage.workers) for stage in stages]
@@ -317,7 +319,7 @@ def simulated(costing: Costing, stages: Sequence[Stage], slacks: Sequence[int]) 
     return summarize(simulate(plan, costs, updates * k)).throughput
 
 
-def _costs_of(costing: Costing, stages: Sequence[Stage]) -> Costs:
+def _costs_of(costing: Costing, stages: Sequence[StageChoice]) -> Costs:
     """Return the costs of stages for the simulator."""
     both = [costing.alone(stage.workers, stage.start, stage.end) for stage in stages]
     hops = pairwise(stages)

@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.observe.summary import bytes_text
 from pipedream_rt.planning.costing import SCHEDULES, Costing
 from pipedream_rt.planning.cuts import Cuts
 from pipedream_rt.planning.machines import Machines
@@ -18,7 +17,8 @@ from pipedream_rt.planning.partition import (
     Slowdown,
     partition_of,
 )
-from pipedream_rt.planning.search import Limits, Stage, best_stages, stages_by_workers
+from pipedream_rt.planning.search import Limits, StageChoice, best_stages, stages_by_workers
+from pipedream_rt.tracing.summary import bytes_text
 
 CHOICES = (*SCHEDULES, DATA_PARALLEL)
 """The schedules that are compared, and `DATA_PARALLEL`."""
@@ -109,7 +109,7 @@ def _data_parallel(costing: Costing, most: int, slowdown: Slowdown) -> Partition
     # The fastest workers first: the slowest replica sets the pace.
     roomy.sort(key=lambda w: -costing.machines.workers[w].speed)
     for used in range(1, min(most, len(roomy)) + 1):
-        stage = Stage(-1, end, tuple(sorted(roomy[:used])))
+        stage = StageChoice(-1, end, tuple(sorted(roomy[:used])))
         if float(costing.memory(used, 0, (0, end))) > costing.room(stage.workers):
             continue  # replicas hold the gradients of the others too
         found.append(partition_of(costing, [stage], slowdown))

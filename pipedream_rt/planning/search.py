@@ -23,15 +23,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.observe.summary import bytes_text
 from pipedream_rt.planning.costing import EVERY, Costing
 from pipedream_rt.planning.cuts import Floats
+from pipedream_rt.tracing.summary import bytes_text
 
 _EQUAL = 1 + 1e-12
 """Periods within this factor count as equal, so that rounding does not choose the plan."""
 
 
-class Stage(NamedTuple):
+class StageChoice(NamedTuple):
     """A stage of a plan.
 
     Attributes:
@@ -87,7 +87,7 @@ class Limits:
     workers: int | None = None
 
 
-def best_stages(costing: Costing, limits: Limits | None = None) -> tuple[float, list[Stage]]:
+def best_stages(costing: Costing, limits: Limits | None = None) -> tuple[float, list[StageChoice]]:
     """Return the least period in seconds, and the stages of a plan that has it.
 
     Of several such plans it is one with the fewest workers, and of these the most even one: the sum
@@ -102,7 +102,9 @@ def best_stages(costing: Costing, limits: Limits | None = None) -> tuple[float, 
     return period, search.stages(evenness, search.sweep(evenness), fewest)
 
 
-def stages_by_workers(costing: Costing, limits: Limits | None = None) -> dict[int, list[Stage]]:
+def stages_by_workers(
+    costing: Costing, limits: Limits | None = None
+) -> dict[int, list[StageChoice]]:
     """Return, for each number of workers that a plan can use, the stages of one of the fastest."""
     search = _Search(costing, limits or Limits())
     return {used: search.stages(search.period(), search.periods, used) for used in search.least()}
@@ -232,7 +234,7 @@ class _Search:
             np.minimum(found, behind, out=found)
         return found
 
-    def stages(self, goal: _Goal, best: dict[_Begin, Floats], used: int) -> list[Stage]:
+    def stages(self, goal: _Goal, best: dict[_Begin, Floats], used: int) -> list[StageChoice]:
         """Return the stages of the best plan that uses a number of workers."""
         row, found = 0, []
         values = {begin: float(b[0]) for begin, b in best.items() if begin.used == used}
@@ -240,7 +242,7 @@ class _Search:
             begin = min(values, key=values.__getitem__)  # the first one of several
             choices = goal.join(goal.of_stage(begin, row), self._rest(goal, begin, best))
             end = int(np.argmin(choices))
-            found.append(Stage(row - 1, end, begin.workers))
+            found.append(StageChoice(row - 1, end, begin.workers))
             row = end + 1
             values = {
                 each: float(goal.join(_at(goal.of_hop(begin, each), end), best[each][row]))

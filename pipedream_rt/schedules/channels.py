@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from pipedream_rt.schedules.actions import ENDS, SENDS_BACK, Kind
-from pipedream_rt.schedules.edges import COORDINATOR, Address, By, Edge, EdgeKind, Row
+from pipedream_rt.schedules.edges import COORDINATOR, Address, By, Edge, EdgeKind, EdgeRule
 from pipedream_rt.schedules.placement import Placement
 
-Rows: TypeAlias = Callable[[Placement, Kind, Address, int], Iterable[Row]]
+Rows: TypeAlias = Callable[[Placement, Kind, Address, int], Iterable[EdgeRule]]
 """``rows(plan, kind, address, index)``: the rows of an action. They repeat with the period
 `Placement.cycle` of the index."""
 
 
-def _none(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _none(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[EdgeRule]:
     return ()
 
 
@@ -45,15 +45,19 @@ class Channel:
     given: Rows = _none
 
 
-def _edges(kind: EdgeKind, sources: Iterable[Address], targets: Iterable[Address]) -> list[Row]:
+def _edges(
+    kind: EdgeKind, sources: Iterable[Address], targets: Iterable[Address]
+) -> list[EdgeRule]:
     """Return a row for each pair, in which a message has the number of the action's index."""
-    return [Row(Edge(kind, source, target)) for source in sources for target in targets]
+    return [EdgeRule(Edge(kind, source, target)) for source in sources for target in targets]
 
 
 # -- what flows with a micro-batch ----------------------------------------------------------------
 
 
-def _activations_needed(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _activations_needed(
+    plan: Placement, kind: Kind, address: Address, index: int
+) -> Iterable[EdgeRule]:
     stage = plan.stage_of(address)
     if kind is Kind.FORWARD:
         sources = [plan.address_of(p, index) for p in plan.producers(stage)]
@@ -65,7 +69,7 @@ def _activations_needed(plan: Placement, kind: Kind, address: Address, index: in
     return ()
 
 
-def _told_by_the_next_one(plan: Placement, address: Address, update: int) -> Row:
+def _told_by_the_next_one(plan: Placement, address: Address, update: int) -> EdgeRule:
     """Return the need of a replica without a micro-batch of an update: a peek at its next one."""
     # Nothing of that mini-batch comes to it. Its own next micro-batch, or a flush before that, is
     # what tells it of the update.
@@ -73,10 +77,12 @@ def _told_by_the_next_one(plan: Placement, address: Address, update: int) -> Row
     first = plan.next_own(address, update * k)
     sources = [plan.address_of(p, first) for p in plan.producers(stage)] or [COORDINATOR]
     edge = Edge(EdgeKind.ACTIVATION, max(sources), address)
-    return Row(edge, lambda t: plan.next_own(address, t * k), peek=True)
+    return EdgeRule(edge, lambda t: plan.next_own(address, t * k), peek=True)
 
 
-def _activations_given(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _activations_given(
+    plan: Placement, kind: Kind, address: Address, index: int
+) -> Iterable[EdgeRule]:
     if kind is Kind.INJECT:
         entries = [plan.address_of(stage, index) for stage in plan.entries]
         return _edges(EdgeKind.ACTIVATION, [COORDINATOR], entries)
@@ -86,37 +92,45 @@ def _activations_given(plan: Placement, kind: Kind, address: Address, index: int
     return ()
 
 
-def _targets_needed(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _targets_needed(
+    plan: Placement, kind: Kind, address: Address, index: int
+) -> Iterable[EdgeRule]:
     at_exit = kind is Kind.FORWARD and plan.stage_of(address) in plan.exits
     return _edges(EdgeKind.TARGET, [COORDINATOR], [address]) if at_exit else ()
 
 
-def _targets_given(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _targets_given(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[EdgeRule]:
     if kind is not Kind.INJECT:
         return ()
     return _edges(EdgeKind.TARGET, [COORDINATOR], [plan.address_of(plan.exits[0], index)])
 
 
-def _gradients_needed(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _gradients_needed(
+    plan: Placement, kind: Kind, address: Address, index: int
+) -> Iterable[EdgeRule]:
     if kind not in SENDS_BACK:
         return ()
     consumers = [plan.address_of(c, index) for c in plan.consumers(plan.stage_of(address))]
     return _edges(EdgeKind.GRADIENT, consumers, [address])
 
 
-def _gradients_given(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _gradients_given(
+    plan: Placement, kind: Kind, address: Address, index: int
+) -> Iterable[EdgeRule]:
     if kind not in SENDS_BACK:
         return ()
     producers = [plan.address_of(p, index) for p in plan.producers(plan.stage_of(address))]
     return _edges(EdgeKind.GRADIENT, [address], producers)
 
 
-def _losses_needed(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _losses_needed(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[EdgeRule]:
     """An injection waits for a credit: for the losses of the mini-batch `credits` before it."""
     if kind is not Kind.INJECT:
         return
     for end in plan.addresses_of(plan.exits[0]):
-        yield Row(Edge(EdgeKind.LOSS, end, COORDINATOR), functools.partial(_last_paid, plan, end))
+        yield EdgeRule(
+            Edge(EdgeKind.LOSS, end, COORDINATOR), functools.partial(_last_paid, plan, end)
+        )
 
 
 def _last_paid(plan: Placement, end: Address, micro_batch: int) -> int:
@@ -128,7 +142,7 @@ def _last_paid(plan: Placement, end: Address, micro_batch: int) -> int:
     return last - (last - plan.replica_of(end)) % count
 
 
-def _losses_given(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _losses_given(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[EdgeRule]:
     at_exit = kind is Kind.FORWARD and plan.stage_of(address) in plan.exits
     return _edges(EdgeKind.LOSS, [address], [COORDINATOR]) if at_exit else ()
 
@@ -136,14 +150,18 @@ def _losses_given(plan: Placement, kind: Kind, address: Address, index: int) -> 
 # -- replicas and shards --------------------------------------------------------------------------
 
 
-def _partials_needed(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _partials_needed(
+    plan: Placement, kind: Kind, address: Address, index: int
+) -> Iterable[EdgeRule]:
     if kind is not Kind.STEP or not plan.others(address):
         return ()
     adding = plan.contributors(plan.stage_of(address), index)
     return _edges(EdgeKind.PARTIAL, [a for a in adding if a != address], [address])
 
 
-def _partials_given(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _partials_given(
+    plan: Placement, kind: Kind, address: Address, index: int
+) -> Iterable[EdgeRule]:
     return _edges(EdgeKind.PARTIAL, [address], plan.others(address) if kind is Kind.REDUCE else ())
 
 
@@ -152,12 +170,14 @@ def _sharing(plan: Placement, address: Address) -> tuple[Address, ...]:
     return plan.others(address) if plan.shape.shards(plan.stage_of(address)) else ()
 
 
-def _stepped_needed(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _stepped_needed(
+    plan: Placement, kind: Kind, address: Address, index: int
+) -> Iterable[EdgeRule]:
     others = _sharing(plan, address) if kind is Kind.TAKE else ()
     return _edges(EdgeKind.STEPPED, others, [address])
 
 
-def _stepped_given(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _stepped_given(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[EdgeRule]:
     applies = kind is plan.applied_by(address)
     return _edges(EdgeKind.STEPPED, [address], _sharing(plan, address) if applies else ())
 
@@ -177,35 +197,37 @@ def _one_less(update: int) -> int:
     return update - 1
 
 
-def _weights_needed(plan: Placement, kind: Kind, address: Address, index: int) -> Iterator[Row]:
+def _weights_needed(
+    plan: Placement, kind: Kind, address: Address, index: int
+) -> Iterator[EdgeRule]:
     """A user of a weight needs the version that its owner reads; a flush needs all versions."""
     if kind is not Kind.FORWARD and kind is not Kind.DRAIN:
         return
-    for edge in plan.borrows(plan.stage_of(address)):
+    for edge in plan.tied_in(plan.stage_of(address)):
         reads = functools.partial(plan.reads, plan.stage_of(edge.source))
-        yield Row(edge, reads if kind is Kind.FORWARD else _itself)
+        yield EdgeRule(edge, reads if kind is Kind.FORWARD else _itself)
 
 
-def _weights_given(plan: Placement, kind: Kind, address: Address, index: int) -> Iterator[Row]:
+def _weights_given(plan: Placement, kind: Kind, address: Address, index: int) -> Iterator[EdgeRule]:
     if kind is plan.applied_by(address):
-        for edge in plan.lends(plan.stage_of(address)):
-            yield Row(edge, _one_more)
+        for edge in plan.tied_out(plan.stage_of(address)):
+            yield EdgeRule(edge, _one_more)
 
 
-def _shares_needed(plan: Placement, kind: Kind, address: Address, index: int) -> Iterator[Row]:
+def _shares_needed(plan: Placement, kind: Kind, address: Address, index: int) -> Iterator[EdgeRule]:
     edges = plan.shares_for(plan.stage_of(address)) if kind in ENDS else ()
     return _after_updates(plan, edges)
 
 
-def _shares_given(plan: Placement, kind: Kind, address: Address, index: int) -> Iterator[Row]:
+def _shares_given(plan: Placement, kind: Kind, address: Address, index: int) -> Iterator[EdgeRule]:
     edges = plan.shares_of(plan.stage_of(address)) if kind in ENDS else ()
     return _after_updates(plan, edges)
 
 
-def _after_updates(plan: Placement, edges: Iterable[Edge]) -> Iterator[Row]:
+def _after_updates(plan: Placement, edges: Iterable[Edge]) -> Iterator[EdgeRule]:
     """Yield rows whose last message is of the newest update that has ended."""
     for edge in edges:
-        yield Row(edge, functools.partial(_update_ended_by, plan.per_update))
+        yield EdgeRule(edge, functools.partial(_update_ended_by, plan.per_update))
 
 
 def _update_ended_by(per_update: int, micro_batch: int) -> int:
@@ -216,7 +238,7 @@ def _update_ended_by(per_update: int, micro_batch: int) -> int:
 # -- the norm of all gradients ----------------------------------------------------------------
 
 
-def _norms_needed(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _norms_needed(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[EdgeRule]:
     behind = plan.stage_of(address) + 1
     if kind is not Kind.STEP or plan.norms == "none" or behind == plan.num_stages:
         return ()
@@ -224,7 +246,7 @@ def _norms_needed(plan: Placement, kind: Kind, address: Address, index: int) -> 
     return _edges(EdgeKind.NORM, [plan.address_of(behind, index * plan.per_update)], [address])
 
 
-def _norms_given(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _norms_given(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[EdgeRule]:
     stage = plan.stage_of(address)
     if kind is not Kind.STEP or plan.norms == "none" or not stage:
         return ()
@@ -233,7 +255,7 @@ def _norms_given(plan: Placement, kind: Kind, address: Address, index: int) -> I
     return _edges(EdgeKind.NORM, [address], plan.addresses_of(stage - 1))
 
 
-def _totals_needed(plan: Placement, kind: Kind, address: Address, index: int) -> Iterator[Row]:
+def _totals_needed(plan: Placement, kind: Kind, address: Address, index: int) -> Iterator[EdgeRule]:
     """An update waits for its own total, or for an earlier one to estimate it; a flush for all."""
     if plan.norms == "none" or not plan.stage_of(address):  # stage 0 makes the totals
         return
@@ -242,15 +264,15 @@ def _totals_needed(plan: Placement, kind: Kind, address: Address, index: int) ->
     # of stage 0 sends a total depends on the update, so another one may never come on this edge.
     if plan.replicated:
         if kind is Kind.APPLY:
-            yield Row(edge)
+            yield EdgeRule(edge)
     elif kind is Kind.APPLY:
-        yield Row(edge, _itself)
+        yield EdgeRule(edge, _itself)
     elif kind is Kind.DRAIN:
-        yield Row(edge, _one_less)
+        yield EdgeRule(edge, _one_less)
     elif kind is Kind.STEP and plan.norms == "estimated":
-        yield Row(edge, functools.partial(_before, plan.delay))
+        yield EdgeRule(edge, functools.partial(_before, plan.delay))
     elif kind is Kind.STEP:
-        yield Row(edge, functools.partial(_scaled_after, plan))
+        yield EdgeRule(edge, functools.partial(_scaled_after, plan))
 
 
 def _before(delay: int, update: int) -> int:
@@ -266,7 +288,7 @@ def _scaled_after(plan: Placement, update: int) -> int:
     return plan.reads(plan.num_stages - 1, update * plan.per_update) - 1
 
 
-def _totals_given(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[Row]:
+def _totals_given(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[EdgeRule]:
     first = plan.address_of(0, index * plan.per_update)
     if kind is not Kind.STEP or plan.norms == "none" or address != first:
         return ()

@@ -97,7 +97,7 @@ class Need(NamedTuple):
         return f"{self.edge.kind.value} {self.number} from {titles(self.edge.source)}"
 
 
-class Row(NamedTuple):
+class EdgeRule(NamedTuple):
     """A need, or a gift, of the actions of one kind at an address.
 
     Attributes:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from pipedream_rt.schedules.actions import Action
 from pipedream_rt.schedules.channels import OF_ACTIONS
-from pipedream_rt.schedules.edges import COORDINATOR, Address, By, EdgeKind, Need, Row, Titles
+from pipedream_rt.schedules.edges import COORDINATOR, Address, By, EdgeKind, EdgeRule, Need, Titles
 from pipedream_rt.schedules.plan import Plan
 
 Done: TypeAlias = tuple[int, Address, Action]
@@ -42,7 +42,7 @@ class Waiting(NamedTuple):
         return f"{titles(self.address)} waits in {self.action} for {self.need.words(titles)}"
 
 
-class _Ways:
+class _Channels:
     """What has been sent so far. Edges are counted here: a list is quicker than a dictionary.
 
     Attributes:
@@ -58,7 +58,7 @@ class _Ways:
         self.sleeps: list[bool] = []
         self.targets: list[int] = []
 
-    def __getitem__(self, row: Row) -> int:
+    def __getitem__(self, row: EdgeRule) -> int:
         """Return the number of a row's edge, a new one for a new edge."""
         kind, source, target = row.edge
         number = self._numbers.get((kind, source, target))
@@ -71,17 +71,17 @@ class _Ways:
         return number
 
 
-class _Rows(NamedTuple):
-    """What an action needs and gives, by the numbers of edges in `_Ways`.
+class _EdgeRules(NamedTuple):
+    """What an action needs and gives, by the numbers of edges in `_Channels`.
 
     Most messages have the number of the action's index; they need no row and are quick to compare.
     The fields ``..._up_to`` have the others.
     """
 
     needs: tuple[int, ...]
-    needs_up_to: tuple[tuple[int, Row], ...]
+    needs_up_to: tuple[tuple[int, EdgeRule], ...]
     gives: tuple[int, ...]
-    gives_up_to: tuple[tuple[int, Row], ...]
+    gives_up_to: tuple[tuple[int, EdgeRule], ...]
 
 
 class Execution:
@@ -116,13 +116,13 @@ class Execution:
     def __iter__(self) -> Iterator[Done]:
         """Yield the actions, each in constant time: a sleeping worker is woken, never polled."""
         plan, orders, look = self._plan, self._orders, self._look
-        ways = _Ways(plan)
+        ways = _Channels(plan)
         given, sleeps, targets = ways.given, ways.sleeps, ways.targets
         only = {worker: plan.first_of(worker) for worker in range(plan.workers)}
         only[COORDINATOR] = COORDINATOR
         # By address and kind, with replicas also by the place in the cycle. The coordinator's entry
         # is the last, where its address -1 finds it.
-        found: list[dict[Any, _Rows]] = [{} for _ in range(len(plan.addresses) + 1)]
+        found: list[dict[Any, _EdgeRules]] = [{} for _ in range(len(plan.addresses) + 1)]
         cycles = [plan.cycle(a) for a in (*plan.addresses, COORDINATOR)] if plan.replicated else []
         held: dict[int, tuple[Action, int] | None] = dict.fromkeys(orders)
         ready = list(orders)
@@ -175,17 +175,17 @@ class Execution:
                 need = next(needs).of(action.index)
                 self.waiting.append(Waiting(worker, address, action, need))
 
-    def _rows(self, ways: _Ways, action: Action, address: Address) -> _Rows:
+    def _rows(self, ways: _Channels, action: Action, address: Address) -> _EdgeRules:
         """Return the rows of an action, apart by whether their number is the action's index."""
         needs, gives = self._plan.rows(action, address)
-        return _Rows(
+        return _EdgeRules(
             needs=tuple(ways[row] for row in needs if row.number is None),
             needs_up_to=tuple((ways[row], row) for row in needs if row.number is not None),
             gives=tuple(ways[row] for row in gives if row.number is None),
             gives_up_to=tuple((ways[row], row) for row in gives if row.number is not None),
         )
 
-    def _flushed(self, row: Row, update: int) -> bool:
+    def _flushed(self, row: EdgeRule, update: int) -> bool:
         """Whether a flush comes before the micro-batch that an update would peek at."""
         assert row.number is not None
         after = bisect_right(self._bounds, update * self._plan.per_update)

@@ -311,11 +311,11 @@ class Placement:
             return math.lcm(*(self.replicas[s] for s in (*self.entries, *self.exits)))
         return self._cycles[self._stages[address]]
 
-    def borrows(self, stage: int) -> dict[Edge, tuple[Tie, ...]]:
+    def tied_in(self, stage: int) -> dict[Edge, tuple[Tie, ...]]:
         """Return the edges on which a stage gets new versions of weights that others own."""
         return {edge: ties for edge, ties in self._weights.items() if edge.target == stage}
 
-    def lends(self, stage: int) -> dict[Edge, tuple[Tie, ...]]:
+    def tied_out(self, stage: int) -> dict[Edge, tuple[Tie, ...]]:
         """Return the edges on which a stage sends new versions of weights that it owns."""
         return {edge: ties for edge, ties in self._weights.items() if edge.source == stage}
 

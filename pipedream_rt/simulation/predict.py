@@ -9,22 +9,22 @@ from typing import Any
 import numpy as np
 
 from pipedream_rt.errors import ConfigError, TraceError
-from pipedream_rt.observe.replay import Replay
-from pipedream_rt.observe.spans import Spans
-from pipedream_rt.observe.summary import (
-    hop_latencies,
-    hop_times,
-    hops_between,
-    longest_stretch,
-    summarize,
-)
-from pipedream_rt.observe.trace import CODES, COMPUTES, DRAIN, INJECTED, LOSS_CAME, Trace
 from pipedream_rt.schedules import COORDINATOR, RECIPES, Kind, Plan, Shape, plan_for
 from pipedream_rt.schedules.actions import OF_UPDATES
 from pipedream_rt.schedules.shape import parse_slack
 from pipedream_rt.schema import is_count
 from pipedream_rt.simulation.costs import Costs, Samples, parsed
 from pipedream_rt.simulation.simulator import simulate
+from pipedream_rt.tracing.replay import Replay
+from pipedream_rt.tracing.spans import Spans
+from pipedream_rt.tracing.summary import (
+    hop_latencies,
+    hop_times,
+    hops_between,
+    longest_stretch,
+    summarize,
+)
+from pipedream_rt.tracing.trace import CODES, COMPUTES, DRAIN, INJECTED, LOSS_CAME, Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipedream_rt.errors import ConfigError, ScheduleError
-from pipedream_rt.observe.spans import NOBODY, Recorder
-from pipedream_rt.observe.trace import CODES, LOSS_CAME, Trace, WorkerFacts
 from pipedream_rt.schedules import COORDINATOR, Action, Edge, EdgeKind, Kind, Plan, VersionLedger
-from pipedream_rt.schedules.edges import Address, Row
+from pipedream_rt.schedules.edges import Address, EdgeRule
 from pipedream_rt.schedules.execution import Execution, deadlock_of
 from pipedream_rt.simulation.costs import Costs, Samples
+from pipedream_rt.tracing.spans import NOBODY, Recorder
+from pipedream_rt.tracing.trace import CODES, LOSS_CAME, Trace, WorkerFacts
 
 _FREE: Samples = (0.0,)
 
@@ -91,7 +91,7 @@ class _Link:
 
 
 @dataclass(slots=True)
-class _Way:
+class _Channel:
     """An edge between two addresses with the costs of its messages. Times are in nanoseconds.
 
     Attributes:
@@ -159,12 +159,12 @@ class _Doing:
 
     code: int
     samples: tuple[int, ...]
-    comes: Sequence[_Way]
-    counted_in: Sequence[tuple[_Way, Row]]
-    peeks: Sequence[tuple[_Way, Row]]
-    goes: Sequence[_Way]
-    counted_out: Sequence[tuple[_Way, Row]]
-    loss: _Way | None
+    comes: Sequence[_Channel]
+    counted_in: Sequence[tuple[_Channel, EdgeRule]]
+    peeks: Sequence[tuple[_Channel, EdgeRule]]
+    goes: Sequence[_Channel]
+    counted_out: Sequence[tuple[_Channel, EdgeRule]]
+    loss: _Channel | None
     plain: bool
     size: int
 
@@ -190,7 +190,7 @@ class _Run:
         self._costs, self._micro_batches, self._credits = costs, micro_batches, credits
         self._latency, self._turnaround = _ns(costs.latency), _ns(costs.turnaround)
         self._links: dict[tuple[int, int], _Link] = {}
-        self._ways: dict[Edge, _Way] = {}
+        self._ways: dict[Edge, _Channel] = {}
         # By address; the coordinator comes last, where its address -1 finds it.
         places = [*plan.addresses, COORDINATOR]
         self._doings = {kind: [self._doings_of(kind, a) for a in places] for kind in Kind}
@@ -205,18 +205,18 @@ class _Run:
         most = each * plan.num_stages + updates * len(plan.addresses)
         self.recorder = Recorder(most + 2 * micro_batches)
 
-    def _way(self, edge: Edge) -> _Way:
+    def _way(self, edge: Edge) -> _Channel:
         """Return an edge with its costs."""
         found = self._ways.get(edge)
         if found is None:
             found = self._ways[edge] = self._made(edge)
         return found
 
-    def _made(self, edge: Edge) -> _Way:
+    def _made(self, edge: Edge) -> _Channel:
         """Make an edge with its costs; to and from the coordinator they are a latency alone."""
         costs, plan = self._costs, self._plan
         if COORDINATOR in (edge.source, edge.target):
-            return _Way(edge.source, 0, self._latency, _Link(), 0)
+            return _Channel(edge.source, 0, self._latency, _Link(), 0)
         source, target = plan.stage_of(edge.source), plan.stage_of(edge.target)
         sizes = {  # others count as 0: norms are small, and costs do not tell of tied weights
             EdgeKind.ACTIVATION: costs.activation_bytes[source],
@@ -228,7 +228,7 @@ class _Run:
         pair = (plan.worker_of(edge.source), plan.worker_of(edge.target))
         same = source == target
         more = costs.peer_latency[source] if same else costs.hop_latency[min(source, target)]
-        return _Way(
+        return _Channel(
             source=edge.source,
             transmission=0 if math.isinf(costs.bandwidth) else _ns(size / costs.bandwidth),
             latency=self._latency + _ns(more),

@@ -9,13 +9,13 @@ import torch
 from typing_extensions import assert_never
 
 from pipedream_rt.errors import ScheduleError
-from pipedream_rt.messages.keys import by_key, by_text
 from pipedream_rt.messages.message import CommandName
+from pipedream_rt.messages.state_keys import by_key, by_text
 from pipedream_rt.messages.tree import flatten
 from pipedream_rt.models.shipping import loads
-from pipedream_rt.stage import snapshot
+from pipedream_rt.stage import stage_state
 from pipedream_rt.stage.evaluation import changes_modes
-from pipedream_rt.stage.methods import ask
+from pipedream_rt.stage.remote_methods import ask
 from pipedream_rt.stage.saving import restore_stage
 from pipedream_rt.stage.stage import Stage
 
@@ -25,9 +25,9 @@ def carry_out(stage: Stage, name: CommandName, argument: Any) -> object:
     """Carry out a command on a stage; tensors of the result may be the stage's own."""
     match name:
         case CommandName.STATE:
-            return snapshot.state_dict(stage, argument or 0)
+            return stage_state.state_dict(stage, argument or 0)
         case CommandName.KEEP:
-            snapshot.keep(stage, **argument)
+            stage_state.keep(stage, **argument)
         case CommandName.DROP:
             stage.kept.drop(argument)
         case CommandName.CALL:
@@ -37,11 +37,11 @@ def carry_out(stage: Stage, name: CommandName, argument: Any) -> object:
             stage.runner.caches.pop(argument, None)
             stage.passes.evaluations.end(argument)
         case CommandName.LOAD_STATE:
-            snapshot.load_state(stage, argument)
+            stage_state.load_state(stage, argument)
         case CommandName.OPTIMIZER:
             return stage.set_optimizer(argument)
         case CommandName.OPTIMIZER_STATE:
-            return by_text(snapshot.optimizer_state(stage))
+            return by_text(stage_state.optimizer_state(stage))
         case CommandName.LOAD_OPTIMIZER_STATE:
             if stage.optimizer:
                 stage.optimizer.load_state(by_key(ChainMap(*argument.values())))
@@ -54,7 +54,7 @@ def carry_out(stage: Stage, name: CommandName, argument: Any) -> object:
         case CommandName.LOAD:
             return restore_stage(stage, **argument)
         case CommandName.FINGERPRINT:
-            return snapshot.fingerprints(stage)
+            return stage_state.fingerprints(stage)
         case CommandName.FLUSH | CommandName.TRACE | CommandName.SAVE | CommandName.STATISTICS:
             raise ScheduleError(f"stage {stage.index}: the loop carries {name.value} out itself")
         case other:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.tree import Value, unflatten
 from pipedream_rt.models import dumps, loads
-from pipedream_rt.models.holders import Holder, Holders
+from pipedream_rt.models.captures import Holder, Holders
 from pipedream_rt.models.modes import Modes
 from pipedream_rt.stage.parameters import VersionedParameters
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pipedream_rt.devices import Late
+from pipedream_rt.devices import DeferredScalar
 from pipedream_rt.messages.message import (
     Gradient,
     Key,
@@ -24,15 +24,15 @@ from pipedream_rt.messages.message import (
 from pipedream_rt.messages.tree import Value, flatten, own
 from pipedream_rt.schedules import COORDINATOR, Action, Edge, EdgeKind, Kind, Plan
 from pipedream_rt.schedules.channels import OF_ACTIONS
-from pipedream_rt.schedules.edges import Address, By, Row
+from pipedream_rt.schedules.edges import Address, By, EdgeRule
 from pipedream_rt.stage.rules.coding import Coding
 from pipedream_rt.stage.saving import StageSaver
 from pipedream_rt.stage.stage import Stage
 from pipedream_rt.stage.values import (
     NOTHING,
     PACK,
-    Gifts,
     Gradients,
+    Outgoing,
     dense,
     gradients_of,
     trail_of,
@@ -117,7 +117,7 @@ class Exchange:
         turn = self.turn
         return (*(Key(edge, turn) for edge in self._next_from), Key(self._commands, turn))
 
-    def has_peeked(self, row: Row, index: int) -> bool:
+    def has_peeked(self, row: EdgeRule, index: int) -> bool:
         """Whether the micro-batch is here that an action must look at without taking it."""
         # The last forward, if none was taken ahead; those of one replica are `replicas` apart.
         newest = self.stage.next_forward
@@ -132,7 +132,7 @@ class Exchange:
 
     # -- what actions need ------------------------------------------------------------------------
 
-    def keys(self, row: Row, index: int) -> Iterator[Key]:
+    def keys(self, row: EdgeRule, index: int) -> Iterator[Key]:
         """Yield the keys of the messages that the action with an index needs of an edge."""
         edge = row.edge
         if _BY[edge.kind] is By.MICRO_BATCH:
@@ -141,7 +141,7 @@ class Exchange:
             for number in self._up_to(row, index, self._taken):
                 yield Key(edge, self._numbered(number))
 
-    def _up_to(self, row: Row, index: int, done: dict[Edge, int]) -> Sequence[int]:
+    def _up_to(self, row: EdgeRule, index: int, done: dict[Edge, int]) -> Sequence[int]:
         """Return the numbers, of updates or versions, up to a row's last that are not `done`."""
         if row.number is None:
             return (index,)
@@ -178,19 +178,19 @@ class Exchange:
 
     # -- what actions give ------------------------------------------------------------------------
 
-    def give(self, action: Action, gifts: Gifts) -> None:
+    def give(self, action: Action, outgoing: Outgoing) -> None:
         """Send what an action gives for updates and versions, by kind of edge."""
         index = action.index
-        for row in self._plan.rows(action, self.address)[1] if gifts else ():
-            if row.edge.kind in gifts:
+        for row in self._plan.rows(action, self.address)[1] if outgoing else ():
+            if row.edge.kind in outgoing:
                 for number in self._up_to(row, index, self._given):
-                    packed = PACK[row.edge.kind](self._plan, row.edge, gifts[row.edge.kind])
+                    packed = PACK[row.edge.kind](self._plan, row.edge, outgoing[row.edge.kind])
                     self._send(row.edge, self._numbered(number), *packed)
 
     def send_on(
         self,
         inputs: Sequence[Message],
-        made: Sequence[Value] | float | Late | None,
+        made: Sequence[Value] | float | DeferredScalar | None,
         version: int,
         mark: str = "",
         metrics: dict[str, float | str] | None = None,
@@ -200,8 +200,8 @@ class Exchange:
         assert isinstance(head, MicroBatch)
         trail = [*trail_of(inputs), [self.stage.index, version, self.computing.busy_ns, mark]]
         outputs = self.route_of(head).outputs
-        number = made if isinstance(made, float | Late) else None
-        values = None if isinstance(made, float | Late) else made
+        number = made if isinstance(made, float | DeferredScalar) else None
+        values = None if isinstance(made, float | DeferredScalar) else made
         for edge, output in zip(outputs, values or [NOTHING] * len(outputs), strict=True):
             payload: Payload
             tensors = output.tensors

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pipedream_rt.messages.keys import OF_OPTIMIZERS, SPLIT, Key, written
+from pipedream_rt.messages.state_keys import OF_OPTIMIZERS, SPLIT, StateKey, written
 from pipedream_rt.messages.wire import elements_of
 
 _BYTES = 16
@@ -43,7 +43,7 @@ def _digest(name: str, value: Any) -> str:
 def fingerprints_of(
     parameters: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
-    steps: Mapping[Key, Any],
+    steps: Mapping[StateKey, Any],
     older: Mapping[int, Mapping[str, Tensor]],
     version: int,
     extra: Mapping[str, Any],

@@ -13,8 +13,8 @@ from torch import nn
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.tree import Value, places
 from pipedream_rt.stage.buffers import buffer_slots, names_of_buffers
-from pipedream_rt.stage.given import GivenValues
 from pipedream_rt.stage.parameters import same
+from pipedream_rt.stage.script_values import GivenValues
 from pipedream_rt.stage.spec import StageSpec
 from pipedream_rt.stage.weights import Weights
 

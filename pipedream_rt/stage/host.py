@@ -20,6 +20,7 @@ from pipedream_rt.errors import (
     PipelineError,
     TransportError,
 )
+from pipedream_rt.lifecycle import name_this_thread
 from pipedream_rt.messages.inbox import Inbox, Steps, Waiter, Wanted
 from pipedream_rt.messages.message import (
     Failed,
@@ -34,16 +35,15 @@ from pipedream_rt.messages.message import (
 from pipedream_rt.models.code import refuse_other_code
 from pipedream_rt.models.settings import apply_settings
 from pipedream_rt.models.shipping import loads
-from pipedream_rt.observe.spans import Recorder
 from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind
+from pipedream_rt.stage.error_report import advice_on, place_of, trace_of
 from pipedream_rt.stage.loop import Doing, Loop, LoopOptions
-from pipedream_rt.stage.memory import give_memory_back_at_once
-from pipedream_rt.stage.report import advice_on, place_of, trace_of
+from pipedream_rt.stage.process_memory import give_memory_back_at_once
 from pipedream_rt.stage.rules.corrections import Corrections
 from pipedream_rt.stage.saving import remove_part, restore_stage
 from pipedream_rt.stage.spec import StageSpec
 from pipedream_rt.stage.stage import Stage
-from pipedream_rt.threads import name_this_thread
+from pipedream_rt.tracing.spans import Recorder
 
 _log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from pipedream_rt.deadline import Deadline
-from pipedream_rt.devices import Late
+from pipedream_rt.devices import DeferredScalar
 from pipedream_rt.errors import ConfigError, ScheduleError
 from pipedream_rt.messages.inbox import Inbox, Steps, Wanted
 from pipedream_rt.messages.message import (
@@ -38,16 +38,16 @@ from pipedream_rt.messages.message import (
 )
 from pipedream_rt.messages.tree import Value, unflatten
 from pipedream_rt.models.shipping import loads
-from pipedream_rt.observe.spans import NOBODY, Recorder
-from pipedream_rt.observe.trace import CODES, COMMAND, PASS
 from pipedream_rt.schedules import COORDINATOR, Action, EdgeKind, Kind, Plan
 from pipedream_rt.schedules.actions import COUNTED, ENDS
-from pipedream_rt.stage import snapshot
+from pipedream_rt.stage import stage_state
 from pipedream_rt.stage.commands import carry_out
 from pipedream_rt.stage.exchange import Exchange
-from pipedream_rt.stage.memory import peak_memory_bytes
+from pipedream_rt.stage.process_memory import peak_memory_bytes
 from pipedream_rt.stage.stage import Stage
-from pipedream_rt.stage.values import OPEN, Gifts, Gradients, target_of
+from pipedream_rt.stage.values import OPEN, Gradients, Outgoing, target_of
+from pipedream_rt.tracing.spans import NOBODY, Recorder
+from pipedream_rt.tracing.trace import CODES, COMMAND, PASS
 
 _BACK = (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
 _OF_FEED = (EdgeKind.ACTIVATION, EdgeKind.TARGET)
@@ -314,19 +314,19 @@ class Loop:
         if kind is Kind.DRAIN:
             hosted.reply(came.messages[0].index, None)
             return
-        gifts: Gifts = {}
+        outgoing: Outgoing = {}
         with hosted.computing:
             match kind:
                 case Kind.REDUCE:
-                    gifts = stage.reduce(update)
+                    outgoing = stage.reduce(update)
                 case Kind.STEP:
-                    gifts = stage.step(update)
+                    outgoing = stage.step(update)
                 case Kind.APPLY:
-                    gifts = stage.apply(update)
+                    outgoing = stage.apply(update)
                 case Kind.TAKE:
                     stage.take(update)
             hosted.saver.save_if_due()
-        hosted.give(action, gifts)
+        hosted.give(action, outgoing)
 
     def _refuse_out_of_turn(self, stage: Stage, action: Action) -> None:
         """Refuse an order that would not sum gradients in the order of the micro-batches."""
@@ -362,7 +362,7 @@ class Loop:
                 beside.metrics,
             )
         version = stage.version_of(micro_batch)
-        mark = snapshot.fingerprint_of(stage, micro_batch) if head.fingerprint else ""
+        mark = stage_state.fingerprint_of(stage, micro_batch) if head.fingerprint else ""
         hosted.send_on(came.messages, made, version, mark, stage.said_of(micro_batch))
         return version
 
@@ -371,7 +371,7 @@ class Loop:
         stage, (kind, m, _) = hosted.stage, action
         gradients = hosted.gradients_of(came.messages)
         found: list[Gradients] = []
-        gifts: Gifts = {}
+        outgoing: Outgoing = {}
         with hosted.computing, hosted.saver.watching_buffers():
             if kind is Kind.BACKWARD:
                 found = stage.backward(m, gradients)
@@ -380,11 +380,11 @@ class Loop:
             else:
                 stage.backward_weight(m)
             if kind in ENDS:
-                gifts = stage.end(m)
+                outgoing = stage.end(m)
         if kind is not Kind.WEIGHT:
             hosted.send_back(m, found)
-        if gifts:
-            hosted.give(action, gifts)
+        if outgoing:
+            hosted.give(action, outgoing)
         if kind in ENDS:
             del hosted.positions[m]
 
@@ -414,7 +414,7 @@ class Loop:
         """Pass a micro-batch of evaluation or inference through a stage."""
         stage, inputs = hosted.stage, hosted.values_of(came.messages)
         number, program = head.micro_batch, head.program
-        made: list[Value] | float | Late
+        made: list[Value] | float | DeferredScalar
         mark = ""
         metrics: dict[str, float | str] = {}
         with hosted.computing, stage.kept.read(head.version):

@@ -43,7 +43,7 @@ _NOT_COMPARED = (
 _Flat: TypeAlias = tuple[Any, Sequence[Tensor]]
 
 
-class _Part(NamedTuple):
+class _KeptMicroBatch(NamedTuple):
     """What is kept of a micro-batch."""
 
     output: Any
@@ -57,7 +57,7 @@ class LossCheck:
 
     def __init__(self, loss: LossFunction) -> None:
         self._loss = loss
-        self._parts: list[_Part] = []
+        self._parts: list[_KeptMicroBatch] = []
         self._seen = 0
         self._is_done = self._is_given_up = False
 
@@ -68,7 +68,7 @@ class LossCheck:
         structure, tensors = flatten(output)
         if not self._is_done:
             copied = unflatten(structure, [t.detach().clone() for t in tensors])
-            self._parts.append(_Part(copied, target, share, samples))
+            self._parts.append(_KeptMicroBatch(copied, target, share, samples))
         enough = 2 if parts * sum(t.nbytes for t in tensors) > _MOST_BYTES else parts
         if len(self._parts) == enough:
             kept, self._parts, self._is_done = self._parts, [], True
@@ -79,7 +79,7 @@ class LossCheck:
         if self._seen == parts:  # the next one is of another mini-batch
             self._seen, self._is_done = 0, False
 
-    def _compare(self, parts: Sequence[_Part]) -> None:
+    def _compare(self, parts: Sequence[_KeptMicroBatch]) -> None:
         """Compare the whole with its parts, or warn that this is not possible."""
         samples = [part.samples for part in parts]
         whole = joined([part.output for part in parts], samples)

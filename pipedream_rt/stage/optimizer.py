@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.messages.keys import (
+from pipedream_rt.messages.state_keys import (
     ATTRIBUTE,
     GROUP,
     OF_OPTIMIZERS,
     OPTIMIZER,
     OWN_STATE,
     SPLIT,
-    Key,
+    StateKey,
     StepState,
     by_name,
     optimizer_state,
@@ -187,7 +187,7 @@ class StageOptimizer:
         attributes = _attributes_of(self.torch_optimizer)
         named = {n: dict(state[p]) for n, p in self._parameters.items() if p in state}
         _refuse_unfit_tensors([*named.values(), attributes])
-        split = {Key(SPLIT, self._place): self._names}
+        split = {StateKey(SPLIT, self._place): self._names}
         return optimizer_state(named) | self._own_state(attributes) | split
 
     def _own_state(self, attributes: Hyper) -> StepState:
@@ -197,11 +197,11 @@ class StageOptimizer:
         place, mine = self._place, {id(p) for p in self._parameters.values()}
         state = self.torch_optimizer.state
         if others := {key: value for key, value in state.items() if id(key) not in mine}:
-            found[Key(OWN_STATE, place)] = pack_hyper(others, "state")
+            found[StateKey(OWN_STATE, place)] = pack_hyper(others, "state")
         for i, (number, group) in enumerate(zip(self._group_numbers, self._groups, strict=True)):
             for name, value in pack_group(group).items():
                 if name not in self._from_script[i] and self._built[i].get(name) != value:
-                    found[Key(GROUP, place, (number, name))] = value
+                    found[StateKey(GROUP, place, (number, name))] = value
         now = _digests(attributes, self._parameters)
         changed = [n for n in attributes if self._attributes_built.get(n) != now[n]]
         if any(_has_key(attributes[name], mine) for name in changed):
@@ -210,7 +210,7 @@ class StageOptimizer:
                 "differ in every process, so keep them in optimizer.state[parameter]"
             )
         for name in changed:
-            found[Key(ATTRIBUTE, place, (name,))] = pack_hyper(attributes[name], name)
+            found[StateKey(ATTRIBUTE, place, (name,))] = pack_hyper(attributes[name], name)
         return found
 
     @property
@@ -218,7 +218,7 @@ class StageOptimizer:
         """The names of the parameters, by which a stage knows its own state in a checkpoint."""
         return list(self._parameters)
 
-    def load_state(self, state: Mapping[Key, Any]) -> None:
+    def load_state(self, state: Mapping[StateKey, Any]) -> None:
         """Replace the state by that of this stage, or of the whole model."""
         if self.torch_optimizer is None:
             return
@@ -251,7 +251,7 @@ class StageOptimizer:
             }
         )
 
-    def _load_own_state(self, state: Mapping[Key, Any]) -> None:
+    def _load_own_state(self, state: Mapping[StateKey, Any]) -> None:
         """Reset groups and attributes to what they were built with, then load what was saved."""
         assert self.torch_optimizer is not None
         own, saved = vars(self.torch_optimizer), self._saved_own(state)
@@ -276,8 +276,8 @@ class StageOptimizer:
         if (OWN_STATE, ()) in saved:
             self.torch_optimizer.state.update(unpack_hyper(saved[OWN_STATE, ()]))
 
-    def _saved_own(self, state: Mapping[Key, Any]) -> dict[tuple[str, tuple[Any, ...]], Any]:
-        """Return the own state that belongs to this stage, by part and path of `Key`."""
+    def _saved_own(self, state: Mapping[StateKey, Any]) -> dict[tuple[str, tuple[Any, ...]], Any]:
+        """Return the own state that belongs to this stage, by part and path of `StateKey`."""
         places = {key.name: names for key, names in state.items() if key.part == SPLIT}
         saved: dict[str, dict[tuple[str, tuple[Any, ...]], Any]] = {}
         for key, value in state.items():

@@ -28,7 +28,7 @@ from pipedream_rt.models.shipping import loads
 from pipedream_rt.schedules import COORDINATOR, Plan
 from pipedream_rt.schedules.placement import LOSS_LAYER
 from pipedream_rt.stage.buffers import ForwardBuffers
-from pipedream_rt.stage.encoded import GraphCoding
+from pipedream_rt.stage.coded_values import GraphCoding
 from pipedream_rt.stage.seeds import layer_seed
 from pipedream_rt.stage.spec import StageSpec, total_of
 

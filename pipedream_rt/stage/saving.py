@@ -32,10 +32,10 @@ from pipedream_rt.checkpoint import (
     write_stage,
 )
 from pipedream_rt.errors import CheckpointError, ConfigError, PipelineError
-from pipedream_rt.messages.keys import OF_REPLICAS, StepState
+from pipedream_rt.messages.state_keys import OF_REPLICAS, StepState
 from pipedream_rt.messages.tree import flatten
 from pipedream_rt.schema import printable
-from pipedream_rt.stage import snapshot
+from pipedream_rt.stage import stage_state
 from pipedream_rt.stage.buffers import buffer_slots
 from pipedream_rt.stage.fingerprint import fingerprints_of
 from pipedream_rt.stage.optimizer import packed_extra, unpack_hyper
@@ -118,7 +118,7 @@ class StageSaver:
             if n in names or id(t) in buffers or n.endswith(EXTRA_STATE)
         }
         try:
-            extra = packed_extra({**rest, **dict.fromkeys(snapshot.emptied(self._stage))})
+            extra = packed_extra({**rest, **dict.fromkeys(stage_state.emptied(self._stage))})
         except ConfigError as error:
             self._tell(position, str(error))
             return
@@ -159,14 +159,14 @@ class StageSaver:
             return
         self._saving = None
         try:
-            steps = snapshot.step_state(stage)
+            steps = stage_state.step_state(stage)
         except ConfigError as error:
             self._tell(saving.position, str(error))
             return
         state = Snapshot(
             weights={
                 name: saving.buffers[name] if name in saving.buffers else self._copy(tensor)
-                for name, tensor in snapshot.state_dict(stage).items()
+                for name, tensor in stage_state.state_dict(stage).items()
                 if name not in saving.extra
             },
             extra=saving.extra,
@@ -239,7 +239,7 @@ class StageSaver:
         module, tensors = self._stage.module, {**state.weights, **state.hidden}
         buffers = [name for name, _ in module.named_buffers()]
         return fingerprints_of(
-            snapshot.owned(self._stage, tensors),
+            stage_state.owned(self._stage, tensors),
             {name: tensors[name] for name in buffers if name in tensors},
             state.steps,
             state.versions,
@@ -302,8 +302,8 @@ def restore_stage(
         owner, _, short = name.rpartition(".")
         stage.module.get_submodule(owner)._buffers[short] = None
     own = older.pop(stage.index)
-    snapshot.restore(stage, step, {**state.weights, **extra}, own, state.hidden, older)
-    load = snapshot.load_step_state if with_optimizer else snapshot.load_totals
+    stage_state.restore(stage, step, {**state.weights, **extra}, own, state.hidden, older)
+    load = stage_state.load_step_state if with_optimizer else stage_state.load_totals
     with _usable(folder):
         load(stage, state.steps, step)
     # Without the optimizer no views are loaded: another one would have made others.

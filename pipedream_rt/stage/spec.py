@@ -9,21 +9,21 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from pipedream_rt.codecs.base import GraphCodec
+from pipedream_rt.codecs.codec import GraphCodec
 from pipedream_rt.devices import HOST, Device
+from pipedream_rt.models.captures import Holder
 from pipedream_rt.models.code import Code, code_of
 from pipedream_rt.models.cut import StageProgram
-from pipedream_rt.models.holders import Holder
 from pipedream_rt.models.layer_spec import Blueprint
 from pipedream_rt.models.modes import Modes
 from pipedream_rt.models.pretrained import Pretrained
 from pipedream_rt.models.settings import Settings, settings_now
 from pipedream_rt.models.tensors import own_buffers
-from pipedream_rt.observe.spans import Shown
 from pipedream_rt.schedules import Plan
-from pipedream_rt.stage.memory import give_free_memory_back
 from pipedream_rt.stage.parameters import GradientHook
-from pipedream_rt.stage.rules.base import RuleOption
+from pipedream_rt.stage.process_memory import give_free_memory_back
+from pipedream_rt.stage.rules.rule import RuleOption
+from pipedream_rt.tracing.spans import Shown
 
 LossFunction: TypeAlias = Callable[[Any, Any], "Tensor | Mapping[str, Tensor]"]
 """``loss_fn(output, target)`` returns the loss, a tensor with one element; or a dict that has it

@@ -21,33 +21,32 @@ from typing import Any, TypeVar
 
 import torch
 
-from pipedream_rt.devices import HOST, Device, Late
+from pipedream_rt.devices import HOST, DeferredScalar, Device
 from pipedream_rt.errors import ConfigError, NonFiniteLoss, ScheduleError
 from pipedream_rt.messages.tree import Value, unflatten
+from pipedream_rt.models.captures import Given
 from pipedream_rt.models.code import code_of, refuse_other_code
-from pipedream_rt.models.holders import Given
 from pipedream_rt.models.shipping import loads
 from pipedream_rt.optimizers.stepping import step
 from pipedream_rt.schedules import EdgeKind, Kind
 from pipedream_rt.schedules.edges import Address
 from pipedream_rt.stage.evaluation import measured
 from pipedream_rt.stage.first_micro_batch import FirstMicroBatch
-from pipedream_rt.stage.flight import Flight
-from pipedream_rt.stage.given import GivenValues
 from pipedream_rt.stage.guards import Guards, telling_changed_inputs
-from pipedream_rt.stage.kept import KeptVersions
+from pipedream_rt.stage.in_flight import Flight
+from pipedream_rt.stage.inference import KeptVersions, Passes
 from pipedream_rt.stage.loss_check import LossCheck
 from pipedream_rt.stage.optimizer import Hyper, OptimizerSpec, StageOptimizer
 from pipedream_rt.stage.parameters import Adjust
-from pipedream_rt.stage.passes import Passes
-from pipedream_rt.stage.rules.base import Context, MicroBatchRule, Rule, Update, UpdateRule
 from pipedream_rt.stage.rules.order import rules_of
 from pipedream_rt.stage.rules.replicas import Replicas
+from pipedream_rt.stage.rules.rule import Context, MicroBatchRule, Rule, Update, UpdateRule
 from pipedream_rt.stage.rules.shards import Shards
 from pipedream_rt.stage.runner import Runner
+from pipedream_rt.stage.script_values import GivenValues
 from pipedream_rt.stage.spec import StageSpec
 from pipedream_rt.stage.split_backward import SplitBackward
-from pipedream_rt.stage.values import Gifts, Gradients
+from pipedream_rt.stage.values import Gradients, Outgoing
 from pipedream_rt.stage.weights import Weights, entered
 from pipedream_rt.torch_private import run_backward
 
@@ -153,7 +152,7 @@ class Stage:
         compared: Sequence[int] = (),
         given: Sequence[Given] = (),
         metrics: bytes = b"",
-    ) -> list[Value] | float | Late | None:
+    ) -> list[Value] | float | DeferredScalar | None:
         """Run the next forward with the version that the plan names; return outputs or the loss."""
         runner = self.runner
         self.weights.begin(micro_batch)
@@ -282,11 +281,11 @@ class Stage:
                 return found  # type: ignore[no-any-return]
         return None
 
-    def end(self, micro_batch: int) -> Gifts:
+    def end(self, micro_batch: int) -> Outgoing:
         """End the flight of a micro-batch whose gradients are in the pending update."""
-        gifts: dict[EdgeKind, Any] = {}
+        outgoing: dict[EdgeKind, Any] = {}
         for ended in self._ends:
-            gifts |= ended(micro_batch)
+            outgoing |= ended(micro_batch)
         flight = self._in_flight.pop(micro_batch)
         self._first.end(micro_batch)
         self._hyper = flight.hyper
@@ -294,7 +293,7 @@ class Stage:
         version = self.weights.end(micro_batch)
         if not flight.empty:
             self._read.append(version)
-        return gifts
+        return outgoing
 
     def version_of(self, micro_batch: int) -> int:
         """Return the weight version that a micro-batch in flight reads."""
@@ -322,23 +321,23 @@ class Stage:
         self._read = []
         return made
 
-    def reduce(self, update: int) -> Gifts:
+    def reduce(self, update: int) -> Outgoing:
         """Return what this replica has summed for an update, for the others."""
         assert self._replicas is not None
         return self._replicas.reduce(self._pending(update))
 
-    def step(self, update: int) -> Gifts:
+    def step(self, update: int) -> Outgoing:
         """Complete and measure the gradients of an update; apply it too unless it has to wait."""
         # On a replica, `reduce` has handed this update over; what is pending may be of a later one.
         made = self._pending(update) if self._replicas is None else Update(update, [], [], [])
-        gifts: dict[EdgeKind, Any] = {}
+        outgoing: dict[EdgeKind, Any] = {}
         for collect in self._collects:
-            gifts |= collect(made)
+            outgoing |= collect(made)
         self._updates.append(made)
         self.steps = update + 1
-        return gifts | self.apply(update) if self._applies_at_once else gifts
+        return outgoing | self.apply(update) if self._applies_at_once else outgoing
 
-    def apply(self, update: int) -> Gifts:
+    def apply(self, update: int) -> Outgoing:
         """Make version ``update + 1`` from the newest, by an update whose step is done."""
         made = self._updates.popleft()
         if self.optimizer is None:
@@ -351,10 +350,10 @@ class Stage:
             if optimizer is not None:
                 with self._around(made, optimizer):
                     step(optimizer)
-        gifts: dict[EdgeKind, Any] = {}
+        outgoing: dict[EdgeKind, Any] = {}
         for after in self._afters:
-            gifts |= after(made, self.optimizer.torch_optimizer)
-        return gifts
+            outgoing |= after(made, self.optimizer.torch_optimizer)
+        return outgoing
 
     def _around(
         self, update: Update, optimizer: torch.optim.Optimizer

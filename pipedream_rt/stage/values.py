@@ -37,7 +37,7 @@ NOTHING = Value(flatten(None)[0], (), ())
 """The value that a micro-batch without samples carries."""
 
 
-class Part(NamedTuple):
+class ReplicaGradients(NamedTuple):
     """What a replica has summed for an update."""
 
     gradients: list[Tensor | None]
@@ -87,10 +87,10 @@ def trail_of(inputs: Sequence[Message]) -> list[Passed]:
     return [merged[stage] for stage in sorted(merged)]
 
 
-def _part_in(plan: Plan, message: Message) -> Part:
+def _part_in(plan: Plan, message: Message) -> ReplicaGradients:
     head = message.payload
     assert isinstance(head, Partial)
-    return Part(_with_gaps(head.present, message.tensors), head.hyper, head.read)
+    return ReplicaGradients(_with_gaps(head.present, message.tensors), head.hyper, head.read)
 
 
 def _shares_in(plan: Plan, message: Message) -> dict[str, Tensor]:
@@ -103,7 +103,7 @@ def _shares_in(plan: Plan, message: Message) -> dict[str, Tensor]:
 
 def _weights_in(plan: Plan, message: Message) -> dict[str, Tensor]:
     edge = message.key.edge
-    ties = plan.borrows(plan.stage_of(edge.target))[edge]
+    ties = plan.tied_in(plan.stage_of(edge.target))[edge]
     return dict(zip((tie.name for tie in ties), message.tensors, strict=True))
 
 
@@ -135,7 +135,7 @@ def dense(values: Sequence[Tensor | None]) -> tuple[list[bool], tuple[Tensor, ..
     return [v is not None for v in values], tuple(v for v in values if v is not None)
 
 
-def _packed_part(plan: Plan, edge: Edge, part: Part) -> Packed:
+def _packed_part(plan: Plan, edge: Edge, part: ReplicaGradients) -> Packed:
     present, tensors = dense(part.gradients)
     return Partial(present=present, hyper=part.hyper, read=part.read), tensors
 
@@ -145,7 +145,7 @@ def _packed_stepped(plan: Plan, edge: Edge, tensors: tuple[Tensor, ...]) -> Pack
 
 
 def _packed_weights(plan: Plan, edge: Edge, weights: Mapping[str, Tensor]) -> Packed:
-    ties = plan.lends(plan.stage_of(edge.source))[edge]
+    ties = plan.tied_out(plan.stage_of(edge.source))[edge]
     return Weight(), tuple(weights[tie.name] for tie in ties)
 
 
@@ -191,10 +191,10 @@ OPEN: Mapping[EdgeKind, Callable[[Plan, Message], Any]] = {
 }
 """By kind of edge, the inverse of `PACK`.
 
-- PARTIAL: a `Part`. STEPPED: the weights that the sender steps, in the order of `Shards`.
+- PARTIAL: a `ReplicaGradients`. STEPPED: the weights that the sender steps, in the order of `Shards`.
 - WEIGHT and SHARE: tied weights and shares of their gradients, by name of the weight.
 - NORM: norms, by the places of their parameters in the model. TOTAL: an update, and its total.
 """
 
-Gifts: TypeAlias = dict[EdgeKind, Any]
+Outgoing: TypeAlias = dict[EdgeKind, Any]
 """What an action of a stage gives, by kind of edge; see `PACK`."""

@@ -37,7 +37,7 @@ class Weights:
         self.next_forward = plan.next_own(address, 0)
         self.names = dict(names) or {name: name for name, _ in module.named_parameters()}
         owners = {
-            tie.name: edge.source for edge, ties in plan.borrows(stage).items() for tie in ties
+            tie.name: edge.source for edge, ties in plan.tied_in(stage).items() for tie in ties
         }
         held: dict[int, dict[str, str]] = {stage: {}}
         for here, name in self.names.items():

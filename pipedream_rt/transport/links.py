@@ -37,9 +37,8 @@ import msgpack
 from torch import Tensor
 
 from pipedream_rt.errors import TransportError
-from pipedream_rt.lifecycle import Lifecycle, close_in_forked_children
-from pipedream_rt.messages.wire import Place, bytes_of, described, place_for
-from pipedream_rt.threads import name_this_thread
+from pipedream_rt.lifecycle import Lifecycle, close_in_forked_children, name_this_thread
+from pipedream_rt.messages.wire import TensorSlot, bytes_of, described, place_for
 from pipedream_rt.transport.alarm import Alarm
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.shared import SMALLEST
@@ -334,9 +333,9 @@ class Link:
             )
         return self._sharing
 
-    def _in_slot(self, about: Sequence[Any]) -> Place:
+    def _in_slot(self, about: Sequence[Any]) -> TensorSlot:
         """Return the tensor in a slot; its bytes are there already."""
-        return Place(memoryview(b""), self._shared().tensor(about))
+        return TensorSlot(memoryview(b""), self._shared().tensor(about))
 
     def close(self) -> None:
         """Close the socket. Shared memory stays until the last tensor over it is gone."""

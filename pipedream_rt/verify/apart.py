@@ -22,10 +22,10 @@ from torch import Tensor
 from pipedream_rt.dynamo import dynamo_spared
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.job import Job
+from pipedream_rt.models.captures import PLAIN, Holders, attributes_of
 from pipedream_rt.models.code import is_installed
-from pipedream_rt.models.holders import PLAIN, Holders, attributes_of
+from pipedream_rt.models.preserving_state import drawn_outside, kept_outside, refill
 from pipedream_rt.models.tensors import named_tensors
-from pipedream_rt.models.undisturbed import drawn_outside, kept_outside, refill
 from pipedream_rt.stage.seeds import kept_generator_state
 from pipedream_rt.torch_private import preserve_version_counter
 

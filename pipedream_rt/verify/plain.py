@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipedream_rt.coordinator.cutting import CutBatch
+from pipedream_rt.batches.cutting import unmarked
+from pipedream_rt.batches.forwards import without_cache
+from pipedream_rt.batches.items import Batch
+from pipedream_rt.batches.micro_batches import CutBatch
 from pipedream_rt.dynamo import step_spared
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.job.batches import Batch
-from pipedream_rt.job.cutting import unmarked
-from pipedream_rt.job.forwards import without_cache
-from pipedream_rt.job.given_optimizer import Parts
+from pipedream_rt.job.given_optimizer import OptimizerParts
 from pipedream_rt.job.job import Job
 from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.messages.tree import unflatten
@@ -179,7 +179,7 @@ class PlainTraining:
     """A plain loop over a copy of the model: forward, backward, clipping, step."""
 
     def __init__(
-        self, job: Job, copies: Copies, parts: Parts, names: Sequence[Sequence[str]]
+        self, job: Job, copies: Copies, parts: OptimizerParts, names: Sequence[Sequence[str]]
     ) -> None:
         self._job, self._model = job, copies.model
         self._loss = own_loss if job.forwards.own_loss else copies.loss_fn

@@ -16,20 +16,20 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from pipedream_rt.coordinator.cutting import CutBatch
+from pipedream_rt.batches.cutting import unmarked
+from pipedream_rt.batches.forwards import Forwards, RecordedForwards
+from pipedream_rt.batches.items import Batch, Prepare, batch_of, looking, require_loader
+from pipedream_rt.batches.micro_batches import CutBatch
 from pipedream_rt.coordinator.results import PendingStep
 from pipedream_rt.coordinator.run import Run, attach, start
 from pipedream_rt.errors import ConfigError, PipelineError
-from pipedream_rt.job.batches import Batch, Prepare, batch_of, looking, require_loader
-from pipedream_rt.job.cutting import unmarked
-from pipedream_rt.job.forwards import Forwards, RecordedForwards
-from pipedream_rt.job.given_optimizer import GivenOptimizer, Parts
+from pipedream_rt.job.given_optimizer import GivenOptimizer, OptimizerParts
 from pipedream_rt.job.job import Job, prepare
 from pipedream_rt.job.options import Layout, Observe, Options, Recovery
 from pipedream_rt.job.rules import scale_of
 from pipedream_rt.models.code import is_installed
-from pipedream_rt.models.holders import functions_called, globals_read
-from pipedream_rt.models.undisturbed import drawn_outside
+from pipedream_rt.models.code_reading import functions_called, globals_read
+from pipedream_rt.models.preserving_state import drawn_outside
 from pipedream_rt.schedules import Plan
 from pipedream_rt.stage.loss_check import rounding_of
 from pipedream_rt.stage.optimizer import Hyper, set_hyper
@@ -172,7 +172,7 @@ class _Twin:
 
     def __init__(self, job: Job, copies: Copies, batch: Batch) -> None:
         assert job.optimizer is not None
-        self.parts: Parts = job.optimizer
+        self.parts: OptimizerParts = job.optimizer
         options, self.left_out = _plain_options(job, copies, batch)
         made = prepare(copies.model, options)
         # Its notices are left out: those of the job itself were given.

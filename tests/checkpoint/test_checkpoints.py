@@ -26,7 +26,7 @@ from pipedream_rt.checkpoint import (
     write_manifest,
     write_stage,
 )
-from pipedream_rt.messages.keys import key_of, optimizer_state
+from pipedream_rt.messages.state_keys import key_of, optimizer_state
 
 
 def test_what_is_written_is_read(tmp_path):

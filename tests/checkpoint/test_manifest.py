@@ -12,7 +12,7 @@ from pipedream_rt.checkpoint.manifest import (
     refuse_unsaveable,
     seal,
 )
-from pipedream_rt.coordinator.loading import _saveable, generators
+from pipedream_rt.coordinator.feed.loading import _saveable, generators
 from pipedream_rt.coordinator.results import StepResult
 
 

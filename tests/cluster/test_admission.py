@@ -6,7 +6,7 @@ import pytest
 from pipedream_rt.cluster.addresses import boot_id
 from pipedream_rt.cluster.admission import admit, process_of, refusal_of
 from pipedream_rt.cluster.control import VERSION, Control
-from pipedream_rt.cluster.keys import COORDINATOR_END, NONCE, WORKER_END, Talk
+from pipedream_rt.cluster.keys import COORDINATOR_END, NONCE, WORKER_END, Handshake
 from pipedream_rt.cluster.members import Member
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.software import software
@@ -25,13 +25,13 @@ def hello(secret=SECRET, asked=ASKED, channel=b"", **changes):
         "type": "hello",
         **said,
         "nonce": nonce,
-        "proof": Talk(secret, asked, nonce, channel).prove(said),
+        "proof": Handshake(secret, asked, nonce, channel).prove(said),
     }
 
 
 def refused(said, members=(), channel=b""):
     nonce = said["nonce"] if isinstance(said["nonce"], bytes) else b""
-    return refusal_of(said, Talk(SECRET, ASKED, nonce, channel), members)
+    return refusal_of(said, Handshake(SECRET, ASKED, nonce, channel), members)
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_other_software_would_compute_other_bits():
 def test_the_connection_of_a_member_is_signed_from_then_on(pair):
     left, right = pair
     said = hello(boot=boot_id())
-    talk = Talk(SECRET, ASKED, said["nonce"])
+    talk = Handshake(SECRET, ASKED, said["nonce"])
     member = admit(left, said, talk)
     assert (member.name, member.description) == ("w", "pid 7 on here")
     assert member.same_clock == (boot_id() != "")

@@ -7,7 +7,7 @@ import msgpack
 import pytest
 
 from pipedream_rt.cluster.control import Control
-from pipedream_rt.cluster.records import FIELDS
+from pipedream_rt.cluster.control_records import FIELDS
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import MessageTimeout, PeerLost, TransportError
 from pipedream_rt.schema import problem_of

@@ -5,12 +5,12 @@ import threading
 from datetime import timedelta
 
 import pytest
-from pipedream_rt.workers.joining import Tries, Worker, serve_at
 
 from pipedream_rt.cluster.addresses import listening
-from pipedream_rt.cluster.calling import JobOver, Place
-from pipedream_rt.cluster.farewell import say_over
+from pipedream_rt.cluster.dial import DialOptions, JobOver
 from pipedream_rt.cluster.keys import Secret
+from pipedream_rt.cluster.supervision import say_over
+from pipedream_rt.cluster.worker.joining import Tries, Worker, serve_at
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineError
 from pipedream_rt.transport.tls import Tls
@@ -30,7 +30,7 @@ def test_every_worker_hears_how_the_script_has_ended(encrypts):
 
         def life(name, secret):
             tls = Tls.of_process(always=True) if encrypts else None
-            place = Place(f"127.0.0.1:{port}", 20, persist=False)
+            place = DialOptions(f"127.0.0.1:{port}", 20, persist=False)
             try:
                 serve_at(place, Worker(name, 1, secret, None, tls), Tries())
             except PipelineError as error:

@@ -1,18 +1,18 @@
 import pytest
 
-from pipedream_rt.cluster.keys import NONCE, JobKey, Secret, Talk, group_key
+from pipedream_rt.cluster.keys import NONCE, Handshake, JobKey, Secret, group_key
 
 HELLO = {"name": "w", "pid": 1, "host": "here", "boot": "b", "version": 3}
-TALK = Talk(b"key", b"asked", b"answer", b"channel")
+TALK = Handshake(b"key", b"asked", b"answer", b"channel")
 
 
 def test_a_proof_depends_on_the_key_both_nonces_the_channel_and_every_field_of_the_hello():
     proofs = {TALK.prove(HELLO)}
-    for field in Talk._fields:
+    for field in Handshake._fields:
         proofs.add(TALK._replace(**{field: b"other"}).prove(HELLO))
     for field in HELLO:
         proofs.add(TALK.prove({**HELLO, field: "other"}))
-    assert len(proofs) == 1 + len(Talk._fields) + len(HELLO)
+    assert len(proofs) == 1 + len(Handshake._fields) + len(HELLO)
 
 
 def test_a_proof_leaves_out_the_proof_and_the_nonce_that_the_hello_carries():
@@ -20,11 +20,11 @@ def test_a_proof_leaves_out_the_proof_and_the_nonce_that_the_hello_carries():
 
 
 def test_parts_that_run_into_each_other_make_different_keys():
-    assert Talk(b"k", b"ab", b"c").session_key() != Talk(b"k", b"a", b"bc").session_key()
+    assert Handshake(b"k", b"ab", b"c").session_key() != Handshake(b"k", b"a", b"bc").session_key()
 
 
 def test_the_keys_of_one_secret_differ_by_purpose_and_by_nonce():
-    talk = Talk(b"s", b"n", b"")
+    talk = Handshake(b"s", b"n", b"")
     keys = {talk.session_key(), talk.prove_admission(), talk.prove({})}
     keys |= {talk.prove_refusal({"reason": "", "passing": True})}
     keys |= {group_key(b"s", b"n"), group_key(b"s", b"m")}

@@ -3,7 +3,7 @@ import socket
 import pytest
 
 from pipedream_rt.cluster.control import Control
-from pipedream_rt.cluster.members import Member, Seat, natural, tell
+from pipedream_rt.cluster.members import Member, WorkerSlot, natural, tell
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import MessageTimeout
 
@@ -28,7 +28,12 @@ def test_names_that_differ_have_different_keys():
 
 def test_a_lost_member_is_named_with_its_stages_its_process_and_its_end(pair):
     member = Member(
-        "w1", "pid 7 on here", pair[0], seats=[Seat(1, "worker 1", (1, 3))], stage=1, doing="F4"
+        "w1",
+        "pid 7 on here",
+        pair[0],
+        seats=[WorkerSlot(1, "worker 1", (1, 3))],
+        stage=1,
+        doing="F4",
     )
     problem = MessageTimeout("silent")
     error = member.lost("killed by SIGKILL", problem, " (note)")
@@ -41,7 +46,7 @@ def test_a_lost_member_is_named_with_its_stages_its_process_and_its_end(pair):
 
 
 def test_a_member_whose_process_still_runs_does_not_answer(pair):
-    member = Member("w1", "pid 7 on here", pair[0], seats=[Seat(2, "stage 2", (2,))], stage=2)
+    member = Member("w1", "pid 7 on here", pair[0], seats=[WorkerSlot(2, "stage 2", (2,))], stage=2)
     text = "worker 'w1' (stage 2, pid 7 on here) does not answer: still running"
     assert str(member.lost("still running")) == text
     assert str(member.lost("")) == "worker 'w1' (stage 2, pid 7 on here) is gone"

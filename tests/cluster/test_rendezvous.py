@@ -15,16 +15,16 @@ from support.deadlines import LATEST_S
 
 from pipedream_rt.cluster.addresses import listening
 from pipedream_rt.cluster.control import VERSION, Control
-from pipedream_rt.cluster.door import Door
 from pipedream_rt.cluster.fork_server import ForkServer
-from pipedream_rt.cluster.keys import COORDINATOR_END, NONCE, WORKER_END, JobKey, Talk
+from pipedream_rt.cluster.keys import COORDINATOR_END, NONCE, WORKER_END, Handshake, JobKey
+from pipedream_rt.cluster.listener import Listener
 from pipedream_rt.cluster.local_workers import LocalWorkers
 from pipedream_rt.cluster.members import Member
 from pipedream_rt.cluster.rendezvous import Rendezvous
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PeerLost, RendezvousTimeout, WorkerLost
+from pipedream_rt.job.process_assignment import ProcessAssignment
 from pipedream_rt.schedules import Plan, Shape
-from pipedream_rt.schedules.seats import Crew
 from pipedream_rt.software import software
 
 SECRET = b"the secret of the job".ljust(NONCE)
@@ -46,7 +46,7 @@ def answer(control, name, secret=SECRET, ready=True, processor="a kind", version
         "name": name, "pid": 7, "host": "here", "boot": "b", "version": VERSION,
         "software": versions or software(), "returns": True,
     }  # fmt: skip
-    talk = Talk(secret, call["nonce"], nonce)
+    talk = Handshake(secret, call["nonce"], nonce)
     control.send({"type": "hello", **said, "nonce": nonce, "proof": talk.prove(said)})
     reply = control.receive(soon())
     if reply["type"] == "admitted":
@@ -102,7 +102,10 @@ def test_members_are_ranked_by_the_natural_order_of_their_names():
             answer(others[1], "w9")
 
         rendezvous = Rendezvous(
-            Plan(name="", shape=Shape(workers=2, stages_per_worker=2)), local, Door(key=KEY), BEAT
+            Plan(name="", shape=Shape(workers=2, stages_per_worker=2)),
+            local,
+            Listener(key=KEY),
+            BEAT,
         )
         with meanwhile(workers):
             rendezvous.gather(soon())
@@ -112,7 +115,7 @@ def test_members_are_ranked_by_the_natural_order_of_their_names():
 
 
 @contextlib.contextmanager
-def forming(count, workers, crew=None):
+def forming(count, workers, assignment=None):
     """A rendezvous and where it listens, while ``workers(connect)`` runs beside it.
 
     Workers stay connected until the body ends; then what has been gathered is closed.
@@ -126,9 +129,9 @@ def forming(count, workers, crew=None):
 
     with listening("127.0.0.1", 0) as listener, local_workers() as (local, _):
         address = listener.getsockname()
-        door = Door(key=KEY, listener=listener)
+        door = Listener(key=KEY, listener=listener)
         plan = Plan(name="", shape=Shape(workers=count))
-        rendezvous = Rendezvous(plan, local, door, BEAT, crew=crew)
+        rendezvous = Rendezvous(plan, local, door, BEAT, assignment=assignment)
         with meanwhile(beside):
             try:
                 yield rendezvous
@@ -208,7 +211,9 @@ def test_several_kinds_of_processor_are_told_of(other, caplog):
 
 def test_workers_that_do_not_answer_are_named():
     with local_workers("w0", "w1") as (local, _):
-        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=2)), local, Door(key=KEY), BEAT)
+        rendezvous = Rendezvous(
+            Plan(name="", shape=Shape(workers=2)), local, Listener(key=KEY), BEAT
+        )
         with pytest.raises(
             RendezvousTimeout, match=r"2 of 2 workers did not join within 0 s: w0, w1; joined: none"
         ) as e:
@@ -224,7 +229,9 @@ def test_a_worker_that_does_not_become_ready_is_named():
             answer(others[0], "w0")
             answer(others[1], "w1", ready=False)
 
-        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=2)), local, Door(key=KEY), BEAT)
+        rendezvous = Rendezvous(
+            Plan(name="", shape=Shape(workers=2)), local, Listener(key=KEY), BEAT
+        )
         with (
             meanwhile(workers),
             pytest.raises(RendezvousTimeout, match=r"1 of 2 workers .*: w1; joined: w0"),
@@ -234,7 +241,9 @@ def test_a_worker_that_does_not_become_ready_is_named():
 
 def test_a_local_worker_that_ends_before_its_hello_ends_the_rendezvous():
     with local_workers("w0", "w1") as (local, others):
-        rendezvous = Rendezvous(Plan(name="", shape=Shape(workers=2)), local, Door(key=KEY), BEAT)
+        rendezvous = Rendezvous(
+            Plan(name="", shape=Shape(workers=2)), local, Listener(key=KEY), BEAT
+        )
         others[1].close()
         with pytest.raises((WorkerLost, PeerLost), match="w1"):
             rendezvous.gather(soon())
@@ -248,8 +257,8 @@ def test_an_elastic_group_begins_without_those_that_are_late():
         for name in ("a", "b", "c"):
             answer(connect()[1], name)
 
-    crew = Crew(fewest=2, most=5, wait=timedelta(seconds=0.3))
-    with forming(5, workers, crew) as rendezvous:
+    assignment = ProcessAssignment(fewest=2, most=5, wait=timedelta(seconds=0.3))
+    with forming(5, workers, assignment) as rendezvous:
         rendezvous.gather(soon())
     assert [(m.name, m.hosts) for m in rendezvous.members] == [
         ("a", "stage 0 and stage 1"), ("b", "stage 2 and stage 3"), ("c", "stage 4"),
@@ -258,9 +267,9 @@ def test_an_elastic_group_begins_without_those_that_are_late():
 
 @pytest.mark.threads
 def test_too_few_for_an_elastic_group():
-    crew = Crew(fewest=2, most=3, wait=timedelta(seconds=0.1))
+    assignment = ProcessAssignment(fewest=2, most=3, wait=timedelta(seconds=0.1))
     timeout = pytest.raises(RendezvousTimeout, match=r"1 of 2 workers .* joined: a;")
-    with forming(3, lambda connect: answer(connect()[1], "a"), crew) as rendezvous, timeout:
+    with forming(3, lambda connect: answer(connect()[1], "a"), assignment) as rendezvous, timeout:
         rendezvous.gather(soon(1))
 
 
@@ -277,7 +286,7 @@ def test_who_comes_while_a_generation_runs_is_in_the_next_one():
         connect = opened.enter_context
         listener = connect(listening("127.0.0.1", 0))
         local, _ = connect(local_workers())
-        door = Door(key=KEY, listener=listener)
+        door = Listener(key=KEY, listener=listener)
         running = [Member("runs", "pid 1", Control(connect(socket.socket()), "runs"))]
         assert door.attend(0, 2, running) == []  # nobody has called, and nobody is waited for
         made = connect(connections(listener.getsockname()))
@@ -339,7 +348,7 @@ def test_what_a_stranger_sends_ends_the_stranger_alone(caplog):
     ):
         address = listener.getsockname()
         rendezvous = Rendezvous(
-            Plan(name="", shape=Shape(workers=1)), local, Door(key=KEY, listener=listener), BEAT
+            Plan(name="", shape=Shape(workers=1)), local, Listener(key=KEY, listener=listener), BEAT
         )
         with meanwhile(strangers):
             rendezvous.gather(soon())
@@ -363,7 +372,7 @@ def test_strangers_who_keep_coming_do_not_put_off_the_deadline():
     with listening("127.0.0.1", 0) as listener, local_workers() as (local, _):
         address = listener.getsockname()
         rendezvous = Rendezvous(
-            Plan(name="", shape=Shape(workers=1)), local, Door(key=KEY, listener=listener), BEAT
+            Plan(name="", shape=Shape(workers=1)), local, Listener(key=KEY, listener=listener), BEAT
         )
         with meanwhile(strangers):
             try:
@@ -376,7 +385,7 @@ FULL = """
 import resource, socket, sys, threading, time
 from datetime import timedelta
 from pipedream_rt.cluster.addresses import listening
-from pipedream_rt.cluster.door import Door
+from pipedream_rt.cluster.listener import Door
 from pipedream_rt.cluster.fork_server import ForkServer
 from pipedream_rt.cluster.keys import JobKey
 from pipedream_rt.cluster.local_workers import LocalWorkers
@@ -418,7 +427,7 @@ def test_more_idle_strangers_than_there_are_descriptors():
 def test_a_worker_that_is_stopped_before_its_first_word_is_noticed_by_the_heartbeat():
     with local_workers("w0") as (local, _):
         rendezvous = Rendezvous(
-            Plan(name="", shape=Shape(workers=1)), local, Door(key=KEY), timedelta(seconds=0.2)
+            Plan(name="", shape=Shape(workers=1)), local, Listener(key=KEY), timedelta(seconds=0.2)
         )
         start = time.monotonic()
         with pytest.raises(WorkerLost, match=r"'w0' has been silent since it was started"):
@@ -429,7 +438,7 @@ def test_a_worker_that_is_stopped_before_its_first_word_is_noticed_by_the_heartb
 def test_so_is_one_that_is_stopped_behind_its_hello():
     with local_workers("w0") as (local, others):
         rendezvous = Rendezvous(
-            Plan(name="", shape=Shape(workers=1)), local, Door(key=KEY), timedelta(seconds=0.2)
+            Plan(name="", shape=Shape(workers=1)), local, Listener(key=KEY), timedelta(seconds=0.2)
         )
         with (
             meanwhile(lambda: answer(others[0], "w0", ready=False)),

@@ -14,7 +14,7 @@ from pipedream_rt.codecs import (
     TopK,
     learned_projection,
 )
-from pipedream_rt.codecs.base import require_same, try_out
+from pipedream_rt.codecs.codec import require_same, try_out
 from pipedream_rt.errors import ConfigError
 
 SHAPES = [(1, 1), (4, 32), (2, 3, 64), (5, 7, 2, 9)]

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipedream_rt import Clip, ConfigError, Pipeline, Training
-from pipedream_rt.job.batches import Accumulated, batch_of
+from pipedream_rt.batches.items import Accumulated, batch_of
 
 
 class Net(nn.Module):

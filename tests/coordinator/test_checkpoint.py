@@ -15,7 +15,7 @@ from support.pinned import Pipeline
 
 from pipedream_rt import CheckpointError, ConfigError, WorkerLost
 from pipedream_rt.cli import main
-from pipedream_rt.cluster.serial import SerialCluster
+from pipedream_rt.serial.cluster import SerialCluster
 
 pytestmark = pytest.mark.threads
 

@@ -19,11 +19,11 @@ from support.oracle import assert_same
 from support.pinned import Pipeline
 
 from pipedream_rt import ConfigError, Replay, StageFailed, Trace, TraceError
-from pipedream_rt.cluster.serial import SerialCluster
-from pipedream_rt.observe import timeline
-from pipedream_rt.observe.summary import describe, summarize
 from pipedream_rt.schedules import Kind
+from pipedream_rt.serial.cluster import SerialCluster
 from pipedream_rt.simulation.predict import predict
+from pipedream_rt.tracing import timeline
+from pipedream_rt.tracing.summary import describe, summarize
 
 
 def open_pipe(**kwargs):

@@ -12,8 +12,8 @@ from pipedream_rt.devices import HOST, OwnDevice, choice, device_for
 from pipedream_rt.devices.hosted import on_host
 from pipedream_rt.devices.randomness import has_drawn, random_state, set_random_state
 from pipedream_rt.job.devices import devices_of, shared_seats
+from pipedream_rt.job.process_assignment import assignment_for
 from pipedream_rt.models.tensors import is_away
-from pipedream_rt.schedules.seats import crew_for
 
 PLAN = plan_for("async-1f1b", num_stages=4, per_update=1)
 PARTS = [nn.Linear(2, 2) for _ in range(4)]
@@ -69,11 +69,11 @@ def test_a_device_is_chosen_by_the_number_of_a_process(two):
 
 def test_workers_on_one_accelerator_share_a_process():
     assert shared_seats(("a:0", "a:1", "a:0", "cpu", "cpu")) == ((0, 2), (1,), (3,), (4,))
-    crew = crew_for(5, None, timedelta(), ((0, 2), (1,), (3,), (4,)))
-    assert (crew.fewest, crew.most) == (4, 4)
-    assert crew.seated(5, 4) == ((0, 2), (1,), (3,), (4,))
+    assignment = assignment_for(5, None, timedelta(), ((0, 2), (1,), (3,), (4,)))
+    assert (assignment.fewest, assignment.most) == (4, 4)
+    assert assignment.workers_by_process(5, 4) == ((0, 2), (1,), (3,), (4,))
     with pytest.raises(ConfigError, match="share a process, so their number is fixed"):
-        crew_for(2, (1, 2), timedelta(), ((0, 1),))
+        assignment_for(2, (1, 2), timedelta(), ((0, 1),))
 
 
 def test_what_a_process_was_told(monkeypatch):

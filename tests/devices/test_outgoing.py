@@ -7,8 +7,8 @@ import pytest
 import torch
 from support.deadlines import LATEST_S
 
-from pipedream_rt.devices import Late
-from pipedream_rt.devices.outgoing import AtOnce, ByThread, Leaving
+from pipedream_rt.devices import DeferredScalar
+from pipedream_rt.devices.accelerator import AtOnce, ByThread, Leaving
 from pipedream_rt.messages.message import Loss, Ready
 
 pytestmark = pytest.mark.threads
@@ -32,7 +32,7 @@ def leaving(sent, failed, index, payload=None, tensors=(), copied=None):
 
 
 def late(check=lambda number: None):
-    return Loss(loss=Late(torch.zeros(()), check), trail=[])
+    return Loss(loss=DeferredScalar(torch.zeros(()), check), trail=[])
 
 
 def refuse(name, number):

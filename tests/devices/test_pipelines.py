@@ -37,8 +37,8 @@ from pipedream_rt import (
     profile,
 )
 from pipedream_rt.devices.randomness import has_drawn, random_state, set_states_there
-from pipedream_rt.observe.timeline import perfetto
-from pipedream_rt.observe.trace import COMPUTES
+from pipedream_rt.tracing.timeline import perfetto
+from pipedream_rt.tracing.trace import COMPUTES
 
 pytestmark = [pytest.mark.standin, pytest.mark.usefixtures("environment")]
 

@@ -73,7 +73,7 @@ def test_the_bits_are_the_hosts_and_nothing_is_reported(layout, options, tmp_pat
 
 
 ON_THE_HOST = {
-    "devices/outgoing.py leave item",
+    "devices/accelerator.py leave item",
     "models/settings.py _flushes_denormals item",
     "messages/wire.py elements_of cpu",
 }
@@ -120,7 +120,7 @@ def test_the_thread_that_launches_waits_for_nothing(layout, options, tmp_path):
     waits = {kind: count for kind, count in standin.waits().items() if count}
     assert waits.keys() == {"event"}
     by_host = [place for place in found if place.split()[-1] in ("synchronize", "item", "cpu")]
-    assert set(by_host) <= {"devices/outgoing.py leave synchronize", *ON_THE_HOST}
+    assert set(by_host) <= {"devices/accelerator.py leave synchronize", *ON_THE_HOST}
     # A flush has a reply of each stage on a device, with a message of its own.
     of_losses = 10 if layout != "mixed" else 10 + 10 * 2
     assert of_losses <= waits["event"] <= of_losses + 3 + 10 * 3 * bool(options)

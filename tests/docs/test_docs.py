@@ -208,7 +208,7 @@ def commands(group, words=()):
 
 
 def test_every_verb_and_every_option_is_on_the_page_of_the_command_line():
-    from pipedream_rt.workers.command import main as worker
+    from pipedream_rt.cluster.worker.command import main as worker
 
     page = (DOCS / "reference" / "command-line.md").read_text()
     sections = dict(re.findall(r"^## (\S+)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))

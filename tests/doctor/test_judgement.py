@@ -2,14 +2,14 @@
 
 import pytest
 
-from pipedream_rt.doctor.judgement import Link, judge, options_of_planner
+from pipedream_rt.doctor.judgement import MeasuredLink, judge, options_of_planner
 
 FINE = {
     "software": "torch 2", "processor": "a kind", "source": "12ab", "memory": 8 << 30,
     "shm": 1 << 30, "shares": True, "files": 4096, "files_at_most": 4096, "accelerator": "",
     "folder": "ok",
 }  # fmt: skip
-FAST = Link(1e-4, 1e9)
+FAST = MeasuredLink(1e-4, 1e9)
 
 
 def bad(findings):
@@ -48,8 +48,8 @@ def test_what_does_not_fit_names_the_machine_and_what_to_do(change, check, grade
 
 def test_machines_clocks_addresses_and_links():
     links = {
-        ("a", "b"): FAST, ("b", "a"): FAST, ("a", "c"): Link(1e-3, 1e8),
-        ("c", "a"): Link(None, 0.0, "10.0.0.1:4 cannot be reached: timed out"),
+        ("a", "b"): FAST, ("b", "a"): FAST, ("a", "c"): MeasuredLink(1e-3, 1e8),
+        ("c", "a"): MeasuredLink(None, 0.0, "10.0.0.1:4 cannot be reached: timed out"),
     }  # fmt: skip
     found = bad(judge({"a": FINE}, links, {"b": -90.0}, 3, {"b": ("10.0.0.2", "192.0.2.1")}))
     assert {where: each.grade for where, each in found.items()} == {
@@ -65,4 +65,4 @@ def test_machines_clocks_addresses_and_links():
 
 
 def test_no_link_says_nothing_to_the_planner():
-    assert options_of_planner({("a", "b"): Link(None, 0.0, "no")}) == ""
+    assert options_of_planner({("a", "b"): MeasuredLink(None, 0.0, "no")}) == ""

@@ -8,7 +8,7 @@ from torch import nn
 
 from pipedream_rt.corrections import ErrorFeedback, Extrapolation
 from pipedream_rt.job.notices import (
-    LeftOut,
+    DisabledFeatures,
     about_balance,
     about_choice,
     about_cores,
@@ -20,9 +20,9 @@ from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.models import find_layers
 from pipedream_rt.schedules import plan_for
 
-NOTHING = LeftOut(schedule=False, micro_batches=False, corrections=False)
-BOTH = LeftOut(schedule=False, micro_batches=True, corrections=True)
-ALL = LeftOut(schedule=True, micro_batches=True, corrections=True)
+NOTHING = DisabledFeatures(schedule=False, micro_batches=False, corrections=False)
+BOTH = DisabledFeatures(schedule=False, micro_batches=True, corrections=True)
+ALL = DisabledFeatures(schedule=True, micro_batches=True, corrections=True)
 CORRECTED = (ErrorFeedback(), Extrapolation())
 
 
@@ -72,7 +72,11 @@ def test_workers_that_nobody_uses_are_told_of():
 
 
 def test_what_was_chosen_is_said_in_lines_of_eighty_columns():
-    for left_out in (ALL, BOTH, LeftOut(schedule=False, micro_batches=False, corrections=True)):
+    for left_out in (
+        ALL,
+        BOTH,
+        DisabledFeatures(schedule=False, micro_batches=False, corrections=True),
+    ):
         for made in (plan(), plan(per_update=16), plan("1f1b", 16), plan("2bw")):
             said = about_choice(made, CORRECTED, left_out, torch.optim.AdamW)
             named = made.flushes and not left_out.schedule  # which says all by itself

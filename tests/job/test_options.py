@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from pipedream_rt.cluster.environment import MAX_RESTARTS, RESUME, TRACE
-from pipedream_rt.coordinator import surroundings
-from pipedream_rt.coordinator.surroundings import (
+from pipedream_rt.coordinator import script_environment
+from pipedream_rt.coordinator.script_environment import (
     restart_option,
     resume_option,
     take_place,
@@ -35,7 +35,7 @@ def no_launcher(monkeypatch):
     """No outer launcher leaves word, and no other test has traced a pipeline."""
     for name in (TRACE, RESUME, MAX_RESTARTS, RESTART_COUNT):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(surroundings, "_taken", Counter())
+    monkeypatch.setattr(script_environment, "_taken", Counter())
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ from pipedream_rt import Clip, ConfigError, LossScale, Training
 from pipedream_rt.codecs import Int8
 from pipedream_rt.corrections import DelayCompensation, Extrapolation
 from pipedream_rt.job.codecs import codecs_of
-from pipedream_rt.job.given_optimizer import Parts
+from pipedream_rt.job.given_optimizer import OptimizerParts
 from pipedream_rt.job.rules import compiling, correcting, recomputing, rule_options, scale_of
 from pipedream_rt.schedules import plan_for
 from pipedream_rt.stage.rules.order import ORDER
 
-ADAM = Parts(torch.optim.Adam, {"lr": 0.1}, [(["0.weight"], {})], {})
+ADAM = OptimizerParts(torch.optim.Adam, {"lr": 0.1}, [(["0.weight"], {})], {})
 PLAN = plan_for("async-1f1b", num_stages=3, per_update=3)
 
 

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipedream_rt.messages import pages
-from pipedream_rt.messages.pages import LARGE, want_large_pages
-from pipedream_rt.messages.wire import described, place_for
+from pipedream_rt.messages import wire
+from pipedream_rt.messages.wire import LARGE, described, place_for, want_large_pages
 
 
 def large_pages_offered():
@@ -42,8 +41,8 @@ def test_memory_stays_what_it_was():
 
 def test_where_there_are_none_nothing_happens(monkeypatch):
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
-    pages._madvise.cache_clear()
+    wire._madvise.cache_clear()
     try:
         want_large_pages(0, LARGE)
     finally:
-        pages._madvise.cache_clear()
+        wire._madvise.cache_clear()

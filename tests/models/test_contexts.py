@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.models.cut import find_layers
-from pipedream_rt.models.record import record
+from pipedream_rt.models.recording import record
 from pipedream_rt.models.settings import refuse_contexts
 
 X = torch.randn(3, 4)

@@ -10,7 +10,6 @@ import pytest
 from support.recorded import begun, stepped, traced, whole_run
 
 from pipedream_rt import ConfigError, TraceError
-from pipedream_rt.observe.spans import Recorder, Shown
 from pipedream_rt.observers.events import packed
 from pipedream_rt.observers.folder import (
     EVENTS,
@@ -20,6 +19,7 @@ from pipedream_rt.observers.folder import (
     newest_trace_in,
     read_run,
 )
+from pipedream_rt.tracing.spans import Recorder, Shown
 
 ORDER = (
     "kind", "stage", "index", "version", "kept", "in_flight", "waited_for", "ready", "arrived",

@@ -19,7 +19,7 @@ from pipedream_rt.cli.show import workers_now
 from pipedream_rt.observers.folder import Following, RunFolder
 from pipedream_rt.observers.live import LivePage
 from pipedream_rt.observers.page.render import write_report
-from pipedream_rt.observers.record import RunRecord
+from pipedream_rt.observers.run_record import RunRecord
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from pipedream_rt.observers.page import panels as page_panels
 from pipedream_rt.observers.page.charts import Line, Mark, line_chart, number_text, tick_texts
 from pipedream_rt.observers.page.panels import panels, where_time_goes, workers_panel
 from pipedream_rt.observers.page.render import page_of, report_of, write_report
-from pipedream_rt.observers.record import RunRecord
+from pipedream_rt.observers.run_record import RunRecord
 
 _VOID = {"meta", "link", "br", "line", "path", "polygon", "rect"}
 

@@ -6,16 +6,16 @@ from hypothesis import strategies as st
 from support.profiles import chain
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.observe.summary import summarize
+from pipedream_rt.planning.alternatives import choices_text, explained, partition_text
 from pipedream_rt.planning.costing import Costing
 from pipedream_rt.planning.cuts import cuts_of
-from pipedream_rt.planning.explanation import choices_text, explained, partition_text
 from pipedream_rt.planning.machines import LinkCodec, Machines, Worker
 from pipedream_rt.planning.partition import SLOWDOWNS, partition_of
 from pipedream_rt.planning.planner import DATA_PARALLEL, partitions
-from pipedream_rt.planning.search import Stage
+from pipedream_rt.planning.search import StageChoice
 from pipedream_rt.schedules import plan_for
 from pipedream_rt.simulation import Costs, simulate
+from pipedream_rt.tracing.summary import summarize
 
 
 def machines(count, **more):
@@ -24,7 +24,7 @@ def machines(count, **more):
 
 def straight(count):
     """One layer for each stage, and one worker."""
-    return [Stage(i - 1, i, (i,)) for i in range(count)]
+    return [StageChoice(i - 1, i, (i,)) for i in range(count)]
 
 
 def simulated(profile, schedule, k, slacks, latency):
@@ -98,7 +98,7 @@ def test_the_bottleneck_may_be_a_link():
 
 def test_replicas_exchange_gradients_while_they_compute_unless_the_pipe_flushes():
     profile = chain(1, parameter_bytes=100.0)
-    stages = [Stage(-1, 0, (0, 1))]
+    stages = [StageChoice(-1, 0, (0, 1))]
     rates = {}
     for schedule in ("async-1f1b", "1f1b"):
         costing = Costing(cuts_of(profile), machines(2, bandwidth_within=500.0), schedule, 2)

@@ -13,16 +13,11 @@ from torch import nn
 
 import pipedream_rt.planning.profiling
 from pipedream_rt import ConfigError, LayerSpec, profile
-from pipedream_rt.job.batches import batch_of
+from pipedream_rt.batches.items import batch_of
 from pipedream_rt.planning.cuts import cuts_of
+from pipedream_rt.planning.meter import spread_of, timed_until_settled
 from pipedream_rt.planning.profile import LayerCosts
-from pipedream_rt.planning.profiling import (
-    about_unsettled,
-    hash_of,
-    optimizer_choice,
-    spread_of,
-    timed_until_settled,
-)
+from pipedream_rt.planning.profiling import about_unsettled, hash_of, optimizer_choice
 
 
 def test_each_time_is_that_of_the_layer(clock):

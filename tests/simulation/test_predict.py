@@ -9,12 +9,12 @@ from support.shapes import schedules
 from support.written import LaterBackward
 
 from pipedream_rt.errors import ConfigError, TraceError
-from pipedream_rt.observe.spans import SPAN
-from pipedream_rt.observe.summary import summarize
 from pipedream_rt.schedules import plan_for, plan_named
 from pipedream_rt.simulation.costs import Costs, costs_of
 from pipedream_rt.simulation.predict import changes_of, fit, predict, what_if
 from pipedream_rt.simulation.simulator import simulate
+from pipedream_rt.tracing.spans import SPAN
+from pipedream_rt.tracing.summary import summarize
 
 COSTS = costs_of(
     {

@@ -8,10 +8,10 @@ from support.shapes import made, replicated, schedules
 from support.slow_simulator import slow_simulation
 
 from pipedream_rt.errors import ConfigError, ScheduleError
-from pipedream_rt.observe import describe, summarize
 from pipedream_rt.schedules import Action, Kind, plan_for, plan_named
 from pipedream_rt.simulation.costs import Costs
 from pipedream_rt.simulation.simulator import simulate
+from pipedream_rt.tracing import describe, summarize
 
 
 def drawn(trace, scale=1_000_000):

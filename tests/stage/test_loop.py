@@ -29,7 +29,6 @@ from pipedream_rt.messages.message import (
     Target,
 )
 from pipedream_rt.messages.tree import flat_copy, flatten, own, unflatten
-from pipedream_rt.observe.spans import NOBODY, SPAN, Recorder
 from pipedream_rt.schedules import COORDINATOR, Action, Plan, Recipe, Shape, plan_named
 from pipedream_rt.schedules.policies import Flushed
 from pipedream_rt.schedules.written import plan_written
@@ -38,6 +37,7 @@ from pipedream_rt.stage.loop import Loop, LoopOptions
 from pipedream_rt.stage.optimizer import GroupSpec, OptimizerSpec
 from pipedream_rt.stage.spec import StageSpec
 from pipedream_rt.stage.stage import Stage
+from pipedream_rt.tracing.spans import NOBODY, SPAN, Recorder
 
 ONE = plan_named("async-1f1b", num_stages=1)
 TWO = plan_named("async-1f1b", num_stages=2)

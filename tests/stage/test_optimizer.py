@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.messages.keys import Key, by_text
+from pipedream_rt.messages.state_keys import StateKey, by_text
 from pipedream_rt.stage.optimizer import (
     GroupSpec,
     OptimizerSpec,
@@ -141,5 +141,5 @@ def test_state_by_name_goes_round():
     other.load_state(state)
     assert torch.equal(
         other.torch_optimizer.state[others["a"]]["exp_avg"],
-        state[Key("optimizer", "a", ("exp_avg",))],
+        state[StateKey("optimizer", "a", ("exp_avg",))],
     )

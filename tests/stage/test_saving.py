@@ -12,7 +12,7 @@ from support.stages import with_layers
 from torch import nn
 
 from pipedream_rt.checkpoint import read_stage
-from pipedream_rt.messages.keys import by_text
+from pipedream_rt.messages.state_keys import by_text
 from pipedream_rt.messages.tree import Value, flatten
 from pipedream_rt.schedules import Kind, plan_named
 from pipedream_rt.stage.buffers import buffer_slots

@@ -31,7 +31,7 @@ from torch import nn
 from pipedream_rt.errors import ConfigError, NonFiniteLoss, ScheduleError, VersionError
 from pipedream_rt.messages.tree import Value, flatten, own, unflatten
 from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind, Kind, plan_named
-from pipedream_rt.stage import snapshot
+from pipedream_rt.stage import stage_state
 from pipedream_rt.stage.commands import set_mode
 from pipedream_rt.stage.optimizer import GroupSpec, OptimizerSpec
 from pipedream_rt.stage.spec import StageSpec
@@ -891,7 +891,7 @@ def test_loading_a_state_forgets_the_versions_before():
         "0.bias": torch.tensor([7.0]),
         "9.x": torch.ones(1),
     }
-    snapshot.load_state(stage, loaded)
+    stage_state.load_state(stage, loaded)
     loaded["0.weight"].zero_()  # a copy was taken
     assert stage.parameters.ledger.kept == {4}
     assert ASYNC.reads(0, 4) == 2
@@ -902,7 +902,7 @@ def test_loading_a_state_forgets_the_versions_before():
 def test_what_a_state_does_not_have_stays():
     stage = a_stage([nn.Linear(1, 1)])
     bias = stage.module[0].bias.item()
-    snapshot.load_state(stage, {"0.weight": torch.tensor([[5.0]])})
+    stage_state.load_state(stage, {"0.weight": torch.tensor([[5.0]])})
     assert (stage.module[0].weight.item(), stage.module[0].bias.item()) == (5, bias)
 
 
@@ -910,9 +910,9 @@ def test_weights_are_not_replaced_while_micro_batches_are_in_flight():
     stage = a_stage([nn.Linear(1, 1)])
     stage.forward(0, [value(torch.ones(1, 1))], HYPER)
     with pytest.raises(VersionError, match="in flight"):
-        snapshot.load_state(stage, {})
+        stage_state.load_state(stage, {})
     with pytest.raises(VersionError, match="in flight"):
-        snapshot.restore(stage, 0, {}, {}, {})
+        stage_state.restore(stage, 0, {}, {}, {})
 
 
 def test_a_stage_goes_on_as_of_an_update_with_its_older_versions_and_buffers():
@@ -929,7 +929,7 @@ def test_a_stage_goes_on_as_of_an_update_with_its_older_versions_and_buffers():
 
     plan = plan_named("async-1f1b", num_stages=3, per_update=2)
     stage = a_stage([Adds()], plan, 0)
-    snapshot.restore(
+    stage_state.restore(
         stage,
         5,
         {"0.w": torch.tensor([50.0])},

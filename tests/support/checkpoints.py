@@ -6,18 +6,18 @@ import torch
 
 from pipedream_rt.checkpoint import (
     Manifest,
-    Part,
     Snapshot,
+    UnfinishedCheckpoint,
     checkpoints,
     write_manifest,
     write_stage,
 )
-from pipedream_rt.messages.keys import optimizer_state
+from pipedream_rt.messages.state_keys import optimizer_state
 
 
 @contextlib.contextmanager
 def committing(root, step):
-    part = Part(root, step)
+    part = UnfinishedCheckpoint(root, step)
     try:
         yield part.folder
         part.commit()

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from pipedream_rt.cluster.serial import SerialCluster
+from pipedream_rt.serial.cluster import SerialCluster
 
 from .models import POINTS, kitchen_sink
 

@@ -1,6 +1,6 @@
 """What a rule of a stage is given, without a stage."""
 
-from pipedream_rt.stage.rules.base import Context
+from pipedream_rt.stage.rules.rule import Context
 from pipedream_rt.stage.weights import Weights
 
 

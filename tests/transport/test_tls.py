@@ -108,7 +108,7 @@ def test_nothing_of_it_can_be_read_on_the_way(stack, folders):
 
 @pytest.mark.parametrize("stranger", ["caller", "door"])
 def test_another_certificate(stack, folders, stranger, caplog, monkeypatch):
-    monkeypatch.setattr("pipedream_rt.transport.tls._told_s", [-math.inf])
+    monkeypatch.setattr("pipedream_rt.transport.tls_relay._told_s", [-math.inf])
     left, right = pair(stack, *(folders if stranger == "door" else folders[::-1]))
     with suppress(OSError):  # the connection may have ended already
         left.sendall(b"x")

@@ -14,16 +14,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from pipedream_rt.cluster.engines import elastic, slurm
-from pipedream_rt.cluster.engines.base import Asked, Membership, Node, Supervisor
+from pipedream_rt.cluster.engines.interface import EngineRequest, Membership, Node, Supervisor
 
-__all__ = ["Asked", "Membership", "Node", "Supervisor", "membership"]
+__all__ = ["EngineRequest", "Membership", "Node", "Supervisor", "membership"]
 
-_FINDERS: tuple[Callable[[Mapping[str, str], Asked], Membership | None], ...] = (
+_FINDERS: tuple[Callable[[Mapping[str, str], EngineRequest], Membership | None], ...] = (
     elastic.found,  # first: what the user or Kubeflow says outranks what is only detected
     slurm.found,
 )
 
 
-def membership(environment: Mapping[str, str], asked: Asked) -> Membership | None:
+def membership(environment: Mapping[str, str], asked: EngineRequest) -> Membership | None:
     """Return the job whose engine has started this process; None if there is none."""
     return next((made for find in _FINDERS if (made := find(environment, asked))), None)

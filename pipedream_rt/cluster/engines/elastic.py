@@ -11,7 +11,7 @@ import socket
 from collections.abc import Mapping
 
 from pipedream_rt.cluster.addresses import is_here, joined, parse_address
-from pipedream_rt.cluster.engines.base import Asked, Node
+from pipedream_rt.cluster.engines.interface import EngineRequest, Node
 from pipedream_rt.cluster.environment import secret_of_environment
 from pipedream_rt.cluster.keys import Secret
 from pipedream_rt.deadline import Deadline
@@ -22,7 +22,7 @@ _PORT = 29500
 """The default port of torchrun."""
 
 
-def found(environment: Mapping[str, str], asked: Asked) -> Elastic | None:
+def found(environment: Mapping[str, str], asked: EngineRequest) -> Elastic | None:
     """Return the job that options or ``PET_`` variables describe; None if of no or one node."""
     nodes = _number(environment, "PET_NNODES", asked.nodes)
     if nodes is None or nodes == 1:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
-from pipedream_rt.cluster.engines.base import Asked, Node
+from pipedream_rt.cluster.engines.interface import EngineRequest, Node
 from pipedream_rt.cluster.environment import check_private, read_secret, secret_of_file
 from pipedream_rt.cluster.keys import Secret
 from pipedream_rt.deadline import Deadline
@@ -37,7 +37,7 @@ _LOOK_S = 0.2
 """Seconds between two looks for the file: a shared file system does not notify other nodes."""
 
 
-def found(environment: Mapping[str, str], asked: Asked) -> Slurm | None:
+def found(environment: Mapping[str, str], asked: EngineRequest) -> Slurm | None:
     """Return the step that this process is a task of; None if of none, as a batch script."""
     if asked.nodes is not None or "SLURM_STEP_ID" not in environment:
         return None

@@ -18,7 +18,7 @@ _NARROW = 0.09
 Cell = str | Markup
 
 
-class Part(NamedTuple):
+class BarSegment(NamedTuple):
     """A part of a bar.
 
     Attributes:
@@ -65,7 +65,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Cell]]) -> Markup:
     ).format(cells, body)
 
 
-def bars(rows: Iterable[tuple[str, Sequence[Part]]]) -> Markup:
+def bars(rows: Iterable[tuple[str, Sequence[BarSegment]]]) -> Markup:
     """Return a bar for each row, with a legend of the kinds of parts."""
     rows = list(rows)
     names = {part.kind: part.name.partition(":")[0] for _, parts in rows for part in parts}
@@ -82,7 +82,7 @@ def bars(rows: Iterable[tuple[str, Sequence[Part]]]) -> Markup:
     return Markup('<div class="bars">{}</div><ul class="legend">{}</ul>').format(drawn, legend)
 
 
-def _part(part: Part) -> Markup:
+def _part(part: BarSegment) -> Markup:
     words = f"{part.share:.0%}"
     return Markup('<span class="part {}" style="width:{}%" title="{} {}">{}</span>').format(
         part.kind,
@@ -124,3 +124,19 @@ def drawn_plan(workers: Iterable[tuple[str, Sequence[Box]]]) -> Markup:
 def _box(box: Box) -> Markup:
     lines = Markup("").join(Markup("<p>{}</p>").format(line) for line in box.lines)
     return Markup('<div class="stage"><h4>{}</h4>{}</div>').format(box.title, lines)
+
+
+class Panel(NamedTuple):
+    """A part of the page.
+
+    Attributes:
+        name: Stays the same while the page is live, so that the panel can be replaced.
+        wide: Whether it takes the whole width.
+        note: How to read it, in a sentence.
+    """
+
+    name: str
+    title: str
+    body: Markup
+    wide: bool = False
+    note: str = ""

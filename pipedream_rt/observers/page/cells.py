@@ -8,11 +8,11 @@ from typing import Protocol
 from markupsafe import Markup
 
 from pipedream_rt.errors import PipelineError
-from pipedream_rt.observe.timeline import svg, window
-from pipedream_rt.observe.trace import Trace
 from pipedream_rt.observers.page.blocks import known, table
 from pipedream_rt.observers.page.charts import number_text
 from pipedream_rt.schedules import Plan
+from pipedream_rt.tracing.timeline import svg, window
+from pipedream_rt.tracing.trace import Trace
 
 _STYLE = (
     "<style>.pdrt td,.pdrt th{text-align:left!important;padding:2px 14px 2px 0!important}"

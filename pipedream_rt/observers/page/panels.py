@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from markupsafe import Markup
 
 from pipedream_rt.errors import PipelineError, TraceError
-from pipedream_rt.observe.balance import about_balance, about_size, speed_of
-from pipedream_rt.observe.spans import NOBODY
-from pipedream_rt.observe.summary import (
+from pipedream_rt.observers.events import Begun
+from pipedream_rt.observers.page import blocks
+from pipedream_rt.observers.page.blocks import Panel, known
+from pipedream_rt.observers.page.charts import Line, line_chart, number_text
+from pipedream_rt.observers.page.curves import Curve, curve_panels, says_something, table_of_curves
+from pipedream_rt.observers.page.timeline_panel import timelines
+from pipedream_rt.observers.run_record import Bucket, RunRecord
+from pipedream_rt.schedules import COORDINATOR, Kind, Plan
+from pipedream_rt.schedules.actions import OF_UPDATES
+from pipedream_rt.simulation.predict import predict, what_if
+from pipedream_rt.tracing.balance import about_balance, about_size, speed_of
+from pipedream_rt.tracing.spans import NOBODY
+from pipedream_rt.tracing.summary import (
     PERCENTILES,
     WORKER_HEAD,
     bytes_text,
@@ -22,17 +30,7 @@ from pipedream_rt.observe.summary import (
     summarize,
     worker_rows,
 )
-from pipedream_rt.observe.trace import CODES, COMPUTES, PASS, Trace
-from pipedream_rt.observers.events import Begun
-from pipedream_rt.observers.page import blocks
-from pipedream_rt.observers.page.blocks import known
-from pipedream_rt.observers.page.charts import Line, Mark, line_chart, number_text
-from pipedream_rt.observers.page.timeline import timelines
-from pipedream_rt.observers.record import Bucket, RunRecord
-from pipedream_rt.schedules import COORDINATOR, Kind, Plan
-from pipedream_rt.schedules.actions import OF_UPDATES
-from pipedream_rt.schema import printable
-from pipedream_rt.simulation.predict import predict, what_if
+from pipedream_rt.tracing.trace import CODES, COMPUTES, PASS, Trace
 
 _GAIN = 1.1
 """How many times as fast a simulated change must make a run for the page to advise it."""
@@ -40,11 +38,6 @@ _GAIN = 1.1
 _HELD_UP = 0.2
 """The share of the time that a first stage waits for the script, from which on that is told."""
 
-_SMOOTHED, _SLOWLY = 40, 0.1
-"""Points from which on a smoothed line is drawn, and the weight of each new point in it."""
-
-_METRICS = 8
-"""Metrics of evaluations that get a curve, at most."""
 
 _COMPARED = ("loss", "evaluated", "rate", "throughput", "staleness")
 """How the names begin of the curves that compare runs, by their first lines."""
@@ -54,22 +47,6 @@ _RECENT_S = 60.0
 
 _MOST_SIMULATED = 20_000
 """Spans up to which a trace is simulated for the page: that takes a second or two."""
-
-
-class Panel(NamedTuple):
-    """A part of the page.
-
-    Attributes:
-        name: Stays the same while the page is live, so that the panel can be replaced.
-        wide: Whether it takes the whole width.
-        note: How to read it, in a sentence.
-    """
-
-    name: str
-    title: str
-    body: Markup
-    wide: bool = False
-    note: str = ""
 
 
 def panels(record: RunRecord, *, live: bool = False) -> list[Panel]:
@@ -84,7 +61,7 @@ def panels(record: RunRecord, *, live: bool = False) -> list[Panel]:
         found.append(Panel("warnings", "What to look at", _list(texts, "warnings"), True))
     if chosen:
         found.append(Panel("chosen", "Said at the start", _list(chosen, "said"), True))
-    found += _curves(record, begun, live)
+    found += curve_panels(record, begun, live)
     found += _stages(record, begun, plan)
     if trace is not None:
         found += _of_trace(trace, live)
@@ -115,14 +92,14 @@ def compared(records: Mapping[str, RunRecord]) -> list[Panel]:
     if any(differing.values()):
         table = _beside(names, differing)
         found.append(Panel("settings", "Settings that differ", table, True))
-    curves: dict[str, tuple[_Curve, list[Line]]] = {}
+    curves: dict[str, tuple[Curve, list[Line]]] = {}
     for name, record in records.items():
-        for curve in _table_of_curves(record, 0):
+        for curve in table_of_curves(record, 0):
             if curve.lines and curve.name.startswith(_COMPARED):
                 _, lines = curves.setdefault(curve.title, (curve, []))
                 lines.append(Line(name, curve.lines[0].points))
     for number, (curve, lines) in enumerate(curves.values()):
-        if any(_says_something(line, curve.from_zero) for line in lines):
+        if any(says_something(line, curve.from_zero) for line in lines):
             axis = "seconds" if curve.over_time else "mini-batch"
             chart = line_chart(curve.words, lines, axis, from_zero=curve.from_zero)
             found.append(Panel(f"curve-{number}", curve.title, chart))
@@ -324,164 +301,6 @@ def _slack_advice(trace: Trace) -> Iterator[str]:
 # -- curves -------------------------------------------------------------------------------------
 
 
-class _Curve(NamedTuple):
-    """A chart of the page.
-
-    Attributes:
-        name: That of its panel, as are ``title`` and ``note``.
-        words: What it shows, to be read aloud.
-        over_time: Whether its horizontal axis is the time, rather than mini-batches.
-        from_zero: Whether its vertical axis begins at 0.
-    """
-
-    name: str
-    title: str
-    words: str
-    lines: Sequence[Line]
-    over_time: bool = False
-    from_zero: bool = False
-    note: str = ""
-
-
-def _says_something(line: Line, from_zero: bool) -> bool:
-    """Whether a line has values; on an axis that begins at 0, others than 0."""
-    values = [value for _, value in line.points if math.isfinite(value)]
-    return any(values) if from_zero else bool(values)
-
-
-def _curves(record: RunRecord, begun: Begun, live: bool) -> Iterator[Panel]:
-    """Yield the curves over mini-batches and over time; on a live page also empty ones."""
-    by_step = _marks(record, lambda event: float(event.step))
-    by_time = _marks(record, lambda event: event.time - record.first)
-    for curve in _table_of_curves(record, len(begun.stages)):
-        axis, marks = ("seconds", by_time) if curve.over_time else ("mini-batch", by_step)
-        if not (live or any(_says_something(line, curve.from_zero) for line in curve.lines)):
-            continue
-        chart = line_chart(curve.words, curve.lines, axis, marks, from_zero=curve.from_zero)
-        yield Panel(curve.name, curve.title, chart, note=curve.note)
-
-
-def _table_of_curves(record: RunRecord, stages: int) -> list[_Curve]:
-    """Return the curves of a run."""
-    buckets = list(record.steps)
-
-    def at_step(value: Callable[[Bucket], float]) -> list[tuple[float, float]]:
-        return [(float(b.last.step), value(b)) for b in buckets]
-
-    loss = at_step(lambda b: b.loss)
-    band = [(b.low, b.high) for b in buckets] if any(b.count > 1 for b in buckets) else []
-    evaluated = [(float(e.step), e.values.get("loss", math.nan)) for e in record.evaluations]
-    over_time = [(b.last.time - record.first, b.loss) for b in buckets]
-    groups = min((len(b.last.rates) for b in buckets), default=0)
-    rates = [
-        Line(f"group {g}" if groups > 1 else "rate", at_step(lambda b, g=g: b.last.rates[g]))  # type: ignore[misc]
-        for g in range(min(groups, 8))
-    ]
-    busy = [Line(f"stage {s}", p) for s, p in enumerate(_busy(buckets, record.first, stages))]
-    return [
-        _Curve(
-            "loss", "Loss", "loss over mini-batches",
-            [Line("training", loss, band), Line("evaluation", evaluated), *_smoothed(loss)],
-            note="Each point is the mean of neighbouring mini-batches, the band their range."
-            if band
-            else "",
-        ),
-        *_evaluated(record),
-        _Curve(
-            "loss-time", "Loss over time", "loss over time", [Line("training", over_time)],
-            over_time=True,
-        ),
-        _Curve("rate", "Learning rate", "learning rate over mini-batches", rates),
-        _Curve(
-            "throughput", "Throughput", "samples per second over time",
-            [Line("throughput", _throughput(buckets, record.first))],
-            over_time=True, from_zero=True,
-            note="Samples per second, or mini-batches where samples are not known.",
-        ),
-        _Curve(
-            "staleness", "Staleness", "staleness over mini-batches",
-            [Line("staleness", at_step(lambda b: float(b.staleness)))],
-            from_zero=True,
-            note="Updates between the oldest weight version that was read and the one that is "
-            "updated.",
-        ),
-        _Curve(
-            "busy", "Computing", "share of the time in which each stage computes", busy[:16],
-            over_time=True, from_zero=True,
-            note="The share of the time in which each stage computes.",
-        ),
-    ]  # fmt: skip
-
-
-def _smoothed(points: Sequence[tuple[float, float]]) -> list[Line]:
-    """Return the exponential mean of many points as a line; none for few points."""
-    if len(points) < _SMOOTHED:
-        return []
-    found, mean = [], math.nan
-    for at, value in points:
-        if math.isfinite(value):
-            mean = value if math.isnan(mean) else mean + (value - mean) * _SLOWLY
-        found.append((at, mean))
-    return [Line("training, smoothed", found)]
-
-
-def _evaluated(record: RunRecord) -> Iterator[_Curve]:
-    """Yield a curve for each metric of evaluations, up to `_METRICS`."""
-    names = dict.fromkeys(n for e in record.evaluations for n in e.values if n != "loss")
-    for number, name in enumerate([*names][:_METRICS]):
-        points = [(float(e.step), e.values.get(name, math.nan)) for e in record.evaluations]
-        title = f"Evaluation: {printable(name, 40)}"
-        yield _Curve(
-            f"evaluated-{number}", title, f"{title} over mini-batches", [Line(name, points)]
-        )
-
-
-def _marks(record: RunRecord, place: Any) -> list[Mark]:
-    """Return the recoveries, checkpoints and evaluations at their places."""
-    marks = [
-        Mark(
-            place(e),
-            "recovered",
-            f"recovered in {seconds_text(e.seconds)}, and {e.replayed} micro-batches were computed "
-            f"again: {e.reason}",
-        )
-        for e in record.recovered
-    ]
-    marks += [Mark(place(e), "saved", f"checkpoint {e.step}") for e in record.saved]
-    return marks + [Mark(place(e), "evaluated", "evaluation") for e in record.evaluations]
-
-
-def _throughput(buckets: Sequence[Bucket], first: float) -> list[tuple[float, float]]:
-    """Return the samples, or mini-batches, per second, by seconds since the start."""
-    # At most 200 points: closer neighbours are taken together.
-    found, since = [], 0
-    least = (buckets[-1].last.time - buckets[0].last.time) / 200 if buckets else 0.0
-    for i in range(1, len(buckets)):
-        seconds = buckets[i].last.time - buckets[since].last.time
-        if seconds <= 0 or seconds < least:
-            continue
-        part = buckets[since + 1 : i + 1]
-        count = sum(b.samples for b in part) or sum(b.count for b in part)
-        found.append((buckets[i].last.time - first, count / seconds))
-        since = i
-    return found
-
-
-def _busy(buckets: Sequence[Bucket], first: float, stages: int) -> list[list[tuple[float, float]]]:
-    """Return, by stage, the share of the time in which it computed, by seconds since the start."""
-    count = min((len(b.last.busy_s) for b in buckets), default=stages)
-    found: list[list[tuple[float, float]]] = [[] for _ in range(count)]
-    stride = max(1, len(buckets) // 100)
-    for before, after in pairwise(buckets[::stride]):
-        seconds = after.last.time - before.last.time
-        for stage in range(count):
-            computed = after.last.busy_s[stage] - before.last.busy_s[stage]
-            # After a recovery new workers count from 0.
-            share = math.nan if seconds <= 0 or computed < 0 else min(computed / seconds, 1.0)
-            found[stage].append((after.last.time - first, share))
-    return found
-
-
 # -- stages -------------------------------------------------------------------------------------
 
 
@@ -585,7 +404,7 @@ def _of_trace(trace: Trace, live: bool) -> Iterator[Panel]:
     yield Panel("timeline", "Timeline", drawn, True, note)
 
 
-def where_time_goes(trace: Trace, address: int) -> list[blocks.Part]:
+def where_time_goes(trace: Trace, address: int) -> list[blocks.BarSegment]:
     """Return the parts of a stage's time, from the first action of the trace to the last."""
     plan, spans = trace.plan, trace.spans
     acting = spans[np.isin(spans["kind"], (*COMPUTES, PASS)) & (spans["stage"] >= 0)]
@@ -596,7 +415,7 @@ def where_time_goes(trace: Trace, address: int) -> list[blocks.Part]:
     for kind, name, codes in _KINDS:
         chosen = mine[np.isin(mine["kind"], codes)]
         share = float((chosen["end"] - chosen["start"]).sum()) / whole
-        parts.append(blocks.Part(kind, name, share))
+        parts.append(blocks.BarSegment(kind, name, share))
     ready = np.maximum(mine["ready"], begin)
     # Clipped: a message that came before the worker was ready kept nobody waiting, and no wait goes
     # on after the action began.
@@ -610,11 +429,11 @@ def where_time_goes(trace: Trace, address: int) -> list[blocks.Part]:
         if share > 0.0005:
             words = {"script": "waits for the script", "before": "waits for a stage before",
                      "after": "waits for a stage after"}[side]  # fmt: skip
-            parts.append(blocks.Part(f"wait-{side}", f"{words}: {name}", share))
+            parts.append(blocks.BarSegment(f"wait-{side}", f"{words}: {name}", share))
     held = float(np.maximum(mine["start"] - np.where(needed, came, ready), 0).sum()) / whole
-    parts.append(blocks.Part("held", "held up", held))
+    parts.append(blocks.BarSegment("held", "held up", held))
     rest = max(1.0 - sum(part.share for part in parts), 0.0)
-    parts.append(blocks.Part("rest", "nothing to do, or other stages of its worker", rest))
+    parts.append(blocks.BarSegment("rest", "nothing to do, or other stages of its worker", rest))
     return [part for part in parts if part.share > 0.0005]
 
 

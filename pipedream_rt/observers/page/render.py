@@ -16,8 +16,9 @@ from markupsafe import Markup
 from pipedream_rt import __version__
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.observers.events import Ended, Event
-from pipedream_rt.observers.page.panels import Panel, compared, panels, title_of
-from pipedream_rt.observers.record import RunRecord
+from pipedream_rt.observers.page.blocks import Panel
+from pipedream_rt.observers.page.panels import compared, panels, title_of
+from pipedream_rt.observers.run_record import RunRecord
 from pipedream_rt.schema import write_file
 
 _log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.stage.rules.base import Context, RuleOption, Update, UpdateRule
+from pipedream_rt.stage.rules.rule import Context, RuleOption, Update, UpdateRule
 from pipedream_rt.stage.rules.totals import Norms, Totals, place
 from pipedream_rt.torch_private import norms_of
 

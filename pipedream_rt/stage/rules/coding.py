@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedream_rt.codecs.base import ByteCodec, Sizes, naming, require_parts, require_same
-from pipedream_rt.messages.keys import CODECS, Key, StepState
+from pipedream_rt.codecs.codec import ByteCodec, Sizes, naming, require_parts, require_same
+from pipedream_rt.messages.state_keys import CODECS, StateKey, StepState
 from pipedream_rt.messages.wire import dtype_of, name_of_dtype
 from pipedream_rt.schedules import EdgeKind
 from pipedream_rt.schedules.edges import Edge
-from pipedream_rt.stage.rules.base import Context, MicroBatchRule, RuleOption, Update
-from pipedream_rt.stage.values import Gifts
+from pipedream_rt.stage.rules.rule import Context, MicroBatchRule, RuleOption, Update
+from pipedream_rt.stage.values import Outgoing
 
 Residuals = dict[tuple[Edge, int], Tensor]
 """What packing has lost, by edge and the place of the tensor in its value."""
@@ -54,7 +54,7 @@ class Coding(MicroBatchRule):
     def __init__(self, by_edge: Mapping[tuple[int, int], ByteCodec], context: Context) -> None:
         self._plan, self._address, self._by_edge = context.plan, context.address, by_edge
         self._codecs: dict[Edge, ByteCodec | None] = {}
-        self._ways = {kind: _Way() for kind in _ONE_WAY}
+        self._ways = {kind: _Direction() for kind in _ONE_WAY}
         self._sizes: dict[Edge, Sizes] = {}
         self._version = 0
         # By names of layers, since a checkpoint of another split may have some of these edges too.
@@ -159,7 +159,7 @@ class Coding(MicroBatchRule):
 
     # -- what is kept ---------------------------------------------------------------------------
 
-    def after(self, update: Update, optimizer: torch.optim.Optimizer | None) -> Gifts:
+    def after(self, update: Update, optimizer: torch.optim.Optimizer | None) -> Outgoing:
         """Forget the residuals that only older checkpoints needed."""
         self._version = update.number + 1
         for way in self._ways.values():
@@ -174,12 +174,12 @@ class Coding(MicroBatchRule):
             for (edge, place), tensor in way.at(self._version).items()
         }
 
-    def _key(self, edge: Edge, place: int) -> Key:
+    def _key(self, edge: Edge, place: int) -> StateKey:
         """Return the key of a residual, which stays the same if the model is cut elsewhere too."""
         replicas = map(self._plan.replica_of, (edge.source, edge.target))
-        return Key(CODECS, self._cut(*self._ends(edge)), (edge.kind.value, *replicas, place))
+        return StateKey(CODECS, self._cut(*self._ends(edge)), (edge.kind.value, *replicas, place))
 
-    def load_state(self, state: Mapping[Key, Any], step: int) -> None:
+    def load_state(self, state: Mapping[StateKey, Any], step: int) -> None:
         """Go on with the residuals of those edges on which this stage sends."""
         self._version = step
         for way in self._ways.values():
@@ -215,7 +215,7 @@ class Coding(MicroBatchRule):
         }
 
 
-class _Way:
+class _Direction:
     """The residuals of one direction, now and as they were before mini-batches that have begun."""
 
     def __init__(self) -> None:

@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedream_rt.corrections.base import Correction, Moment, Named, overrides
+from pipedream_rt.corrections.correction import Correction, Moment, Named, overrides
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.messages.keys import Key, StepState, by_name
+from pipedream_rt.messages.state_keys import StateKey, StepState, by_name
 from pipedream_rt.stage.optimizer import Hyper, like
 from pipedream_rt.stage.parameters import Adjust, VersionedParameters
-from pipedream_rt.stage.rules.base import (
+from pipedream_rt.stage.rules.rule import (
     Context,
     MicroBatchRule,
     RuleOption,
     Update,
     UpdateRule,
 )
-from pipedream_rt.stage.values import Gifts
+from pipedream_rt.stage.values import Outgoing
 
 _PART = "corrections"
 """The part of the keys of what is kept for a parameter. Its name is followed by ``state``, the
@@ -187,7 +187,7 @@ class Corrections(UpdateRule, MicroBatchRule):
     # -- views ----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def after(self, update: Update, optimizer: torch.optim.Optimizer | None) -> Gifts:
+    def after(self, update: Update, optimizer: torch.optim.Optimizer | None) -> Outgoing:
         """Make the views of the new version, even if its update was skipped."""
         version = update.number + 1
         for staleness in self._distances(version) if optimizer is not None else ():
@@ -237,13 +237,13 @@ class Corrections(UpdateRule, MicroBatchRule):
             self._check_state(correction, ())
             for name, values in correction.state.items():
                 for key, value in values.items():
-                    found[Key(_PART, name, ("state", number, key))] = value
+                    found[StateKey(_PART, name, ("state", number, key))] = value
         return found | self.views()
 
     def views(self, of: int | None = None) -> StepState:
         """Return the views of a version, or of all versions that are kept."""
         return {
-            Key(_PART, name, ("view", version, staleness)): tensor
+            StateKey(_PART, name, ("view", version, staleness)): tensor
             for (version, staleness), named in self._own.views().items()
             if of is None or version == of
             for name, tensor in named.items()
@@ -293,7 +293,7 @@ class Corrections(UpdateRule, MicroBatchRule):
         kept += [t for named in self._own.views().values() for t in named.values()]
         return {"correction_bytes": sum(v.nbytes for v in kept if isinstance(v, Tensor))}
 
-    def load_state(self, state: Mapping[Key, Any], step: int) -> None:
+    def load_state(self, state: Mapping[StateKey, Any], step: int) -> None:
         """Replace the state of all corrections, and the views of versions that are kept."""
         given = by_name(state, _PART, self._parameters)
         for correction in self._all:

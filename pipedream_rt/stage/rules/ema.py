@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from pipedream_rt.messages.keys import Key, StepState
+from pipedream_rt.messages.state_keys import StateKey, StepState
 from pipedream_rt.stage.optimizer import like
-from pipedream_rt.stage.rules.base import Context, RuleOption, Update, UpdateRule
-from pipedream_rt.stage.values import Gifts
+from pipedream_rt.stage.rules.rule import Context, RuleOption, Update, UpdateRule
+from pipedream_rt.stage.values import Outgoing
 
 AVERAGE = "ema"
 """The part of the keys of averages."""
@@ -42,7 +42,7 @@ class Ema(UpdateRule):
         self._average: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def after(self, update: Update, optimizer: torch.optim.Optimizer | None) -> Gifts:
+    def after(self, update: Update, optimizer: torch.optim.Optimizer | None) -> Outgoing:
         """Move the average towards the weights."""
         if update.skipped or optimizer is None:
             return {}
@@ -58,11 +58,11 @@ class Ema(UpdateRule):
         return self._average or {n: p.detach() for n, p in self._parameters.items()}
 
     def state(self) -> StepState:
-        return {Key(AVERAGE, name): tensor for name, tensor in self._average.items()}
+        return {StateKey(AVERAGE, name): tensor for name, tensor in self._average.items()}
 
-    def load_state(self, state: Mapping[Key, Any], step: int) -> None:
+    def load_state(self, state: Mapping[StateKey, Any], step: int) -> None:
         self._average = {
-            name: like(parameter, state[Key(AVERAGE, name)])
+            name: like(parameter, state[StateKey(AVERAGE, name)])
             for name, parameter in self._parameters.items()
-            if Key(AVERAGE, name) in state
+            if StateKey(AVERAGE, name) in state
         }

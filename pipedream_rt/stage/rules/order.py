@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from pipedream_rt.stage.rules.base import Context, Rule, RuleOption
 from pipedream_rt.stage.rules.clipping import Clip
 from pipedream_rt.stage.rules.coding import EdgeCodecs
 from pipedream_rt.stage.rules.corrections import Correcting
 from pipedream_rt.stage.rules.ema import Averaging
 from pipedream_rt.stage.rules.replicas import Replicas
+from pipedream_rt.stage.rules.rule import Context, Rule, RuleOption
 from pipedream_rt.stage.rules.scaling import LossScale
 from pipedream_rt.stage.rules.shards import Shards
 from pipedream_rt.stage.rules.ties import Ties

@@ -13,8 +13,8 @@ from torch import Tensor
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.schedules import EdgeKind
 from pipedream_rt.schedules.edges import Address
-from pipedream_rt.stage.rules.base import Context, Update, UpdateRule
-from pipedream_rt.stage.values import Gifts, Part
+from pipedream_rt.stage.rules.rule import Context, Update, UpdateRule
+from pipedream_rt.stage.values import Outgoing, ReplicaGradients
 
 
 class Replicas(UpdateRule):
@@ -27,10 +27,10 @@ class Replicas(UpdateRule):
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._mine: dict[int, Part] = {}  # by update, what this replica has sent
-        self._came: dict[Address, Part] = {}
+        self._mine: dict[int, ReplicaGradients] = {}  # by update, what this replica has sent
+        self._came: dict[Address, ReplicaGradients] = {}
 
-    def reduce(self, update: Update) -> Gifts:
+    def reduce(self, update: Update) -> Outgoing:
         """Send the gradients that this replica has summed for an update."""
         for name, gradient in zip(self._context.named, update.gradients, strict=True):
             if gradient is not None and gradient.layout is not torch.strided:
@@ -38,7 +38,7 @@ class Replicas(UpdateRule):
                     f"stage {self._context.stage}: the gradient of {name!r} is sparse, and "
                     "replicas add up dense ones alone; make the layer with sparse=False"
                 )
-        part = Part(update.gradients, update.hyper, update.read)
+        part = ReplicaGradients(update.gradients, update.hyper, update.read)
         self._mine[update.number] = part
         return {EdgeKind.PARTIAL: part}
 
@@ -47,7 +47,7 @@ class Replicas(UpdateRule):
         self._came[sender] = value
 
     @torch.no_grad()
-    def collect(self, update: Update) -> Gifts:
+    def collect(self, update: Update) -> Outgoing:
         """Sum the gradients of all replicas."""
         parts, self._came = self._came, {}
         if update.number in self._mine:

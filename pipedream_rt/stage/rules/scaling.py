@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.messages.keys import Key, StepState
-from pipedream_rt.stage.rules.base import (
+from pipedream_rt.messages.state_keys import StateKey, StepState
+from pipedream_rt.stage.rules.rule import (
     Context,
     MicroBatchRule,
     RuleOption,
@@ -32,7 +32,7 @@ from pipedream_rt.stage.rules.base import (
 from pipedream_rt.stage.rules.totals import NOT_FINITE, Norms, Totals
 from pipedream_rt.torch_private import find_non_finite_and_unscale
 
-_KEY = Key("scaling", path=("scales",))
+_KEY = StateKey("scaling", path=("scales",))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +154,7 @@ class Scaling(UpdateRule, MicroBatchRule):
             return {}
         return {_KEY: [[version, *s] for version, s in sorted(self._states.items())]}
 
-    def load_state(self, state: Mapping[Key, Any], step: int) -> None:
+    def load_state(self, state: Mapping[StateKey, Any], step: int) -> None:
         """Go on with the scales up to the version of the checkpoint."""
         saved = state.get(_KEY, [])
         states = {v: (scale, since, skipped) for v, scale, since, skipped in saved if v <= step}

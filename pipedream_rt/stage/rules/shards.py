@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from pipedream_rt.schedules import EdgeKind
 from pipedream_rt.schedules.edges import Address
-from pipedream_rt.stage.rules.base import Context, Update, UpdateRule
-from pipedream_rt.stage.values import Gifts
+from pipedream_rt.stage.rules.rule import Context, Update, UpdateRule
+from pipedream_rt.stage.values import Outgoing
 
 
 class Shards(UpdateRule):
@@ -45,7 +45,7 @@ class Shards(UpdateRule):
         return {name: parameter for name, parameter in self._named.items() if name in mine}
 
     @torch.no_grad()
-    def after(self, update: Update, optimizer: torch.optim.Optimizer | None) -> Gifts:
+    def after(self, update: Update, optimizer: torch.optim.Optimizer | None) -> Outgoing:
         """Send the weights that this replica has stepped to the others."""
         # Copies, since the next step may change these weights in place.
         named = self._named

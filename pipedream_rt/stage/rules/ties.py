@@ -16,8 +16,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pipedream_rt.schedules import Edge, EdgeKind
 from pipedream_rt.schedules.edges import Address
 from pipedream_rt.schedules.placement import Tie
-from pipedream_rt.stage.rules.base import Context, MicroBatchRule, Update, UpdateRule
-from pipedream_rt.stage.values import Gifts
+from pipedream_rt.stage.rules.rule import Context, MicroBatchRule, Update, UpdateRule
+from pipedream_rt.stage.values import Outgoing
 
 
 class Ties(UpdateRule, MicroBatchRule):
@@ -28,7 +28,7 @@ class Ties(UpdateRule, MicroBatchRule):
     def __init__(self, context: Context) -> None:
         plan, stage = context.plan, context.stage
         self._weights, self._per_update = context.weights, plan.per_update
-        self._lent = _names(plan.lends(stage))
+        self._lent = _names(plan.tied_out(stage))
         self._passed_on = _names(plan.shares_of(stage))
         self._shares: dict[str, Tensor] = {}
 
@@ -51,7 +51,7 @@ class Ties(UpdateRule, MicroBatchRule):
             for name, share in shares.items()
         ]
 
-    def ended(self, micro_batch: int) -> Gifts:
+    def ended(self, micro_batch: int) -> Outgoing:
         """Add the shares of later users; pass on borrowed weights' gradients after an update."""
         shares, self._shares = self._shares, {}
         for name, share in shares.items():
@@ -61,7 +61,7 @@ class Ties(UpdateRule, MicroBatchRule):
         taken = {n: self._weights.holder(n).take_gradient(n) for n in self._passed_on}
         return {EdgeKind.SHARE: taken}
 
-    def after(self, update: Update, optimizer: torch.optim.Optimizer | None) -> Gifts:
+    def after(self, update: Update, optimizer: torch.optim.Optimizer | None) -> Outgoing:
         """Send the new version of owned weights to the stages that use them."""
         if not self._lent:
             return {}

@@ -30,11 +30,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from pipedream_rt.messages.keys import Key, StepState
+from pipedream_rt.messages.state_keys import StateKey, StepState
 from pipedream_rt.schedules import EdgeKind, Plan
 from pipedream_rt.schedules.edges import Address
-from pipedream_rt.stage.rules.base import Context, Update, UpdateRule
-from pipedream_rt.stage.values import Gifts
+from pipedream_rt.stage.rules.rule import Context, Update, UpdateRule
+from pipedream_rt.stage.values import Outgoing
 from pipedream_rt.torch_private import order_of_dtypes
 
 Norms: TypeAlias = dict[int, Tensor]
@@ -43,13 +43,13 @@ Norms: TypeAlias = dict[int, Tensor]
 NOT_FINITE = -1
 """The `place` of a number that is no norm: it is not zero if a gradient is not finite."""
 
-_KEY = Key("totals", path=("totals",))
+_KEY = StateKey("totals", path=("totals",))
 
 
-def _known_at(plan: Plan, stage: int) -> Key:
+def _known_at(plan: Plan, stage: int) -> StateKey:
     """Return the key of the norms over all layers from the first one of a stage on."""
     # The stage is in the key too: a layer called on several stages may be the first one of each.
-    return Key("totals", path=("known", stage, plan.layers[stage][0] if plan.layers else ""))
+    return StateKey("totals", path=("known", stage, plan.layers[stage][0] if plan.layers else ""))
 
 
 _DTYPES = (
@@ -119,7 +119,7 @@ class Totals(UpdateRule):
         else:
             self._learn(*value)
 
-    def collect(self, update: Update) -> Gifts:
+    def collect(self, update: Update) -> Outgoing:
         """Measure the gradients, and on stage 0 make the total."""
         norms, self._behind = self._behind, {}
         for measure in self._measures:
@@ -196,7 +196,7 @@ class Totals(UpdateRule):
             if norms
         }
 
-    def load_state(self, state: Mapping[Key, Any], step: int) -> None:
+    def load_state(self, state: Mapping[StateKey, Any], step: int) -> None:
         self._known.clear()
         self._newest = -1
         for update, total in state.get(_KEY, []):

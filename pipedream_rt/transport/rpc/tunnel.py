@@ -30,8 +30,7 @@ from datetime import timedelta
 
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import TransportError
-from pipedream_rt.lifecycle import Lifecycle, close_in_forked_children
-from pipedream_rt.threads import name_this_thread
+from pipedream_rt.lifecycle import Lifecycle, close_in_forked_children, name_this_thread
 from pipedream_rt.transport.alarm import Alarm
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.rpc.descriptors import (
@@ -65,7 +64,7 @@ Stream = tuple[int, int, int]
 """Rank of the peer, rank of the opener, and the number that the opener gave."""
 
 
-class _Way:
+class _Relay:
     """This process's end of one connection with its own agent."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -104,7 +103,7 @@ class Tunnel:
         self._orders: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._early: list[tuple[int, bytes]] = []  # parts that came before the agent listened
         self._gates: dict[int, socket.socket] = {}
-        self._ways: dict[Stream, _Way] = {}
+        self._ways: dict[Stream, _Relay] = {}
         self._opened = 0
         self._port = 0
         self._let_in: list[int] = []  # ports of our own connections to the agent
@@ -240,7 +239,7 @@ class Tunnel:
         self._tell(stream, _OPENS)
 
     def _add(self, stream: Stream, connection: socket.socket) -> None:
-        self._ways[stream] = way = _Way(connection)
+        self._ways[stream] = way = _Relay(connection)
         self._selector.register(way.socket, selectors.EVENT_READ, stream)
 
     def _tell(self, stream: Stream, what: int, data: bytes = b"") -> None:

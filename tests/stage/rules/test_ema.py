@@ -6,8 +6,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from pipedream_rt.schedules import plan_named
-from pipedream_rt.stage.rules.base import Update
 from pipedream_rt.stage.rules.ema import Ema
+from pipedream_rt.stage.rules.rule import Update
 
 PLAN = plan_named("async-1f1b", num_stages=1)
 

@@ -7,9 +7,9 @@ from torch import nn
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.schedules import EdgeKind, plan_named
-from pipedream_rt.stage.rules.base import Update
 from pipedream_rt.stage.rules.replicas import Replicas
-from pipedream_rt.stage.values import Part
+from pipedream_rt.stage.rules.rule import Update
+from pipedream_rt.stage.values import ReplicaGradients
 
 PLAN = plan_named("1f1b", num_stages=1, replicas=[3], per_update=3)
 PARTIAL = EdgeKind.PARTIAL
@@ -31,7 +31,7 @@ def test_the_sum_does_not_depend_on_which_came_first():
         gifts = rule.reduce(made(values[0], 7))
         assert gifts[PARTIAL].read == [7]
         for other in order:
-            rule.receive(PARTIAL, other, Part(gradients(values[other]), [{}], [other]))
+            rule.receive(PARTIAL, other, ReplicaGradients(gradients(values[other]), [{}], [other]))
         update = Update(0, [], [], [])
         assert rule.collect(update) == {}
         assert update.gradients[0].tolist() == [[0.0, 0.0]]
@@ -42,7 +42,7 @@ def test_the_sum_does_not_depend_on_which_came_first():
 def test_what_was_handed_over_does_not_change_with_the_sum():
     rule = Replicas(context(nn.Linear(2, 1), PLAN, address=0))
     part = rule.reduce(made(1.0, 0))[PARTIAL]
-    rule.receive(PARTIAL, 1, Part(gradients(2.0), [{}], []))
+    rule.receive(PARTIAL, 1, ReplicaGradients(gradients(2.0), [{}], []))
     update = Update(0, [], [], [])
     rule.collect(update)
     update.gradients[0].zero_()
@@ -51,7 +51,7 @@ def test_what_was_handed_over_does_not_change_with_the_sum():
 
 def test_a_replica_without_a_micro_batch_takes_what_others_have():
     rule = Replicas(context(nn.Linear(2, 1), PLAN, address=2))
-    rule.receive(PARTIAL, 1, Part(gradients(2.0), [{"lr": 0.5}], [3]))
+    rule.receive(PARTIAL, 1, ReplicaGradients(gradients(2.0), [{"lr": 0.5}], [3]))
     update = Update(0, [], [], [])
     rule.collect(update)
     assert update.gradients[0].tolist() == [[2.0, 2.0]]

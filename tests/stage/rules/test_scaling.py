@@ -8,9 +8,9 @@ import torch
 from support.rules import context
 from torch import nn
 
-from pipedream_rt.messages.keys import Key
+from pipedream_rt.messages.state_keys import StateKey
 from pipedream_rt.schedules import EdgeKind, plan_named
-from pipedream_rt.stage.rules.base import Update
+from pipedream_rt.stage.rules.rule import Update
 from pipedream_rt.stage.rules.scaling import LossScale
 from pipedream_rt.stage.rules.totals import Totals
 
@@ -70,7 +70,7 @@ def test_a_scaler_goes_on_from_a_checkpoint():
 @pytest.mark.parametrize("with_totals", [False, True])
 def test_scaling_may_begin_at_a_checkpoint_of_a_run_that_scaled_nothing(with_totals):
     begun = Scaler(LossScale(init_scale=8.0))
-    state = {Key("totals", path=("totals",)): [[4, 1.0]]} if with_totals else {}
+    state = {StateKey("totals", path=("totals",)): [[4, 1.0]]} if with_totals else {}
     begun.totals.load_state(state, 5)
     begun.rule.load_state(state, 5)
     assert begun.rule.of_update(5) == 8.0

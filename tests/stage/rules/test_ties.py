@@ -8,7 +8,7 @@ from torch import nn
 
 from pipedream_rt.schedules import EdgeKind, plan_named
 from pipedream_rt.schedules.placement import Tie
-from pipedream_rt.stage.rules.base import Update
+from pipedream_rt.stage.rules.rule import Update
 from pipedream_rt.stage.rules.ties import Ties
 
 

@@ -8,7 +8,7 @@ from support.rules import context
 from torch import nn
 
 from pipedream_rt.schedules import EdgeKind, plan_named
-from pipedream_rt.stage.rules.base import Update
+from pipedream_rt.stage.rules.rule import Update
 from pipedream_rt.stage.rules.totals import NOT_FINITE, Totals
 
 PLAN = plan_named("async-1f1b", num_stages=2).with_norms()

@@ -3,10 +3,10 @@
 import contextlib
 import threading
 
-from pipedream_rt.cluster.here import ClusterHere
 from pipedream_rt.errors import PipelineClosed
 from pipedream_rt.lifecycle import Lifecycle
-from pipedream_rt.transport.memory import MemoryTransport
+from pipedream_rt.serial.in_process import ClusterHere
+from pipedream_rt.serial.transport import MemoryTransport
 
 
 class ThreadCluster(ClusterHere):

@@ -1,0 +1,248 @@
+"""How a mini-batch is cut: along which dimension each of its values is, and what stays whole.
+
+A tensor is cut along its first dimension; a value without samples goes to every micro-batch. Of
+anything else nobody can tell: a list of eight numbers may have one for each of eight samples, or be
+a shape. Such a value is marked by the user, or refused.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipedream_rt.batches.items import Batch
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.models.program import replaced
+from pipedream_rt.models.tensors import named_tensors
+from pipedream_rt.torch_private import BatchNorm
+
+MARKS = (
+    "mark it in the loader or in prepare=: pipedream_rt.Whole(value) goes to every micro-batch as "
+    "it is, pipedream_rt.Along(value, dim) is cut along a dimension (a list along its entries); or "
+    "give micro_batches=1, which leaves mini-batches whole"
+)
+"""What an error advises about a value of which it is not clear how to cut it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Marks a value of a mini-batch that goes to every micro-batch as it is.
+
+    The model, the loss and ``weigh`` get the value itself.
+
+    Attributes:
+        value: The value: a tensor, a plain value, or a container of these.
+    """
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Along:
+    """Marks a value of a mini-batch that is cut along another dimension than its first, or a list.
+
+    The model, the loss and ``weigh`` get parts of the value itself. The first value of the inputs
+    that is not `Whole` says how many samples there are.
+
+    Attributes:
+        value: A tensor; or a list or a tuple, which is cut between its entries.
+        dim: The dimension of the tensor that counts samples.
+
+    Raises:
+        ConfigError: The value has no such dimension.
+    """
+
+    value: Any
+    dim: int = 0
+
+    def __post_init__(self) -> None:
+        value, dims = self.value, self.value.dim() if isinstance(self.value, Tensor) else 1
+        if not isinstance(value, Tensor | list | tuple) or not -dims <= self.dim < dims:
+            raise ConfigError(
+                f"Along marks a tensor with the dimension {self.dim}, or a list or a tuple with "
+                f"dim=0; it was given a {type(value).__name__}"
+                + (f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else "")
+            )
+
+    @property
+    def samples(self) -> int:
+        """The number of samples."""
+        value = self.value
+        return value.size(self.dim) if isinstance(value, Tensor) else len(value)
+
+    def parts(self, sizes: Sequence[int]) -> Sequence[Any]:
+        """Return one part for each number of samples."""
+        if isinstance(self.value, Tensor):
+            return torch.split(self.value, list(sizes), self.dim)
+        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        return [self.value[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+_CUT = (Whole, Along, Tensor)
+
+
+def unmarked(batch: Batch) -> Batch:
+    """Return a mini-batch without marks."""
+    found: Batch = replaced(batch, (Whole, Along), lambda mark: mark.value)
+    return found
+
+
+def is_cut_elsewhere(batch: Batch) -> bool:
+    """Whether a value of a mini-batch is to be cut along another dimension than its first."""
+    return any(isinstance(each, Along) and each.dim != 0 for each in _leaves(batch))
+
+
+def _leaves(value: Any) -> list[Any]:
+    """Return the tensors and marks in a value, in order."""
+    there: list[Any] = []
+
+    def note(each: Any) -> Any:
+        there.append(each)
+        return each
+
+    replaced(value, _CUT, note)
+    return there
+
+
+def samples_in(value: Any) -> int | None:
+    """Return the number of samples by the first value that is cut; None if there is none."""
+    for each in _leaves(value):
+        if isinstance(each, Along):
+            return each.samples
+        if isinstance(each, Tensor) and each.dim():
+            return each.size(0)
+    return None
+
+
+def samples_of(batch: Batch) -> int | None:
+    """Return the number of samples of a mini-batch, by its inputs; None if none of them tells."""
+    return samples_in((batch.args, batch.kwargs))
+
+
+def cut_batch(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
+    """Cut a mini-batch into micro-batches of these sizes (0: an empty one); tensors are views."""
+    total, made = sum(sizes), dict[int, Sequence[Any]]()
+    places = _places(batch)
+
+    def parts_of(value: Any) -> Sequence[Any]:
+        if isinstance(value, Whole) or (isinstance(value, Tensor) and not value.dim()):
+            return [value.value if isinstance(value, Whole) else value] * len(sizes)
+        along = value if isinstance(value, Along) else Along(value)
+        if along.samples != total:
+            raise ConfigError(
+                f"{places.get(id(value), 'a tensor')} of the mini-batch has {along.samples} "
+                f"samples where {total} are expected, so it cannot be cut into micro-batches: "
+                f"{MARKS}"
+            )
+        return along.parts(sizes)
+
+    def part(number: int) -> Batch:
+        def of(value: Any) -> Any:
+            if id(value) not in made:  # a tensor that occurs twice is one tensor in each part
+                made[id(value)] = parts_of(value)
+            return made[id(value)][number]
+
+        found: Batch = replaced(batch, _CUT, of)
+        return found
+
+    return [part(number) for number in range(len(sizes))]
+
+
+def micro_batch_sizes(samples: int, micro_batches: int, *, pairs: bool = False) -> list[int]:
+    """Return the number of samples of each micro-batch: equal ones, then a short one, then 0."""
+    # 30 samples in 4 micro-batches give 8, 8, 8, 6; 5 samples give 2, 2, 1, 0.
+    size = -(-samples // micro_batches)
+    count = -(-samples // size)
+    if pairs and samples > 1 and samples - (count - 1) * size == 1:
+        # BatchNorm needs two samples: 13 in 4 give 4, 3, 3, 3 rather than 4, 4, 4, 1.
+        count = min(count, samples // 2)
+        sizes = [samples // count + (i < samples % count) for i in range(count)]
+        return sizes + [0] * (micro_batches - count)
+    return [max(0, min(size, samples - i * size)) for i in range(micro_batches)]
+
+
+def has_batch_norm(module: nn.Module) -> bool:
+    """Whether there is BatchNorm in a module."""
+    return any(isinstance(each, BatchNorm) for each in module.modules())
+
+
+def needs_pairs(model: nn.Module, batch: Batch) -> bool:
+    """Whether a model cannot be trained on one sample, as BatchNorm over samples alone cannot."""
+    if not has_batch_norm(model):
+        return False
+    # A forward on the meta device tells: it checks shapes, and computes nothing.
+    tensors = [t for _, t in named_tensors(model)]
+    there = {id(t): torch.empty_like(t, device="meta") for t in tensors}
+    samples = samples_of(batch) or 1
+    one = unmarked(cut_batch(batch, [1, samples - 1])[0])
+    args, kwargs = replaced((one.args, one.kwargs), (Tensor,), lambda t: t.to("meta"))
+    try:
+        with torch.no_grad():
+            copy.deepcopy(model, there)(*args, **kwargs)
+    except Exception as error:  # any other error comes again with the mini-batch itself
+        return "more than 1 value per channel" in str(error)
+    return False
+
+
+class Lists:
+    """Refuses lists of which it is not clear whether they have an entry for each sample."""
+
+    def __init__(self) -> None:
+        # Where a list once had another length than the mini-batch: it has no entry per sample.
+        self._whole: set[str] = set()
+
+    def refuse_unclear(self, batch: Batch, samples: int) -> None:
+        """Refuse a list as long as the mini-batch, unless an earlier one in its place was not."""
+        for place, value in _lists_in(batch):
+            if len(value) != samples or samples < 2:
+                self._whole.add(place)
+            elif place not in self._whole:
+                raise ConfigError(
+                    f"{place} of the mini-batch is a {type(value).__name__} of {samples} entries, "
+                    f"as many as there are samples, so it is not clear whether each micro-batch "
+                    f"gets its own entries or all of them: {MARKS}"
+                )
+
+
+def _named(batch: Batch) -> Iterator[tuple[str, Any]]:
+    """Yield the values of a mini-batch, with what errors call them."""
+    for i, value in enumerate(batch.args):
+        yield "the input" if len(batch.args) == 1 else f"input {i}", value
+    for name, value in batch.kwargs.items():
+        yield name, value
+    if batch.target is not batch.kwargs:  # a dict is both
+        yield "the target", batch.target
+
+
+def _inside(place: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a value and all that is in it, with expressions for them."""
+    yield place, value
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _inside(f"{place}[{key!r}]", each)
+    elif isinstance(value, list | tuple):
+        for i, each in enumerate(value):
+            yield from _inside(f"{place}[{i}]", each)
+
+
+def _places(batch: Batch) -> dict[int, str]:
+    """Return what the tensors and marks of a mini-batch are called, by ``id``."""
+    return {
+        id(each): place
+        for name, value in _named(batch)
+        for place, each in _inside(name, value)
+        if isinstance(each, _CUT)
+    }
+
+
+def _lists_in(batch: Batch) -> Iterator[tuple[str, Sequence[Any]]]:
+    """Yield the lists and tuples of a mini-batch that have no tensor in them."""
+    for name, value in _named(batch):
+        for place, each in _inside(name, value):
+            if type(each) in (list, tuple) and each and not _leaves(each):
+                yield place, each

@@ -1,0 +1,195 @@
+"""Cutting mini-batches into micro-batches: what is fed of each, and the factor of its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipedream_rt.batches.cutting import (
+    Lists,
+    cut_batch,
+    is_cut_elsewhere,
+    micro_batch_sizes,
+    samples_of,
+    unmarked,
+)
+from pipedream_rt.batches.forwards import TOTAL, Fed, Forwards
+from pipedream_rt.batches.items import Accumulated, Batch
+from pipedream_rt.batches.weighing import Samples, Weighing, has_ignored, shares_of
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.messages.message import Mode
+from pipedream_rt.messages.tree import Structure, flat_copy, flatten
+
+
+class CutMicroBatch(NamedTuple):
+    """A micro-batch that is to be fed.
+
+    Attributes:
+        y: The structure and the tensors of the target.
+        weight: What it weighs in a mean of losses, as its samples or the labels that count.
+    """
+
+    x: Fed
+    y: tuple[Structure, tuple[Tensor, ...]]
+    samples: int = 1
+    weight: float = 1.0
+
+
+class CutBatch(NamedTuple):
+    """A mini-batch in micro-batches.
+
+    Attributes:
+        batch: What was cut, with its total if the model takes that; of several parts, the first.
+        parts: The micro-batches, with None for the empty ones at the end of a short mini-batch.
+        shares: The factors of their losses.
+        told: Whether the model divides losses by the total already, so that they only add up.
+        first_part: The first part, cut alone, where the mini-batch is of several parts; else None.
+    """
+
+    batch: Batch
+    parts: list[CutMicroBatch | None]
+    shares: list[float]
+    told: bool = False
+    first_part: CutBatch | None = None
+
+    @property
+    def filled(self) -> dict[int, CutMicroBatch]:
+        """The micro-batches with samples, by place in ``parts``."""
+        return {i: part for i, part in enumerate(self.parts) if part is not None}
+
+    def first(self, count: int) -> list[tuple[Batch, int]]:
+        """Return the first ``count`` micro-batches as one, then each alone; with their samples."""
+        sizes = [part.samples for part in list(self.filled.values())[:count]]
+        rest = sum(part.samples for part in self.filled.values()) - sum(sizes)
+        whole = cut_batch(self.batch, [sum(sizes), rest])[0]
+        parts = cut_batch(self.batch, [*sizes, rest])[:-1]
+        return [(whole, sum(sizes)), *zip(parts, sizes, strict=True)]
+
+
+class Cutter:
+    """Cuts mini-batches; ``pairs`` says of which a micro-batch may not have a single sample."""
+
+    def __init__(
+        self,
+        forwards: Forwards,
+        weighing: Weighing,
+        per_update: int,
+        pairs: Callable[[Batch], bool] = lambda batch: False,
+    ) -> None:
+        self._pairs, self._lists = pairs, Lists()
+        self._forwards = forwards
+        self._weighing = weighing
+        self._per_update = per_update
+
+    def part(
+        self,
+        batch: Batch,
+        mode: Mode,
+        training: bool | None,
+        samples: int = 1,
+        clear: Samples | None = None,
+    ) -> CutMicroBatch:
+        """Flatten a copy of a micro-batch: the caller may change its tensors afterwards."""
+        given, batch = batch, unmarked(batch)
+        fed = self._forwards.fed(batch, mode, training)
+        if not mode.has_target:
+            return CutMicroBatch(fed, flat_copy(None))
+        weight = self._weighing.counted(batch, fed.labels)
+        if weight is None and clear is not None:
+            clear.require_clear(given)
+        weight = samples if weight is None else weight
+        return CutMicroBatch(fed, flat_copy(batch.target), samples, weight)
+
+    def cut(
+        self, batch: Batch | Accumulated, training: bool | None, adds: bool = False
+    ) -> CutBatch:
+        """Cut a mini-batch for training; ``adds`` says that the losses of a part only add up."""
+        k = self._per_update
+        if isinstance(batch, Batch):
+            return self._cut(batch, k, training)
+        if not len(batch.parts) <= batch.of <= k:
+            raise ConfigError(
+                f"a mini-batch of {len(batch.parts)} parts, of {batch.of} at most, cannot be cut "
+                f"into {k} micro-batches: give at least as many micro_batches as there are parts"
+            )
+        found = [
+            self._cut(part, k // batch.of + (i < k % batch.of), training, adds)
+            for i, part in enumerate(batch.parts)
+        ]
+        if batch.of == 1 and batch.factor == 1:
+            return found[0]
+        pairs: list[tuple[CutMicroBatch | None, float]] = [
+            (part, share * batch.factor)
+            for cut in found
+            for part, share in zip(cut.parts, cut.shares, strict=True)
+            if part is not None
+        ]
+        pairs += [(None, 0.0)] * (k - len(pairs))
+        parts, shares = map(list, zip(*pairs, strict=True))
+        return found[0]._replace(parts=parts, shares=shares, first_part=found[0])
+
+    def _cut(self, batch: Batch, k: int, training: bool | None, adds: bool = False) -> CutBatch:
+        """Cut a mini-batch, or a part of one, into some number of micro-batches."""
+        samples = samples_of(batch)
+        if samples == 0:
+            raise ConfigError("a mini-batch without samples cannot be trained on")
+        if samples is None and k > 1:
+            flatten(tuple(unmarked(batch)))  # raises for what cannot be sent at all
+            raise ConfigError(
+                "the mini-batch has no tensor with a dimension, so it cannot be cut into "
+                f"{k} micro-batches; give tensors of (samples, ...), mark a list by Along(list), "
+                "or give micro_batches=1"
+            )
+        if k == 1 or samples is None:
+            return CutBatch(batch, [self.part(batch, Mode.TRAIN, training, samples or 1)], [1.0])
+        self._lists.refuse_unclear(batch, samples)
+        sizes = micro_batch_sizes(samples, k)
+        # BatchNorm over samples alone cannot be trained on a single sample.
+        if 1 in sizes and sizes[0] > 1 and self._pairs(batch):
+            sizes = micro_batch_sizes(samples, k, pairs=True)
+        parts = self._parts(batch, sizes, training)
+        if adds:
+            return CutBatch(batch, parts, [float(part is not None) for part in parts], told=True)
+        weights = [part.weight if part else 0 for part in parts]
+        if not self._forwards.takes_total or TOTAL in batch.kwargs or sizes[0] == samples:
+            return CutBatch(batch, parts, shares_of(weights, sizes))
+        # Cut once more, since the total is known only when all micro-batches were weighed. On the
+        # CPU, whatever default device the script has set.
+        total = {TOTAL: torch.tensor(sum(weights), device="cpu")}
+        batch = Batch(batch.args, batch.kwargs | total, batch.target)
+        parts = self._parts(batch, sizes, training)
+        return CutBatch(batch, parts, [float(part is not None) for part in parts], told=True)
+
+    def _parts(
+        self, batch: Batch, sizes: Sequence[int], training: bool | None
+    ) -> list[CutMicroBatch | None]:
+        return [
+            self.part(each, Mode.TRAIN, training, size) if size else None
+            for each, size in zip(cut_batch(batch, sizes), sizes, strict=True)
+        ]
+
+
+class LossChecks:
+    """Chooses mini-batches whose loss is compared with those of their micro-batches.
+
+    The first ``count``; and the first with ignored labels, which often comes later.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._left = count
+        self._looks_for_ignored = count > 0
+
+    def takes(self, cut: CutBatch) -> bool:
+        """Whether to compare a mini-batch; call it once for each, in order."""
+        if len(cut.filled) < 2 or is_cut_elsewhere(cut.batch):
+            return False
+        is_ignored = self._looks_for_ignored and any(
+            has_ignored((*part.x.tensors, *part.y[1])) for part in cut.filled.values()
+        )
+        if is_ignored:
+            self._looks_for_ignored = False
+        self._left -= (is_first := self._left > 0)
+        return is_first or is_ignored

@@ -1,0 +1,122 @@
+"""What a pipeline needs of its workers, and what they are told."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol, TypeAlias
+
+from pipedream_rt.errors import PipelineError
+from pipedream_rt.job.process_assignment import ProcessAssignment
+from pipedream_rt.schedules import Plan
+from pipedream_rt.tracing.clock import Reading
+from pipedream_rt.transport.interface import Receive, Transport
+
+Failure: TypeAlias = BaseException | Callable[[], BaseException]
+"""Why a cluster cannot go on: an error, or a function that determines it and may block."""
+
+Fail: TypeAlias = Callable[[Failure], object]
+"""Called when the cluster cannot go on; from any thread, perhaps several times. Never blocks."""
+
+
+def memoized_error(find_out: Callable[[], BaseException]) -> Callable[[], BaseException]:
+    """Compute the error on the first call, and return the same object afterwards."""
+    return functools.lru_cache(maxsize=1)(find_out)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSpec:
+    """What every kind of cluster is told.
+
+    Attributes:
+        crew: How many worker processes do the work of the plan's workers.
+        generation: Number of this group of workers, counted over all pipelines of the process.
+        timeout: How long to wait for a message that is sure to come.
+        start_timeout: How long to wait until all workers have joined.
+        heartbeat: How long a worker process may be silent.
+        threads: Number of threads for torch's own parallel loops in each worker started here.
+        recovers: Whether the pipeline has had workers before.
+        around: Context in which stages of this process compute.
+    """
+
+    plan: Plan
+    assignment: ProcessAssignment
+    receive: Receive
+    fail: Fail
+    generation: int
+    timeout: timedelta
+    start_timeout: timedelta
+    heartbeat: timedelta
+    threads: int
+    recovers: bool = False
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+class Reference(Protocol):
+    """What a pipeline offers of an RRef, also for stages that are in this process."""
+
+    def to_here(self) -> Any:
+        """Return a copy of the value."""
+
+    def local_value(self) -> Any:
+        """Return the value itself, on its owner."""
+
+    def owner_name(self) -> str:
+        """Return the name of the worker that holds the value."""
+
+
+class Cluster(Protocol):
+    """The workers of one pipeline.
+
+    Attributes:
+        names: By worker of the plan, the name of the worker process that does its work.
+        places: By worker of the plan, the id of its host: workers with equal ids share memory.
+            Empty for one that shares none.
+        without_rpc: Why references lead to no modules, parameters and optimizers; empty if they do.
+        endpoints: What `Pipeline.explain` says of torch RPC; empty for stages in this process.
+    """
+
+    names: tuple[str, ...]
+    places: tuple[str, ...]
+    transport: Transport
+    without_rpc: str
+    endpoints: str
+
+    def check_settings_unchanged(self) -> None:
+        """Refuse settings of the script that would change what stages in this process compute.
+
+        The coordinator calls this before it feeds anything, so a refusal loses no micro-batch.
+        """
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Return the context of every wait of the coordinator for its workers."""
+
+    def name_loss(self, error: PipelineError) -> PipelineError:
+        """Turn an error about a lost peer into one that names the worker and how it ended."""
+
+    def stories(self) -> list[str]:
+        """Describe what every worker waits for and what it did last, for a stall report."""
+
+    def status(self) -> list[dict[str, Any]]:
+        """Describe every worker process, for `pipedream-rt status`; empty if none."""
+
+    def clocks(self) -> list[Reading]:
+        """The clock of each worker of the plan against ``time.monotonic_ns`` of this process."""
+
+    def newcomers(self) -> int:
+        """Return how many workers wait to join that the next generation would have work for."""
+
+    def reference(self, stage: int, part: str) -> Reference:
+        """Return a reference to a part of a stage."""
+
+    def parameter_references(self, stage: int) -> list[Reference]:
+        """Return references to the trainable parameters of a stage, in the order of its module."""
+
+    def close(self) -> None:
+        """End every thread and process that was started. Idempotent."""
+
+    def kill(self) -> None:
+        """End the workers at once, without letting them finish their actions; then `close`."""

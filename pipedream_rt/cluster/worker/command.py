@@ -1,0 +1,276 @@
+"""The command of a worker process.
+
+It imports torch only when a coordinator has admitted it, so a waiting worker is small and starts
+at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import socket
+import sys
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import click
+
+from pipedream_rt.cluster.control import (
+    EXIT_COORDINATOR_LOST,
+    EXIT_FAILED,
+    LIFE_AGAIN,
+    LIFE_OVER,
+    Control,
+)
+from pipedream_rt.cluster.control_records import is_name
+from pipedream_rt.cluster.dial import DialOptions, JobOver
+from pipedream_rt.cluster.environment import (
+    DEVICE,
+    LOG_DIR,
+    read_secret,
+    secret_pipe,
+    tls_of_environment,
+)
+from pipedream_rt.cluster.keys import Secret
+from pipedream_rt.cluster.subprocesses import dies_with_parent, shell_code
+from pipedream_rt.cluster.worker.fork_server import end_orphans, serve_forks
+from pipedream_rt.cluster.worker.joining import Tries, Worker, serve, serve_at
+from pipedream_rt.errors import ConfigError, PeerLost, PipelineError
+from pipedream_rt.schema import open_to_append
+
+_log = logging.getLogger("pipedream_rt.worker")
+
+
+@click.command(name="worker", context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("address", metavar="[HOST:PORT]", required=False)
+@click.option("--name", default=None, help="Unique in the job; stages go to the names in order.")
+@click.option("--threads", default=1, show_default=True, type=click.IntRange(min=1),
+              help="Threads for torch's own parallel loops.")  # fmt: skip
+@click.option("--timeout", default=300.0, show_default=True, type=click.FloatRange(min=0.1),
+              help="Seconds to wait for the coordinator to listen.")  # fmt: skip
+@click.option("--persist", is_flag=True, help="After a job, wait for the next coordinator.")
+@click.option("--spare", is_flag=True,
+              help="Wait with torch in memory for a job that has its workers, to be there at once "
+              "when it needs one; with --persist in it.")  # fmt: skip
+@click.option("--bind", metavar="INTERFACE",
+              help="Network interface to listen on for other workers; else loopback.")  # fmt: skip
+@click.option("--device", metavar="DEVICE",
+              help="What it computes on, as cuda:1, whatever the script says.")  # fmt: skip
+@click.option("--secret-stdin", is_flag=True,
+              help="Read the secret from standard input, not PIPEDREAM_RT_SECRET.")  # fmt: skip
+@click.option("--secret-fd", type=int, hidden=True, help="Inherited pipe to read it from.")
+@click.option("--failures", default=0, type=int, hidden=True, help="Attempts that have failed.")
+@click.option("--lost", type=float, hidden=True, help="When it lost its last group; see Tries.")
+@click.option("--fork-server-fd", type=int, hidden=True, help="Inherited; see forkserver.py.")
+@click.option("--no-imports", is_flag=True, hidden=True, help="See forkserver.py.")
+def main(
+    address: str | None,
+    name: str | None,
+    threads: int,
+    timeout: float,
+    persist: bool,
+    spare: bool,
+    bind: str | None,
+    device: str | None,
+    secret_stdin: bool,
+    secret_fd: int | None,
+    failures: int,
+    lost: float | None,
+    fork_server_fd: int | None,
+    no_imports: bool,
+) -> None:
+    """Start a worker process that joins the coordinator at HOST:PORT."""
+    if fork_server_fd is not None:
+        # torch reads it when imported. A worker need not log that other processes end.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        connection = socket.socket(fileno=fork_server_fd)
+        if not serve_forks(connection, _run_forked, not no_imports):
+            end_orphans()  # the parent is dead: one that wants no more workers kills this process
+        os._exit(0)  # as at the end of this function
+    name = name or f"{re.sub('[^A-Za-z0-9_-]', '-', socket.gethostname())[:80]}-{os.getpid()}"
+    _set_up(name, "INFO")
+    if address is None:
+        raise click.UsageError("give the HOST:PORT of the coordinator")
+    if not is_name(name):
+        raise click.UsageError(f"--name {name!r}: use letters, digits, - and _, 100 at most")
+    interfaces = [interface for _, interface in socket.if_nameindex()]
+    if device is not None:
+        if not re.fullmatch(r"[a-z][a-z0-9_]*(:[0-9]+)?", device):
+            raise click.UsageError(f"--device {device!r}: give the name of a device, as cuda:1")
+        os.environ[DEVICE] = device
+    if bind is not None and bind not in interfaces:
+        known = ", ".join(interfaces)
+        raise click.UsageError(f"--bind {bind!r}: this machine has the interfaces {known}")
+    secret: Secret | None = None
+    try:
+        secret = read_secret(0 if secret_stdin else secret_fd)
+        if secret is None:
+            raise ConfigError(
+                "this worker has not been given the secret of the job; set PIPEDREAM_RT_SECRET to "
+                "the same text here and where the script runs, or write it to --secret-stdin"
+            )
+        worker = Worker(name, threads, secret, bind, tls_of_environment())
+        persist = persist or spare
+        place = DialOptions(address, timeout, persist)
+        if spare:
+            place = replace(place, warm=True, call_timeout=None, longest_pause_s=_SPARE_PAUSE_S)
+        code = serve_at(place, worker, tries := Tries(failures, lost))
+    except JobOver as over:
+        _log.info("%s", over)
+        code, persist = over.code, False
+    except PeerLost as error:
+        _log.error("%s", error)
+        code, persist = EXIT_COORDINATOR_LOST, False
+    except PipelineError as error:
+        _log.error("%s", error)
+        code = EXIT_FAILED
+    if persist and code in _RETURNS:
+        # A fresh process image, since torch keeps RPC counters for the life of a process.
+        again = _again(secret, tries.after(code, time.monotonic()))
+        os.execv(sys.executable, [sys.executable, "-m", "pipedream_rt.workers", *again])
+    logging.shutdown()
+    # Not sys.exit: the destructors of torch's RPC threads may wait for peers that are gone.
+    os._exit(EXIT_COORDINATOR_LOST if code == LIFE_AGAIN else code)
+
+
+_SPARE_PAUSE_S = 0.5
+"""Longest pause between two attempts of a spare worker. When it is needed, a recovery waits."""
+
+
+def _set_up(name: str, level: str) -> None:
+    """Set up logging and signals. PIPEDREAM_RT_LOG, if set, overrides the level."""
+    wanted = os.environ.get("PIPEDREAM_RT_LOG", level).upper()
+    known = isinstance(logging.getLevelName(wanted), int)
+    if (folder := os.environ.get(LOG_DIR)) and is_name(name):
+        _write_into(Path(folder) / f"{name}.log")
+    logging.basicConfig(
+        format=f"[{name}] %(levelname)s %(message)s",
+        level=wanted if known else level,
+    )
+    if not known:
+        _log.warning(
+            "PIPEDREAM_RT_LOG is %r, which is no level: DEBUG, INFO, WARNING, ERROR", wanted
+        )
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _end_by_signal)
+
+
+def _write_into(path: Path) -> None:
+    """Append all that this process writes to a file, if possible: no log is no reason to end."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "ab", buffering=0, opener=open_to_append) as file:
+            for descriptor in (1, 2):
+                os.dup2(file.fileno(), descriptor)
+    except OSError as error:
+        _log.warning("no log can be written to %s: %s", path, error.strerror)
+
+
+def _run_forked(fd: int, name: str, threads: int, join: dict[str, Any] | None) -> int:
+    """Be a worker, in a child of the fork server. ``fd`` is as `RunWorker` says."""
+    _set_up(name, "WARNING")
+    try:
+        if join is not None:
+            dies_with_parent(signal.SIGKILL)()
+            if join["stays"]:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            tls = tls_of_environment()
+            worker = Worker(name, threads, read_secret(fd), join["bind"], tls)
+            # No deadline: the script may open a pipeline at any time, and calls this worker then.
+            place = DialOptions(
+                join["address"], join["timeout_s"], call_timeout=None, known=True,
+                longest_pause_s=_LONGEST_PAUSE_S,
+            )  # fmt: skip
+            return _join_for_ever(place, worker)
+        control = Control(socket.socket(fileno=fd), "the coordinator")
+        code = serve(control, Worker(name, threads))
+        return EXIT_COORDINATOR_LOST if code == LIFE_AGAIN else code
+    except PipelineError as error:
+        _log.error("%s", error)
+        return EXIT_FAILED
+    finally:
+        logging.shutdown()
+
+
+_RETURNS = (0, LIFE_AGAIN, EXIT_COORDINATOR_LOST)
+"""The exit codes after which a worker waits for the next coordinator."""
+
+
+def _join_for_ever(place: DialOptions, worker: Worker) -> int:
+    """Join one coordinator after another, each in a forked child, which has torch already."""
+    # A process for each job, since torch keeps RPC counters for the life of a process.
+    tries = Tries()
+    while True:
+        here, pid = os.getpid(), os.fork()
+        if pid == 0:
+            dies_with_parent(signal.SIGKILL)()
+            if os.getppid() != here:  # the parent died before the line above
+                os._exit(EXIT_COORDINATOR_LOST)
+            os._exit(_serve_once(place, worker, tries))
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        match code:
+            case _ if code in _RETURNS:
+                tries = tries.after(code, time.monotonic())
+            case _ if code == LIFE_OVER:
+                return 0
+            case _ if code == _NOBODY:
+                return EXIT_COORDINATOR_LOST
+            case _:
+                return shell_code(code)
+
+
+_LONGEST_PAUSE_S = 5.0
+"""Longest pause between two attempts of a worker that `pipedream-rt run` has started. At the end of
+a job all workers are told, for which the first node waits three times as long."""
+
+_NOBODY = 77
+"""Exit code of a child that found no coordinator in time."""
+
+
+def _serve_once(place: DialOptions, worker: Worker, tries: Tries) -> int:
+    """Be the worker for one job; return its exit code."""
+    try:
+        code: int = serve_at(place, worker, tries)
+        return code
+    except JobOver as over:
+        _log.info("%s", over)
+        return EXIT_FAILED if over.code else LIFE_OVER
+    except PeerLost as error:
+        _log.error("%s", error)
+        return _NOBODY
+    except PipelineError as error:
+        _log.error("%s", error)
+        return EXIT_FAILED
+    except BaseException:  # the top of a process
+        traceback.print_exc()
+        return LIFE_AGAIN  # tried again in a new child, after a pause
+    finally:
+        logging.shutdown()
+
+
+def _again(secret: Secret | None, tries: Tries) -> list[str]:
+    """Return this command's arguments for a new process image, which gets the secret by a pipe."""
+    arguments, given = [], iter(sys.argv[1:])
+    for argument in given:
+        if argument in ("--secret-fd", "--failures", "--lost"):
+            next(given)
+        elif argument != "--secret-stdin":
+            arguments.append(argument)
+    arguments += ["--failures", str(tries.failures)]
+    if tries.lost is not None:
+        arguments += ["--lost", repr(tries.lost)]
+    return arguments if secret is None else [*arguments, "--secret-fd", str(secret_pipe(secret))]
+
+
+def _end_by_signal(number: int, frame: FrameType | None) -> None:
+    """End the process on SIGINT or SIGTERM."""
+    # A worker has nothing to save, and the coordinator sees at once that the connection ends.
+    _log.info("ended by %s", signal.Signals(number).name)
+    logging.shutdown()
+    os._exit(128 + number)

@@ -1,0 +1,178 @@
+"""How a worker finds its coordinator, proves that it knows the secret, and joins a group.
+
+Imports torch only when a coordinator has admitted the worker, so a waiting worker is small.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+from pipedream_rt.cluster.control import EXIT_COORDINATOR_LOST, LIFE_AGAIN, Control
+from pipedream_rt.cluster.dial import (
+    DialOptions,
+    NoPlace,
+    Unproven,
+    ask_to_join,
+    expect,
+    pause,
+    reached,
+)
+from pipedream_rt.cluster.keys import Secret
+from pipedream_rt.deadline import Deadline
+from pipedream_rt.errors import PeerLost, TransportError
+from pipedream_rt.software import processor
+from pipedream_rt.transport.room import make_room
+from pipedream_rt.transport.rpc.fence import obstacle
+from pipedream_rt.transport.tls import Tls
+
+_log = logging.getLogger("pipedream_rt.worker")
+
+_SENT_TIMEOUT = timedelta(seconds=2)
+"""For the last bytes to an encrypted control connection to be sent."""
+
+_LONGEST_PAUSE_S = 30.0
+"""Longest pause between two attempts to join a coordinator that has no place for the worker."""
+
+_EAGER_S = 120.0
+"""Seconds for which a worker that has lost its group tries often, since the group waits for it."""
+
+_SHORTEST_EAGER_S, _LONGEST_EAGER_S = 0.1, 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """What a worker is started with.
+
+    Attributes:
+        name: Unique in the job.
+        threads: Number of threads for torch's own parallel loops.
+        secret: The secret of the job; None over an inherited connection, whose call carries it.
+        bind: Network interface to listen on for other workers; None for loopback.
+        tls: Encrypts its connections; None for plain ones.
+    """
+
+    name: str
+    threads: int
+    secret: Secret | None = None
+    bind: str | None = None
+    tls: Tls | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tries:
+    """How often a worker has failed to join, and whether a group waits for it.
+
+    Attributes:
+        failures: Failed attempts in a row.
+        lost: When the worker lost its last group, in seconds of the monotonic clock of this
+            machine; None if it never was in one.
+    """
+
+    failures: int = 0
+    lost: float | None = None
+
+    def failed(self) -> Tries:
+        """Return the tries after one more failure."""
+        return replace(self, failures=self.failures + 1)
+
+    def after(self, code: int, now: float) -> Tries:
+        """Return the tries after an attempt that ended with an exit code, in a group or before."""
+        if code == LIFE_AGAIN:
+            return self.failed()
+        return Tries(lost=now if code == EXIT_COORDINATOR_LOST else None)
+
+    def is_awaited(self, now: float) -> bool:
+        """Whether the worker has lost its group so recently that a recovery waits for it."""
+        return self.lost is not None and now - self.lost < _EAGER_S
+
+    def pause_s(self, now: float) -> float:
+        """Return the seconds to wait before the next attempt: exponential backoff.
+
+        A worker that has lost its group comes back at once and tries often, since a recovery waits
+        for it.
+        """
+        if not self.failures:
+            return 0.0
+        first, factor, longest = (
+            (_SHORTEST_EAGER_S, 1.5, _LONGEST_EAGER_S)
+            if self.is_awaited(now)
+            else (1.0, 2.0, _LONGEST_PAUSE_S)
+        )
+        # The exponent is bounded, since a power that is too large for a float raises.
+        return float(min(longest, first * factor ** min(self.failures - 1, 60)))
+
+
+def serve_at(place: DialOptions, worker: Worker, tries: Tries) -> int:
+    """Join a coordinator when it listens and has a place, and host stages until it says to end.
+
+    Return the exit code.
+    """
+    said = tries.failures > 0
+    if place.warm or tries.is_awaited(time.monotonic()):
+        _import_torch()  # now, while the coordinator may be out of reach
+    while True:
+        pause(min(tries.pause_s(time.monotonic()), place.longest_pause_s))
+        control = reached(place, "the coordinator", worker.tls)
+        try:
+            return serve(control, worker, place.call_timeout, place.persist)
+        except NoPlace as problem:
+            if not place.persist:
+                raise
+            if not said:
+                level = logging.WARNING if isinstance(problem, Unproven) else logging.INFO
+                _log.log(level, "%s; trying again, now and then", problem)
+                said = True
+            tries = tries.failed()
+        finally:
+            # Encrypted bytes go through a thread, which would end with the process.
+            control.close()
+            if worker.tls is not None:
+                worker.tls.finish(Deadline(_SENT_TIMEOUT))
+
+
+def serve(
+    control: Control,
+    worker: Worker,
+    call_timeout: timedelta | None = None,
+    returns: bool = False,
+) -> int:
+    """Answer the call of a coordinator, and host stages until it says to end.
+
+    Return the exit code. ``call_timeout``: for the coordinator to call; None for one that will call
+    or end. ``returns``: whether the worker joins again by itself when a generation ends.
+    """
+    key = ask_to_join(control, worker.name, worker.secret, call_timeout, returns)
+    host_stage = _import_torch()  # now, while the others join: a waiting worker stays small
+    make_room(0)  # for the sockets with which `obstacle` tries what this process may do
+    try:
+        control.send({"type": "ready", "processor": processor(), "obstacle": obstacle()})
+        welcome = control.receive(Deadline(None))
+    except PeerLost:
+        _log.info("the job ended before it began")
+        return LIFE_AGAIN
+    except TransportError as error:
+        raise NoPlace(f"what listens there is no coordinator: {error}") from error
+    if welcome["type"] in ("stop", "exit"):
+        _log.info("the coordinator gave up before all workers had joined")
+        return LIFE_AGAIN
+    expect(welcome, "welcome")
+    try:
+        return host_stage(control, welcome, worker.threads, key, worker.bind, worker.tls)
+    except PeerLost as error:
+        _log.error("%s", error)
+        return EXIT_COORDINATOR_LOST
+
+
+def _import_torch() -> Callable[..., int]:
+    """Import torch, which takes seconds, and return the life of a worker in a group."""
+    # torch reads it when imported. A worker need not log that other processes end.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from pipedream_rt.cluster.worker.process import host_stage
+
+    life: Callable[..., int] = host_stage
+    return life

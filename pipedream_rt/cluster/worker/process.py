@@ -1,0 +1,274 @@
+"""A worker's life in a group: it joins, hosts its stages, and leaves."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+from pipedream_rt.cluster.addresses import address_on, interface_of, is_loopback, listening
+from pipedream_rt.cluster.control import (
+    EXIT_COORDINATOR_LOST,
+    EXIT_FAILED,
+    LIFE_AGAIN,
+    Control,
+)
+from pipedream_rt.cluster.control_records import Record
+from pipedream_rt.cluster.environment import memory_is_shared, own_device, tls_of_environment
+from pipedream_rt.cluster.keys import group_key
+from pipedream_rt.cluster.peer_links import PeerLinks
+from pipedream_rt.cluster.unix_links import UnixAddress, listening_nearby
+from pipedream_rt.deadline import Deadline
+from pipedream_rt.devices import OwnDevice
+from pipedream_rt.devices.choice import device_there
+from pipedream_rt.dynamo import spare_dynamo
+from pipedream_rt.errors import (
+    ConfigError,
+    MessageTimeout,
+    PeerLost,
+    PipelineClosed,
+    PipelineError,
+)
+from pipedream_rt.stage.cooperative import serve_together
+from pipedream_rt.stage.host import StageHost
+from pipedream_rt.transport.group import Group
+from pipedream_rt.transport.interface import Sender
+from pipedream_rt.transport.links import Connection, Connections, link_key
+from pipedream_rt.transport.room import make_room, make_room_for_agent
+from pipedream_rt.transport.rpc.endpoint import Endpoint, NoEndpoint
+from pipedream_rt.transport.rpc.fence import Mode
+from pipedream_rt.transport.sockets import SocketTransport
+from pipedream_rt.transport.tls import Tls
+
+_log = logging.getLogger("pipedream_rt.worker")
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process in bytes; 0 where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+_LAST_ACTION_S = 10.0
+"""Seconds for the stages to end their current action. After that the process ends without them."""
+
+_AT_THE_END_S = 1.0
+"""Seconds for the stages to stop when the coordinator is dead."""
+
+
+_PATIENCE = 1.5
+"""Factor by which a stage waits longer than the coordinator. In a stall the coordinator then gives
+up first, and can ask all stages what they wait for."""
+
+
+def host_stage(
+    control: Control,
+    welcome: Record,
+    threads: int,
+    key: bytes,
+    bind: str | None,
+    tls: Tls | None = None,
+) -> int:
+    """Join the group that a welcome describes, host the worker's stages, and return the exit code.
+
+    Threads of this process: the calling one reads the control connection; one computes for all
+    stages, and reads the links while it waits; one reads the links while that one computes; those
+    of torch RPC and its tunnel mostly wait. ``key`` is that of the job. ``bind`` is the interface
+    to listen on, None for loopback. ``tls`` is not that of a worker which the coordinator has
+    started: such a one looks into its own environment.
+    """
+    sys.path.extend(p for p in welcome["path"] if p not in sys.path)
+    control.notice_within(4 * welcome["beat_s"])
+    spare_dynamo()
+    timeout = timedelta(seconds=welcome["timeout_s"])
+    group = Group(
+        generation=welcome["generation"],
+        rank=welcome["rank"],
+        names=tuple(welcome["names"]),
+        hosts=tuple(welcome["hosts"]),
+        key=group_key(key, welcome["nonce"]),
+    )
+    mode: Mode = welcome["rpc"]
+    name, number = own_device()  # for a worker that joined; others compute where the script says
+    try:
+        if name is not None and not control.is_local:
+            device_there(name, number)
+        make_room(len(group.others))
+        if mode != "off":
+            make_room_for_agent()
+        transport = SocketTransport(group, gives=memory_is_shared())
+        endpoint = (
+            NoEndpoint() if mode == "off" else Endpoint(group, transport.tunnel, timeout, mode)
+        )
+        _join(control, welcome, group, transport, endpoint, bind, tls)
+    except (PipelineError, RuntimeError, OSError) as error:
+        _log.error("could not join the group: %s", error)
+        with suppress(PeerLost):
+            control.send({"type": "failed", "text": str(error)})
+        return EXIT_FAILED if isinstance(error, ConfigError) else LIFE_AGAIN
+    generation = welcome["generation"]
+    hosts = [
+        StageHost(
+            worker,
+            title,
+            stages,
+            generation,
+            lambda stage: Sender(transport, stage, generation),
+            _PATIENCE * timeout,
+            threads,
+            announce=lambda action: control.send({"type": "doing", "action": action}),
+            own_process=True,
+            waiter=transport.waiter,
+            device=OwnDevice(None if control.is_local else name, number),
+        )
+        for worker, title, stages in welcome["seats"]
+    ]
+    for host, (_, _, stages) in zip(hosts, welcome["seats"], strict=True):
+        for stage in stages:
+            transport.open(stage, host.inbox.put, host.inbox.close)
+            endpoint.expose(stage, functools.partial(host.part, stage))
+    assert transport.waiter is not None  # the links are there
+    serve = functools.partial(serve_together, hosts, threads, transport.waiter)
+    thread = threading.Thread(target=serve, name=hosts[0].name)
+    thread.start()
+    control.send({"type": "joined", "nearby": transport.nearby})
+    beat = timedelta(seconds=welcome["beat_s"])
+    return _until_exit(control, hosts, thread, transport, endpoint, beat)
+
+
+def _join(
+    control: Control,
+    welcome: Record,
+    group: Group,
+    transport: SocketTransport,
+    endpoint: Endpoint | NoEndpoint,
+    bind: str | None,
+    tls: Tls | None,
+) -> None:
+    """Connect to all other members, and join torch RPC."""
+    deadline = Deadline(timedelta(seconds=welcome["start_timeout_s"] or 300))
+    if control.is_local:  # it was given no `tls`, having connected to nobody so far
+        tls = tls_of_environment()
+    if welcome["host"] is None:
+        links = _inherited_links(control, group, deadline)
+    else:
+        host = _host_of_door(control, welcome["host"], bind)
+        with listening(host, 0) as door, listening_nearby(tls) as nearby:
+            door.setblocking(False)
+            control.send({"type": "door", "at": UnixAddress.of(door, nearby)})
+            doors = _expect(control, "doors", deadline)["by_name"]
+            places = {rank: UnixAddress(*doors[name]) for rank, name in enumerate(group.names)}
+            meeting = PeerLinks(group, door, places, deadline, tls, nearby)
+            links = meeting.meet(control.has_come)
+    transport.connect(links)
+    endpoint.join(deadline)
+
+
+def _inherited_links(control: Control, group: Group, deadline: Deadline) -> Connections:
+    """Take the links that the coordinator has made as socket pairs."""
+    links: Connections = {}
+    while len(links) < len(group.others):
+        rank = _expect(control, "link", deadline)["rank"]
+        key = link_key(group.key, group.rank, rank)
+        links[rank] = Connection(control.take_end(), key, carries_descriptors=True)
+    return links
+
+
+def _expect(control: Control, kind: str, deadline: Deadline) -> Record:
+    """Wait for a record of a type."""
+    record = control.receive(deadline)
+    if record["type"] != kind:
+        raise PeerLost("the coordinator gave up joining", peer="the coordinator")
+    return record
+
+
+def _host_of_door(control: Control, host: str, bind: str | None) -> str:
+    """Return the numeric address at which this worker listens for other members.
+
+    A worker that the coordinator has started listens where the coordinator does. Any other listens
+    on loopback, unless its user names an interface.
+    """
+    if control.is_local:
+        return host
+    if bind is not None:
+        return address_on(bind, control.local_host)
+    if not is_loopback(control.local_host):
+        raise ConfigError(
+            "the coordinator is not on loopback, so this worker must listen for the others on a "
+            f"network: name its interface, as --bind {interface_of(control.local_host)}"
+        )
+    return control.local_host
+
+
+def _until_exit(
+    control: Control,
+    hosts: Sequence[StageHost],
+    thread: threading.Thread,
+    transport: SocketTransport,
+    endpoint: Endpoint | NoEndpoint,
+    beat: timedelta,
+) -> int:
+    """Obey the coordinator until it says to exit, or until the control connection breaks.
+
+    A broken connection means that the coordinator is gone. A stage may then be deep in a
+    computation that nobody wants, so the caller ends the process at once.
+    """
+
+    def story() -> str:
+        return "; ".join(
+            f"{host.name}: {host.inbox.story()}" if len(hosts) > 1 else host.inbox.story()
+            for host in hosts
+        )
+
+    def close(reason: str) -> None:
+        for host in hosts:
+            host.inbox.close(PipelineClosed(reason))
+
+    while True:
+        try:
+            record = control.receive(Deadline(beat))  # breaks when the coordinator dies
+        except MessageTimeout:
+            with suppress(PeerLost):  # the next `receive` notices it too
+                control.send({"type": "beat", "doing": story(), "rss": resident_bytes()})
+            continue
+        except PeerLost:
+            _log.error("the coordinator is gone; this worker ends")
+            if control.is_local:  # over a socket pair, so it is dead, and not only out of reach
+                # A stage that was told to save must not begin after its parts were removed.
+                close("the coordinator is gone")
+                thread.join(_AT_THE_END_S)
+                for host in hosts:
+                    host.remove_parts()
+            return EXIT_COORDINATOR_LOST
+        match record["type"]:
+            case "stop":
+                close("the coordinator said stop")
+                thread.join(_LAST_ACTION_S)
+                if thread.is_alive():
+                    _log.error("a stage computes without end; the process ends without it")
+                    return EXIT_COORDINATOR_LOST  # with --persist a new process joins
+                control.send({"type": "stopped"})
+            case "story":
+                control.send({"type": "story", "text": story()})
+            case "shut":
+                transport.tunnel.shut()
+            case "clock":
+                control.send({"type": "clock", "ns": time.monotonic_ns()})
+            case "exit":
+                endpoint.close()
+                transport.close()
+                if record["failed"]:
+                    _log.warning("the job goes on with a new generation; this process ends")
+                return EXIT_COORDINATOR_LOST if record["failed"] else 0
+            case other:
+                raise PeerLost(f"the coordinator sent {other!r}", peer="the coordinator")

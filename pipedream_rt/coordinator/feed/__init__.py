@@ -1,0 +1,1 @@
+"""Feeding: the loop over a loader, and mini-batches on their way through the pipe."""

@@ -1,0 +1,153 @@
+"""The loop over a loader that keeps the pipe full, and the script's place in the loader."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Iterable, Mapping
+from typing import Any
+
+from pipedream_rt.batches.items import Prepare, batch_of, require_loader
+from pipedream_rt.checkpoint import Manifest
+from pipedream_rt.coordinator.checkpointing.checkpointer import result_of
+from pipedream_rt.coordinator.feed.feeder import Feeder
+from pipedream_rt.coordinator.feed.loading import Loading, begin_epoch_at, between_epochs
+from pipedream_rt.coordinator.results import PendingStep, StepResult
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.stage.evaluation import Metric, packed_metrics
+
+_log = logging.getLogger(__name__)
+
+
+def say_if_not_drawn(begun: list[bool]) -> None:
+    """Warn if a script has called `train_epoch` and drawn no result; ``begun`` is then empty."""
+    if not begun:
+        _log.warning(
+            "train_epoch was called, and nothing was trained: it trains while one iterates over "
+            "it, as in `for result in pipe.train_epoch(loader): ...`"
+        )
+
+
+class Epoch(Generator[StepResult, None, None]):
+    """The results of an epoch, one after another; its length is that of its loader."""
+
+    def __init__(self, results: Generator[StepResult, None, None], loader: object) -> None:
+        self._results, self._loader = results, loader
+
+    def __len__(self) -> int:
+        """Return the length of the loader; TypeError if it has none."""
+        length: int = len(self._loader)  # type: ignore[arg-type]
+        return length
+
+    def __bool__(self) -> bool:
+        return True  # as any generator; by default `bool` would ask `__len__`, which may raise
+
+    def send(self, value: None) -> StepResult:
+        return self._results.send(value)
+
+    def throw(self, *error: Any) -> StepResult:
+        return self._results.throw(*error)
+
+    def close(self) -> None:
+        """Leave the epoch; what was injected is trained on all the same."""
+        self._results.close()
+
+
+class Epochs:
+    """The epochs of a run, and the script's place in the loader of the present one.
+
+    Attributes:
+        number: Number of epochs that have ended.
+        seen: Number of the run's mini-batches whose results the script was given; `Feeder.step`
+            counts those that were injected.
+    """
+
+    def __init__(self, feeder: Feeder) -> None:
+        self._feeder = feeder
+        self.number = self.seen = 0
+        self._loading: Loading | None = None
+        self._last_loader: Iterable[Any] | None = None
+        self._resumed: Manifest | None = None
+
+    def train(
+        self,
+        loader: Iterable[Any],
+        injected: Callable[[], None],
+        prepare: Prepare | None = None,
+        metrics: Mapping[str, Metric] | None = None,
+    ) -> Generator[StepResult, None, None]:
+        """Train on every mini-batch of a loader; see `Pipeline.train_epoch`."""
+        feeder, packed = self._feeder, packed_metrics(metrics or {})
+        require_loader(loader, "train_epoch")
+        if self._loading is not None:
+            raise ConfigError(
+                f"epoch {self.number} is under way: an iteration over train_epoch has not ended. "
+                "Two at a time (nested, or in zip) would mix their mini-batches; end the first "
+                "one, or close it: epoch = pipe.train_epoch(...), then epoch.close()"
+            )
+        self._loading = items = self._load_from(loader)
+        try:
+            while True:
+                while len(items.pending) >= feeder.credits:
+                    yield self._seen(items.pending.popleft().result())
+                if not items.fetched:
+                    break
+                items.pending.append(feeder.inject(batch_of(items.fetched.pop(), prepare), packed))
+                injected()
+                items.fetch()  # now, while the pipe computes, rather than after the result
+            while items.pending:
+                yield self._seen(items.pending.popleft().result())
+        except GeneratorExit:
+            if items.pending:
+                _log.info(
+                    "epoch %d was left after result %d: the mini-batches up to %d are trained on, "
+                    "and their results are not handed out",
+                    self.number, self.seen - 1, feeder.step - 1,
+                )  # fmt: skip
+            raise
+        finally:
+            self._loading = None
+            self.number += 1
+        if items.is_empty:
+            _log.warning(
+                "the loader of epoch %d yielded nothing. A generator or an iterator can be used "
+                "once: give train_epoch something that begins anew, as a list or a DataLoader",
+                self.number - 1,
+            )
+        if items.error is not None:
+            raise items.error
+
+    def _seen(self, result: StepResult) -> StepResult:
+        """Count a result that the script is given."""
+        self.seen = result.step + 1
+        return result
+
+    def _load_from(self, loader: Iterable[Any]) -> Loading:
+        """Begin an epoch over a loader, or go on at the place where a checkpoint was made."""
+        resumed, place = self._resumed, None
+        if resumed is not None and resumed.place is not None and resumed.step == self._feeder.step:
+            place = resumed.place if resumed.place["epoch"] == self.number else None
+        self._last_loader = loader
+        if place is not None and place["drawn"] is None:  # it stood between two epochs
+            begin_epoch_at(place, loader)
+            place = None
+        if place is None or resumed is None:
+            return Loading(loader, self.number)
+        unseen = [PendingStep.finished(self._feeder, result_of(r)) for r in resumed.results]
+        return Loading(loader, self.number, place, unseen)
+
+    def resume(self, manifest: Manifest) -> None:
+        """Let the next epoch go on at the place where a checkpoint was made."""
+        self._resumed = manifest
+        self.seen = manifest.step - len(manifest.results)
+        if manifest.place is not None:
+            self.number = manifest.place["epoch"]
+
+    def place(self) -> dict[str, Any]:
+        """Return the place of the script in its loader, for a checkpoint."""
+        if self._loading is not None:
+            return self._loading.place()
+        return between_epochs(self.number, self._last_loader)
+
+    def unseen(self) -> list[PendingStep]:
+        """Return the mini-batches so far whose results the script has not seen."""
+        return list(self._feeder.pending if self._loading is None else self._loading.pending)

@@ -1,0 +1,538 @@
+"""Feeding mini-batches into the pipe and taking losses out of it.
+
+The feeder cuts a mini-batch into micro-batches and feeds them one after another. When as many
+mini-batches are on their way as there are credits, it waits for the losses of the oldest one before
+it feeds the next.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from pipedream_rt.batches.cutting import samples_of
+from pipedream_rt.batches.forwards import TOTAL, Cache, Fed, Forwards
+from pipedream_rt.batches.items import (
+    Accumulated,
+    Batch,
+    Prepare,
+    batch_of,
+    example_of,
+    require_loader,
+)
+from pipedream_rt.batches.micro_batches import CutBatch, CutMicroBatch, Cutter, LossChecks
+from pipedream_rt.batches.weighing import Samples, WeighedMean, Weighing
+from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
+from pipedream_rt.coordinator.recovery.group import Lease
+from pipedream_rt.coordinator.results import PendingStep, StepResult
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.messages.message import CommandName, Key, Loss, MicroBatch, Mode, Target
+from pipedream_rt.messages.tree import flat_copy, unflatten
+from pipedream_rt.models.captures import Given
+from pipedream_rt.models.settings import (
+    Settings,
+    refuse_contexts,
+    refuse_no_grad,
+    refuse_other_settings,
+)
+from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind
+from pipedream_rt.stage.evaluation import (
+    Metric,
+    packed_metrics,
+    refuse_bad_metrics,
+    words_of_bad_metric,
+)
+from pipedream_rt.stage.fingerprint import total as combined
+from pipedream_rt.stage.loss_check import RANDOM, refuse_no_mean, rounding_of
+from pipedream_rt.stage.optimizer import Hyper
+from pipedream_rt.tracing.spans import NOBODY, Recorder
+from pipedream_rt.tracing.trace import INJECTED, LOSS_CAME
+
+_log = logging.getLogger(__name__)
+
+
+class _OfTarget(NamedTuple):
+    """What goes to the last stage with a target; see `Target`. The metrics are pickled."""
+
+    share: float = 1.0
+    compared: Sequence[int] = ()
+    metrics: bytes = b""
+
+
+_WHOLE = _OfTarget()
+
+_NOTHING = Fed(0, b"", *flat_copy(None))
+"""What is fed of an empty micro-batch."""
+
+
+class Feeder:
+    """The feeder of micro-batches for training, evaluation and inference.
+
+    Attributes:
+        optimizer: The optimizer that the stages step with; None if there is none.
+        credits: Number of mini-batches that may be on their way at a time.
+        step: Number of mini-batches injected so far.
+        passes: Number of micro-batches fed so far for evaluation and inference.
+        numbers: Numbers for what stages keep between the passes of a generation or evaluation.
+        pending: The mini-batches on their way, oldest first.
+        waited_s: The seconds for which the script has waited for results.
+        watch_first: Called with each injected mini-batch until it returns False; None for nobody.
+    """
+
+    def __init__(
+        self,
+        lease: Lease,
+        *,
+        forwards: Forwards,
+        credits: int,
+        has_loss: bool,
+        settings: Settings,
+        weighing: Weighing,
+        pairs: Callable[[Batch], bool],
+        check_loss: int,
+        recorder: Recorder | None,
+        fingerprint_every: int | None = None,
+        refuse: Callable[[], None] = lambda: None,
+        given: Callable[[], list[Given]] = list,
+        first: Callable[[Batch], object] = lambda batch: None,
+        watch: Sequence[Callable[[StepResult], object]] = (),
+        injected: Callable[[CutBatch, DistributedOptimizer], object] | None = None,
+    ) -> None:
+        self._first = first  # called with the first mini-batch, before it is fed
+        self._injected = injected
+        self._watch = watch
+        self._fingerprint_every = fingerprint_every  # in mini-batches
+        self._refuse, self._given = refuse, given
+        self._settings = settings
+        self.forwards = forwards
+        self._lease = lease
+        self._group = lease.group
+        self._has_loss = has_loss
+        self._weighing = weighing
+        self._checks = LossChecks(check_loss)
+        self._recorder = recorder
+        self._per_update = self._group.plan.per_update
+        self._cutter = Cutter(forwards, weighing, self._per_update, pairs)
+        self.credits = credits
+        self.optimizer: DistributedOptimizer | None = None
+        self.step = self.passes = 0
+        self.numbers = itertools.count(1)
+        self.pending: deque[PendingStep] = deque()
+        self.waited_s = 0.0
+        self._adds: bool | None = None  # see `_losses_add`; None until the model was asked
+        self._bad_metrics: set[str] = set()
+        self.watch_first: Callable[[CutBatch, PendingStep], bool] | None = None
+
+    @property
+    def training(self) -> bool | None:
+        """The mode that all modules were set to (`Module.train`); None if never."""
+        return self._group.training
+
+    def set_training(self, training: bool) -> None:
+        """Flush, and set the mode of all modules."""
+        self.flush()
+        self._group.command(CommandName.TRAINING, (None, training))
+
+    @property
+    def was_touched(self) -> bool:
+        """Whether something but training may have changed weights or optimizers since the start."""
+        return self._group.touched
+
+    def cut(self, batch: Batch) -> CutBatch:
+        """Cut a mini-batch as it would be fed, without feeding it."""
+        return self._cutter.cut(batch, self.training)
+
+    # -- training -------------------------------------------------------------------------------
+
+    def inject(self, batch: Batch | Accumulated, metrics: bytes = b"") -> PendingStep:
+        """Wait for a credit, then feed one mini-batch with the present hyper-parameters."""
+        self._group.life.check()
+        optimizer = self.optimizer
+        if not self._has_loss or optimizer is None:
+            raise ConfigError("training needs loss_fn and optimizer; give both to Pipeline")
+        refuse_no_grad()
+        self._refuse_what_stays_here()
+        self._refuse()
+        given = self._given()
+        if not self.step:
+            self._first(batch if isinstance(batch, Batch) else batch.parts[0])
+        adds = isinstance(batch, Accumulated) and self._losses_add(batch)
+        cut = self._cutter.cut(batch, self.training, adds)
+        parts, shares = cut.parts, cut.shares
+        compared = self._compared(cut.first_part or cut)
+        while len(self.pending) >= self.credits:
+            self.collect_oldest()
+        hyper = optimizer.hyper()
+        pending = PendingStep(self, self.step, self._group.position, shares)
+        every = self._fingerprint_every
+        wants_mark = every is not None and (self.step + 1) % every == 0
+        with self._group.life.guard():  # a mini-batch that is fed in part must end the pipeline
+            for i, part in enumerate(parts):
+                number = self.step * self._per_update + i
+                start = time.monotonic_ns()
+                marks = wants_mark and i == len(parts) - 1
+                target = _OfTarget(shares[i], compared.get(i, ()), metrics)
+                self._feed(
+                    Mode.TRAIN, number, part, target, hyper=hyper, given=given, fingerprint=marks
+                )
+                self._record(INJECTED, number, NOBODY, start, start)
+            optimizer.count_step()
+            self.step += 1
+            self.pending.append(pending)
+        if self._injected is not None:
+            self._injected(cut, optimizer)
+        if (look := self.watch_first) is not None:
+            self.watch_first = None  # not once more, if it raises
+            self.watch_first = look if look(cut, pending) else None
+        return pending
+
+    def _losses_add(self, batch: Accumulated) -> bool:
+        """Whether losses of micro-batches that are told the total add up to that of the whole."""
+        first = batch.parts[0]
+        if TOTAL not in first.kwargs or self._per_update == batch.of:
+            return False
+        if self._adds is None:
+            # A model may take the total and not divide by it, so it is asked once, in eval mode.
+            passes, total = self.passes, torch.as_tensor(first.kwargs[TOTAL])
+            others = [first.kwargs | {TOTAL: total * factor} for factor in (1, 2)]
+            parts = [self._part(Batch((), each, each), Mode.EVALUATE) for each in others]
+            once, twice = [loss.loss for _, loss, _ in self._passed(Mode.EVALUATE, parts)]
+            self.passes = passes  # layers must draw random numbers as if these had not been
+            self._adds = once != twice
+        return self._adds
+
+    def _refuse_what_stays_here(self) -> None:
+        """Refuse settings and contexts of this process that would not reach the workers."""
+        refuse_other_settings(self._settings)
+        refuse_contexts()
+
+    def _part(self, batch: Batch, mode: Mode, samples: int = 1) -> CutMicroBatch:
+        """Return what is fed of a micro-batch."""
+        return self._cutter.part(batch, mode, self._group.training, samples)
+
+    def _compared(self, cut: CutBatch) -> dict[int, list[int]]:
+        """Arrange the loss check of a mini-batch; return `Target.compared` by micro-batch."""
+        if not self._checks.takes(cut):
+            return {}
+        # A loss function is compared by the stage that computes it, the model's own loss here.
+        if self.forwards.own_loss:
+            if self._weighing.is_given or not all(p.x.only_labels for p in cut.filled.values()):
+                self._compare_own_loss(cut)
+            return {}
+        first = self.step * self._per_update
+        at = {i: self._loss_edge(first + i).source for i in cut.filled}
+        together = Counter(at.values())  # replicas of the last stage compare what they have
+        return {i: [together[at[i]], part.samples] for i, part in cut.filled.items()}
+
+    def _compare_own_loss(self, cut: CutBatch) -> None:
+        """Compare the model's own loss of a mini-batch, in eval mode, with its micro-batches'."""
+        # As many micro-batches as are in flight in training, so that it takes no more memory.
+        pairs = cut.first(max(2, self._group.plan.in_flight(0)))
+        # The first micro-batch once more: where its loss differs, the model is random in eval mode.
+        parts = [self._part(each, Mode.EVALUATE, size) for each, size in (*pairs, pairs[1])]
+        passes = self.passes
+        losses = [loss.loss for _, loss, _ in self._passed(Mode.EVALUATE, parts)]
+        self.passes = passes  # layers must draw random numbers as if these had not been
+        whole, *of_parts, again = [math.nan if loss is None else loss for loss in losses]
+        if again != of_parts[0] and not math.isnan(again):
+            _log.warning(RANDOM)
+            return
+        # Told losses add up, and means are compared.
+        whole = whole / len(of_parts) if cut.told else whole
+        weighed = [(loss, cut.shares[i]) for loss, i in zip(of_parts, cut.filled, strict=False)]
+        refuse_no_mean(whole, weighed, rounding_of(self.forwards.dtype))
+
+    def _feed(
+        self,
+        mode: Mode,
+        number: int,
+        part: CutMicroBatch | None,
+        of_target: _OfTarget = _WHOLE,
+        *,
+        hyper: list[Hyper] | None = None,
+        given: list[Given] | None = None,
+        fingerprint: bool = False,
+        version: int = 0,
+        cache: int = 0,
+    ) -> int:
+        """Feed one micro-batch, with its target if stages compute a loss; return its position."""
+        program, definition, structure, tensors, *_ = part.x if part else _NOTHING
+        head = MicroBatch(
+            micro_batch=number,
+            mode=mode,
+            empty=part is None,
+            program=program,
+            definition=definition,
+            version=version,
+            cache=cache,
+            fingerprint=fingerprint,
+            hyper=hyper,
+            given=self._given() if given is None else given,
+            structure=structure,
+        )
+        if not mode.has_target:
+            return self._group.feed(head, tensors)
+        structure, of_y = part.y if part else flat_copy(None)
+        share, compared, metrics = of_target
+        target = Target(structure=structure, share=share, compared=list(compared), metrics=metrics)
+        return self._group.feed(head, tensors, target, of_y)
+
+    def collect_oldest(self) -> None:
+        """Wait for the losses of the oldest mini-batch on its way, and set its outcome."""
+        self._group.check_settings_unchanged()
+        pending = self.pending[0]
+        with self._group.life.guard():  # an error in between loses the losses taken before it
+            asked, taken = time.monotonic_ns(), []
+            for i in range(len(pending.shares)):
+                number = pending.step * self._per_update + i
+                taken.append(self._take_loss(pending.first + i, number)[0])
+                self._group.next_loss = number + 1
+                source = self._loss_edge(number).source
+                self._record(LOSS_CAME, number, source, asked, time.monotonic_ns())
+        self.waited_s += (time.monotonic_ns() - asked) / 1e9
+        pending.outcome = _result(pending, taken)
+        self._say_of_bad_metrics(taken)
+        self.pending.popleft()
+        for watch in self._watch:
+            watch(pending.outcome)
+
+    def _say_of_bad_metrics(self, taken: Sequence[Loss]) -> None:
+        """Warn once of each metric that gave no number."""
+        for name, said in ((n, s) for loss in taken for n, s in loss.metrics.items()):
+            if isinstance(said, str) and name not in self._bad_metrics:
+                self._bad_metrics.add(name)
+                _log.warning("%s", words_of_bad_metric(name, said))
+
+    def has_losses(self, pending: PendingStep) -> bool:
+        """Whether the losses of a mini-batch have all arrived."""
+        number = pending.step * self._per_update
+        keys = (
+            Key(self._loss_edge(number + i), pending.first + i) for i in range(len(pending.shares))
+        )
+        return all(map(self._group.inbox.holds, keys))
+
+    def flush(self) -> None:
+        """Wait until nothing is in flight on any stage, and every update is applied."""
+        self._group.check_settings_unchanged()
+        while self.pending:  # first, because the messages of an edge are taken by rising position
+            self.collect_oldest()
+        self._group.command(CommandName.FLUSH, self._group.next_micro_batch)
+
+    def _loss_edge(self, number: int) -> Edge:
+        """Return the edge on which the loss of a training micro-batch comes."""
+        plan = self._group.plan
+        return Edge(EdgeKind.LOSS, plan.address_of(plan.exits[0], number), COORDINATOR)
+
+    def _take_loss(self, position: int, number: int = 0) -> tuple[Loss, Any]:
+        """Wait for the last stage's message about a position; return it, and the output in it."""
+        message = self._group.take(Key(self._loss_edge(number), position))
+        loss = message.payload
+        assert isinstance(loss, Loss)
+        return loss, unflatten(loss.structure, message.tensors) if loss.structure else None
+
+    def _record(self, kind: int, number: int, waited_for: int, ready: int, start: int) -> None:
+        """Record a span of the coordinator that ends now; times are of ``time.monotonic_ns``."""
+        if self._recorder is not None:
+            arrived = 0 if waited_for == NOBODY else self._group.inbox.arrived_ns
+            self._recorder.record(
+                kind, COORDINATOR, number, 0, 0, 0,
+                waited_for, ready, arrived, start, time.monotonic_ns(), 0,
+            )  # fmt: skip
+
+    # -- evaluation and inference ---------------------------------------------------------------
+
+    def evaluate(
+        self,
+        loader: Iterable[Any],
+        prepare: Prepare | None = None,
+        version: int = 0,
+        *,
+        metrics: Mapping[str, Metric] | None = None,
+        keep_buffers: bool = False,
+    ) -> dict[str, float]:
+        """Return the mean loss and metrics over a loader; see `Pipeline.evaluate`."""
+        self._group.life.check()
+        if not self._has_loss:
+            raise ConfigError(
+                "evaluate needs a loss: give Pipeline loss_fn; or, for a model that computes its "
+                "loss itself, example=, a mini-batch with the labels"
+            )
+        require_loader(loader, "evaluate")
+        target = _OfTarget(metrics=packed_metrics(metrics or {}))
+        mode = Mode.EVALUATE_AND_KEEP if keep_buffers else Mode.EVALUATE
+        means = {"loss": WeighedMean()}
+        batches = (batch_of(item, prepare) for item in loader)
+        clear, training = Samples(), self._group.training
+        parts = (
+            self._cutter.part(each, mode, training, samples_of(each) or 1, clear)
+            for each in batches
+        )
+        number = next(self.numbers)
+        with (
+            self._buffers_of(number) as stays,
+            closing(self._passed(mode, parts, version, number, target, stays)) as passed,
+        ):
+            for part, loss, _ in passed:
+                refuse_bad_metrics(loss.metrics)
+                said = {"loss": math.nan if loss.loss is None else loss.loss, **loss.metrics}
+                for name, value in said.items():
+                    means.setdefault(name, WeighedMean()).add(float(value), part.weight)
+        if not means["loss"].count:
+            raise ConfigError("the loader given to evaluate yielded nothing")
+        return {name: mean.value for name, mean in means.items()}
+
+    @contextmanager
+    def _buffers_of(self, number: int) -> Iterator[list[int]]:
+        """In the body, let stages keep buffers of an evaluation, and recoveries redo ``stays``."""
+        stays: list[int] = []
+        try:
+            yield stays
+        finally:
+            if stays and not self._group.life.is_over:
+                self._group.command(CommandName.END_CACHE, number)
+            for position in stays:
+                self._group.log.forget(position)
+
+    def _passed(
+        self,
+        mode: Mode,
+        parts: Iterable[CutMicroBatch],
+        version: int = 0,
+        cache: int = 0,
+        target: _OfTarget = _WHOLE,
+        stays: list[int] | None = None,
+    ) -> Generator[tuple[CutMicroBatch, Loss, Any], None, None]:
+        """Flush, then pass micro-batches through the stages, several at a time."""
+        self._refuse_what_stays_here()
+        self.flush()
+        ahead: deque[tuple[int, CutMicroBatch]] = deque()
+
+        def collect() -> tuple[CutMicroBatch, Loss, Any]:
+            """Take what came of the oldest micro-batch on its way."""
+            position, part = ahead.popleft()
+            loss, output = self._take_loss(position)
+            # Where the pass has changed buffers, a recovery must do it again until the end.
+            if stays is not None and any(mark for *_, mark in loss.trail):
+                stays.append(position)
+            elif mode.leaves_no_trace:
+                self._group.log.forget(position)
+            return part, loss, output
+
+        try:
+            for part in parts:
+                ahead.append((self._pass(mode, part, version, cache, target), part))
+                while len(ahead) > 2 * self._group.plan.num_stages:
+                    yield collect()
+            while ahead:
+                yield collect()
+        finally:
+            # Where the iteration ends early, what is on its way must still leave inbox and log.
+            while ahead and not self._group.life.is_over:
+                collect()
+
+    def predict(
+        self, loader: Iterable[Any], prepare: Prepare | None, version: int
+    ) -> Generator[Any, None, None]:
+        """Yield the model's output for each item of a loader; see `Pipeline.predict`."""
+        self._group.life.check()
+        require_loader(loader, "predict")
+        batches = (example_of(item if prepare is None else prepare(item)) for item in loader)
+        parts = (self._part(batch, Mode.INFER) for batch in batches)
+        with closing(self._passed(Mode.INFER, parts, version)) as passed:
+            for _, _, output in passed:
+                yield output
+
+    def infer(self, batch: Batch, *, training: bool) -> Any:
+        """Flush, and return the model's output for one input; see `Pipeline.__call__`."""
+        self._refuse_what_stays_here()
+        self.flush()
+        mode = Mode.INFER_IN_TRAINING_MODE if training else Mode.INFER
+        position = self._pass(mode, self._part(batch, mode))
+        _, output = self._take_loss(position)
+        if mode.leaves_no_trace:
+            self._group.log.forget(position)
+        return output
+
+    def _pass(
+        self,
+        mode: Mode,
+        part: CutMicroBatch,
+        version: int = 0,
+        cache: int = 0,
+        target: _OfTarget = _WHOLE,
+    ) -> int:
+        """Feed one micro-batch for evaluation or inference, and return its position."""
+        position = self._feed(mode, self.passes, part, target, version=version, cache=cache)
+        self.passes += 1
+        return position
+
+    # -- generation, and versions that are kept -------------------------------------------------
+
+    def generated(
+        self,
+        batch: Batch,
+        version: int,
+        cache: Cache | None = None,
+        number: int = 0,
+        length: int = 0,
+    ) -> tuple[Any, int]:
+        """Return the model's output for one forward of a generation, and the forward's position."""
+        self._refuse_what_stays_here()
+        if cache is None:
+            part = self._part(batch, Mode.INFER)
+        else:
+            part = CutMicroBatch(self.forwards.cached(batch, cache, length), flat_copy(None))
+        position = self._pass(Mode.INFER, part, version, number)
+        while self.pending:  # the messages of an edge are taken by rising position
+            self.collect_oldest()
+        return self._take_loss(position)[1], position
+
+    def hold(self) -> None:
+        """Let recoveries redo all that is fed from now on, until `end_generation`."""
+        self._group.log.hold()
+
+    def end_generation(self, caches: Iterable[int], positions: Iterable[int]) -> None:
+        """Forget the forwards of a generation, and the caches that they filled."""
+        for cache in caches:
+            if not self._group.life.is_over:
+                self._group.command(CommandName.END_CACHE, cache)
+        for position in positions:
+            self._group.log.forget(position)
+        self._group.log.release()
+
+
+def _result(pending: PendingStep, taken: list[Loss]) -> StepResult:
+    pairs = zip((loss.loss for loss in taken), pending.shares, strict=True)
+    weighed = [(loss, share) for loss, share in pairs if loss is not None and share]
+    oldest = min(version for loss in taken for _, version, *_ in loss.trail)
+    marks = [mark for *_, mark in taken[-1].trail]
+    said: dict[str, list[tuple[float, float]]] = {}
+    for loss, share in zip(taken, pending.shares, strict=True):
+        for name, value in loss.metrics.items() if share else ():
+            said.setdefault(name, []).append((math.nan if isinstance(value, str) else value, share))
+    return StepResult(
+        step=pending.step,
+        # Summed in the order of the micro-batches, so that no timing can change the bits.
+        loss=sum(loss * share for loss, share in weighed),
+        losses=tuple(loss for loss, _ in weighed),
+        versions=tuple(version for _, version, *_ in taken[-1].trail),
+        staleness=max(0, pending.step - oldest),
+        busy_s=tuple(busy_ns / 1e9 for _, _, busy_ns, _ in taken[-1].trail),
+        fingerprint=combined(marks) if all(marks) else None,
+        metrics={name: _mean(found, len(weighed)) for name, found in said.items()},
+    )
+
+
+def _mean(found: Sequence[tuple[float, float]], of: int) -> float:
+    """Return the mean of (value, share) pairs, one for each of some of the ``of`` micro-batches."""
+    total = sum(value * share for value, share in found)
+    # All shares together are one, and to divide by them would round.
+    return total if len(found) == of else total / sum(share for _, share in found)

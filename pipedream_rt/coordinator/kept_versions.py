@@ -1,0 +1,96 @@
+"""Versions of the weights that are kept for as long as the script reads them."""
+
+from __future__ import annotations
+
+import itertools
+from types import TracebackType
+from typing import Any
+
+from pipedream_rt.coordinator.feed.feeder import Feeder
+from pipedream_rt.coordinator.recovery.group import Lease
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.messages.message import CommandName
+from pipedream_rt.messages.state_keys import by_key
+from pipedream_rt.stage.rules.ema import AVERAGE
+
+_numbers = itertools.count(1)
+
+
+class KeptVersion:
+    """A copy of weights and buffers that the stages keep, while training goes on.
+
+    `Pipeline.keep_version` returns it. Each stage has a copy of its part until `drop`, or until the
+    body of a ``with`` ends. A copy is in no checkpoint: a recovery goes back to a point before the
+    copy was made, so the log of what was fed grows while one is kept.
+
+    Attributes:
+        step: The number of mini-batches that its weights were trained on.
+        average: Whether it is the average of the weights.
+    """
+
+    def __init__(self, lease: Lease, feeder: Feeder, *, average: bool) -> None:
+        self._lease = lease
+        self._number = next(_numbers)
+        self.average = average
+        group = lease.group
+        feeder.flush()
+        self.step = feeder.step
+        self._loads = group.loads
+        group.log.hold()
+        borrowed = _averages_of_ties(lease) if average else {}
+        argument = {"number": self._number, "average": average, "borrowed": borrowed}
+        group.command(CommandName.KEEP, argument)
+
+    def number_for(self, lease: Lease) -> int:
+        """Return the number under which the stages have the copy.
+
+        Raises:
+            ConfigError: It was dropped, or is of another pipeline, or others were loaded since.
+        """
+        if lease is not self._lease:
+            raise ConfigError("the version is one of another pipeline")
+        if not self._number:
+            raise ConfigError(f"the version of step {self.step} was dropped; keep another one")
+        if self._lease.group.loads != self._loads:
+            raise ConfigError(
+                f"the version of step {self.step} is from before other weights were loaded, to "
+                "which a recovery could not go back; keep another one"
+            )
+        return self._number
+
+    def drop(self) -> None:
+        """Let the stages forget the copy. Idempotent."""
+        number, self._number = self._number, 0
+        group = self._lease.group
+        if number and not group.life.is_over:
+            group.command(CommandName.DROP, number)
+            group.log.release()
+
+    def __enter__(self) -> KeptVersion:
+        return self
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # After Ctrl-C and the like nothing waits for the stages.
+        if exception_type is None or issubclass(exception_type, Exception):
+            self.drop()
+
+    def __repr__(self) -> str:
+        what = "average of the weights" if self.average else "weights"
+        return f"<the {what} after step {self.step}{'' if self._number else ', dropped'}>"
+
+
+def _averages_of_ties(lease: Lease) -> dict[str, Any]:
+    """Return the averages of tied weights, by name in the whole model."""
+    group = lease.group
+    if not group.plan.ties:
+        return {}
+    found: dict[str, Any] = {}
+    for part in group.command(CommandName.OPTIMIZER_STATE):
+        state = by_key(part)
+        found.update({key.name: value for key, value in state.items() if key.part == AVERAGE})
+    return {tie.name: found[tie.name] for tie in group.plan.ties if tie.name in found}

@@ -1,0 +1,135 @@
+"""The log of the feed since the origins, from which a recovery replays it.
+
+The coordinator gives everything that it feeds a position. Stages that start from the state at an
+origin, and are fed what came after it in the same order, compute the same bits as before. So the
+coordinator keeps what it has fed since the oldest origin, and a recovery is: new workers, the state
+at an origin, the feed since.
+
+An entry names the role of the stages that it is for, not their numbers, so that a later generation
+may have another plan.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from pipedream_rt.messages.message import Command, MicroBatch, Target
+
+
+class Role(Enum):
+    """The stages that an entry of the feed is for."""
+
+    ENTRY = "entry"
+    """The stages that take the model's input."""
+    TARGET = "target"
+    """The stages that compute the loss."""
+    EVERY = "every"
+    """All stages; each gets the same."""
+    OWN = "own"
+    """All stages; each gets those entries of a dictionary whose keys are names in its layers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestorePoint:
+    """A point of the feed that a run can go back to.
+
+    Attributes:
+        position: The first position after this point.
+        folder: The checkpoint that was made at this point; None for the start of the run.
+        run: Identity of the run that made the checkpoint; empty if not known.
+        floor: The oldest weight version that a stage reads after this point; None for the one that
+            the checkpoint names.
+        with_optimizer: Whether the checkpoint's optimizer state belongs to this point; not if the
+            script has gone on with another optimizer.
+        optimizer: The pickled `OptimizerSpec` that the stages had at this point; empty if none.
+        training: The mode that all modules had been set to (`Module.train`); None if never.
+        apart: The mode that stages had been set to by themselves after that, by stage.
+    """
+
+    position: int = 0
+    folder: Path | None = None
+    run: str = ""
+    floor: int | None = None
+    with_optimizer: bool = True
+    optimizer: bytes = b""
+    training: bool | None = None
+    apart: tuple[tuple[int, bool], ...] = ()
+
+
+class Entry(NamedTuple):
+    """One item of the feed; the turn of its payload is set anew in each generation."""
+
+    role: Role
+    position: int
+    payload: MicroBatch | Command | Target
+    tensors: tuple[Tensor, ...]
+
+
+class FeedLog:
+    """The feed since the oldest origin.
+
+    Attributes:
+        on: Whether entries are kept; not if the run recovers from no failure.
+        origins: The origins, oldest first.
+    """
+
+    def __init__(self, on: bool) -> None:
+        self.on = on
+        # Two, so that a run whose newest checkpoint is damaged can go back further.
+        self.restore_points: deque[RestorePoint] = deque([RestorePoint()], maxlen=2)
+        self._entries: deque[Entry] = deque()
+        self._holds = 0
+        self._next: RestorePoint | None = None
+
+    def hold(self) -> None:
+        """Add no newer origin until `release` was called as often."""
+        self._holds += 1
+
+    def release(self) -> None:
+        """Undo one `hold`; after the last one the newest origin that came meanwhile is added."""
+        self._holds -= 1
+        if not self._holds and self._next is not None:
+            restore_point, self._next = self._next, None
+            self.begin(restore_point)
+
+    def append(self, entry: Entry) -> None:
+        """Keep an entry that is being sent."""
+        if self.on:
+            self._entries.append(entry)
+
+    def begin(self, restore_point: RestorePoint) -> None:
+        """Add a newer origin, and forget the entries that no origin needs any more."""
+        if self._holds:
+            # No checkpoint has what is held, such as a kept version: a recovery must go back to
+            # before it was made, and make it again from the feed.
+            self._next = restore_point
+            return
+        self.restore_points.append(restore_point)
+        first = self.restore_points[0].position
+        while self._entries and self._entries[0].position < first:
+            self._entries.popleft()
+
+    def forget(self, position: int) -> None:
+        """Forget what was fed at a position, which left no trace and whose result was taken."""
+        later = []
+        while self._entries and self._entries[-1].position >= position:
+            entry = self._entries.pop()
+            if entry.position > position:
+                later.append(entry)
+        self._entries.extend(reversed(later))
+
+    def stop(self) -> None:
+        """Forget all entries, and keep none from now on."""
+        self.on = False
+        self._entries.clear()
+
+    def since(self, restore_point: RestorePoint) -> Iterator[Entry]:
+        """Return the entries that were fed after an origin, in order."""
+        return (entry for entry in self._entries if entry.position >= restore_point.position)

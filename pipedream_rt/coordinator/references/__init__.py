@@ -1,0 +1,1 @@
+"""References to what workers hold: modules, parameters and optimizers."""

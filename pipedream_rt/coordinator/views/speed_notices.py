@@ -1,0 +1,73 @@
+"""Two warnings that a run gives at most once: unequal stages, and a model too small to split."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from pipedream_rt.coordinator.results import StepResult
+from pipedream_rt.schedules import Plan
+from pipedream_rt.tracing.balance import about_balance, about_size
+
+_FROM, _UPDATES, _BUSY_S = 3, 10, 1.0
+"""The first update that is measured; the fewest updates, and seconds, of a measurement."""
+
+
+class Balance:
+    """Warns once if the compute times of the stages are too unequal."""
+
+    def __init__(self, plan: Plan, say: Callable[[str], object]) -> None:
+        self._plan = plan
+        self._say: Callable[[str], object] | None = say
+        self._first: StepResult | None = None
+
+    def __call__(self, result: StepResult) -> None:
+        """Look at the next result; results come in order."""
+        if self._say is None:
+            return
+        if self._first is None:
+            # The first mini-batches pay for memory and code that is not there yet. Replicas take
+            # turns, so two results may be of two: all that each has computed so far counts.
+            self._first = result if result.step >= _FROM or self._plan.replicated else None
+            return
+        since = result.step - self._first.step
+        before = (0.0,) * len(result.busy_s) if self._plan.replicated else self._first.busy_s
+        busy = [now - then for now, then in zip(result.busy_s, before, strict=True)]
+        if since < _UPDATES or max(busy) < _BUSY_S:
+            return
+        say, self._say = self._say, None
+        for text in about_balance(self._plan, busy):
+            say(text)
+
+
+_WAITED = 0.5
+"""The pipe sets the pace if the script waits for results for more than this share of the time."""
+
+
+class Size:
+    """Warns once if the pipe sets the pace and one process would be as fast."""
+
+    def __init__(
+        self, plan: Plan, waited: Callable[[], float], say: Callable[[str], object]
+    ) -> None:
+        self._plan, self._waited = plan, waited  # the seconds so far
+        self._say: Callable[[str], object] | None = say
+        self._first: tuple[StepResult, float, float] | None = None
+
+    def __call__(self, result: StepResult) -> None:
+        """Look at the next result; results come in order."""
+        if self._say is None or result.step < _FROM:
+            return
+        now, waited = time.monotonic(), self._waited()
+        if self._first is None:
+            self._first = (result, now, waited)
+            return
+        first, then, before = self._first
+        count, seconds = result.step - first.step, now - then
+        if count < _UPDATES or seconds < _BUSY_S:
+            return
+        say, self._say = self._say, None
+        if waited - before > _WAITED * seconds:  # else the loader or the script's loop sets it
+            busy = [b - a for a, b in zip(first.busy_s, result.busy_s, strict=True)]
+            for text in about_size(self._plan, busy, seconds, count * self._plan.per_update):
+                say(text)

@@ -1,7 +1,0 @@
-"""Traces of runs: spans that are recorded, kept in files, drawn, summed up and replayed."""
-
-from pipedream_rt.observe.replay import Replay
-from pipedream_rt.observe.summary import Summary, describe, summarize
-from pipedream_rt.observe.trace import Trace
-
-__all__ = ["Replay", "Summary", "Trace", "describe", "summarize"]

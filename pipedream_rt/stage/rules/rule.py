@@ -1,0 +1,178 @@
+"""The two protocols of rules, and the update that they change.
+
+A rule is what one feature does to the training of a stage: it takes tensors and returns what goes
+to other stages. There are two kinds, since some features act before an update exists. A rule
+overrides the methods that it needs, and a stage calls those alone, so a feature that is not used
+costs nothing.
+
+The life of an update t on a stage, with the methods of `UpdateRule`::
+
+    B .. B      each micro-batch adds its gradients        MicroBatchRule.loss, roots, adjust, ended
+    S t         collect     complete and measure them
+    A t         change      the last change of gradients, or the update is skipped
+                around      around the step of the torch optimizer, unless it is skipped
+                after       the version is made, even if the update was skipped
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from pipedream_rt.messages.state_keys import StateKey, StepState
+from pipedream_rt.schedules import EdgeKind, Plan
+from pipedream_rt.schedules.edges import Address
+from pipedream_rt.stage.optimizer import Hyper
+from pipedream_rt.stage.parameters import Adjust
+from pipedream_rt.stage.values import Outgoing
+from pipedream_rt.stage.weights import Weights
+
+
+@dataclass(slots=True)
+class Update:
+    """An update from its step until it is applied.
+
+    Attributes:
+        number: Number of the update, which makes version ``number + 1``.
+        gradients: The gradients of the stage's own weights, in their order.
+        hyper: By parameter group of the whole model, its hyper-parameters.
+        read: The versions that its micro-batches with samples have read.
+        skipped: Whether no stage applies it.
+    """
+
+    number: int
+    gradients: list[Tensor | None]
+    hyper: list[Hyper]
+    read: list[int]
+    skipped: bool = False
+
+    @property
+    def mean_read(self) -> float:
+        """The mean of the versions that its micro-batches have read; its own number if none did."""
+        return sum(self.read) / len(self.read) if self.read else self.number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What rules know of the stage that they belong to.
+
+    Attributes:
+        numbers: By name, the place of each trainable parameter of the stage in the unsplit model.
+        norm_dtype: The dtype of the norm of all gradients of the model.
+        totals: The rule that makes that norm (`totals.py`); None if no rule needs it.
+    """
+
+    plan: Plan
+    stage: int
+    address: Address
+    weights: Weights
+    numbers: Mapping[str, int]
+    norm_dtype: torch.dtype = torch.float32
+    totals: Rule | None = None
+
+    @property
+    def named(self) -> dict[str, nn.Parameter]:
+        """The stage's own trainable parameters, by name in the unsplit model."""
+        return self.weights.own.named
+
+
+class Rule:
+    """What rules of both kinds may have.
+
+    Attributes:
+        channels: The kinds of messages that `receive` takes.
+        names: The names under which it keeps something, besides those of parameters.
+    """
+
+    channels: ClassVar[tuple[EdgeKind, ...]] = ()
+    names: Sequence[str] = ()
+
+    def receive(self, kind: EdgeKind, sender: Address, value: Any) -> None:
+        """Take a message of one of its channels, for a later method to use."""
+
+    def state(self) -> StepState:
+        """Return what a checkpoint keeps, as of the newest version.
+
+        The part of its keys is the rule's name.
+        """
+        return {}
+
+    def load_state(self, state: Mapping[StateKey, Any], step: int) -> None:
+        """Go on with what `state` returned; ``step`` is the number of updates that are done.
+
+        ``state`` is the whole checkpoint's, since the model may have been split otherwise.
+        """
+
+    def statistics(self) -> dict[str, Any]:
+        """Return counters for `Pipeline.statistics`."""
+        return {}
+
+
+class RuleOption:
+    """An option of the pipeline of which each stage makes a rule. It is pickled for the workers.
+
+    Attributes:
+        called: What messages call the user's objects in it.
+    """
+
+    __slots__ = ()
+    called: ClassVar[str] = "correction"
+
+    def rule(self, context: Context) -> Rule:
+        """Return the rule that acts on one stage."""
+        raise NotImplementedError
+
+    def needs_totals(self, num_stages: int) -> bool:
+        """Whether its rule needs the norm of all gradients; see `totals.py`."""
+        return False
+
+    def things(self) -> Sequence[object]:
+        """Return the user's objects in it: workers compare their code with the script's."""
+        return ()
+
+
+class UpdateRule(Rule):
+    """What changes updates. The methods are called in this order, each for all rules in turn."""
+
+    def collect(self, update: Update) -> Outgoing:
+        """Complete or measure the gradients of an update, at its step; return what is sent."""
+        return {}
+
+    def change(self, update: Update) -> None:
+        """Change the gradients, which are on the parameters now, or skip the update."""
+
+    def around(
+        self, update: Update, optimizer: torch.optim.Optimizer
+    ) -> AbstractContextManager[object]:
+        """Return a context around the step of the torch optimizer."""
+        raise NotImplementedError
+
+    def after(self, update: Update, optimizer: torch.optim.Optimizer | None) -> Outgoing:
+        """Use the version that the update has made; the optimizer is None without weights."""
+        return {}
+
+
+class MicroBatchRule(Rule):
+    """What acts within a micro-batch, before its update exists."""
+
+    def loss(self, update: int, loss: Tensor) -> Tensor:
+        """Return the changed loss of a micro-batch, just before its backward."""
+        return loss
+
+    def roots(self, micro_batch: int) -> list[tuple[GradientEdge, Tensor]]:
+        """Return further roots for the backward of a micro-batch, with their gradients."""
+        return []
+
+    def adjust(self, micro_batch: int) -> Adjust | None:
+        """Return what changes the gradients of a micro-batch before they are added up, if any."""
+        return None
+
+    def ended(self, micro_batch: int) -> Outgoing:
+        """Add to the pending update, or take from it, after a backward; return what is sent."""
+        return {}

@@ -1,0 +1,34 @@
+"""The command of a worker; how it joins is in test_joining.py, whole lives are in tests/cluster."""
+
+import os
+import subprocess
+import sys
+
+from pipedream_rt.cluster.keys import Secret
+from pipedream_rt.cluster.worker import command
+from pipedream_rt.cluster.worker.joining import Tries
+
+SECRET = Secret.generated()
+
+
+def test_the_arguments_of_a_new_process_image(monkeypatch):
+    given = ["w", "here:1", "--name", "w", "--secret-fd", "9", "--failures", "2", "--lost", "8",
+             "--persist"]  # fmt: skip
+    monkeypatch.setattr("sys.argv", given)
+    again = command._again(None, Tries())
+    assert again == ["here:1", "--name", "w", "--persist", "--failures", "0"]
+    again = command._again(None, Tries(2, 1.5))
+    assert again == [
+        "here:1", "--name", "w", "--persist", "--failures", "2", "--lost", "1.5"
+    ]  # fmt: skip
+
+
+def test_a_level_of_the_log_that_is_none_does_no_harm():
+    done = subprocess.run(
+        [sys.executable, "-m", "pipedream_rt.workers", "127.0.0.1:1", "--timeout", "0.1"],
+        env={**os.environ, "PIPEDREAM_RT_LOG": "loud", "PIPEDREAM_RT_SECRET": SECRET.text},
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 3
+    assert "PIPEDREAM_RT_LOG is 'LOUD', which is no level: DEBUG" in done.stderr
+    assert "no coordinator listened at 127.0.0.1:1" in done.stderr

@@ -1,0 +1,542 @@
+"""What a failure may and may not do to a run: the parts by themselves, then on workers."""
+
+import errno
+import functools
+import gc
+import os
+import pkgutil
+import signal
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.faults import FaultySerial, Plan, faulty_sink
+from support.models import OPTIMIZERS, POINTS, Raises, batches, kitchen_sink, mlp, regression
+from support.oracle import assert_same
+from support.pinned import Pipeline
+from torch import nn
+
+from pipedream_rt import (
+    CheckpointError,
+    Checkpoints,
+    ConfigError,
+    MessageTimeout,
+    NonFiniteLoss,
+    PeerLost,
+    PoisonedMicroBatch,
+    StageFailed,
+    WorkerLost,
+)
+from pipedream_rt.coordinator.recovery.decision import Failures, action_of, is_passing
+from pipedream_rt.coordinator.recovery.feed_log import Entry, FeedLog, RestorePoint, Role
+from pipedream_rt.messages.message import Command, CommandName
+from pipedream_rt.schedules import Action, plan_for
+
+DATA = batches(30, samples=8)
+PLAN = plan_for("async-1f1b", num_stages=4)
+
+
+def of_system(cls=CheckpointError):
+    """An error that comes from one of the system."""
+    error = cls("it cannot be read")
+    error.__cause__ = OSError(errno.EIO, "I/O error")
+    return error
+
+
+def failed(stage=1, action="F7", cause=None, cls=StageFailed):
+    error = cls("it failed", stage=stage, action=action)
+    error.__cause__ = cause or ZeroDivisionError()
+    return error
+
+
+def lost(doing="", crashed=True):
+    return WorkerLost("it is gone", worker="w", stage=1, doing=doing, crashed=crashed)
+
+
+# -- which failures are recovered from ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "passing"),
+    [
+        (lost(), True),
+        (PeerLost("m", peer="w"), True),
+        (MessageTimeout("m"), True),
+        (failed(), True),
+        (failed(cause=PeerLost("m", peer="w")), True),
+        (failed(cause=ConfigError("m")), False),
+        (failed(cause=CheckpointError("m")), False),
+        (failed(cause=of_system()), True),
+        (of_system(), True),
+        (failed(cls=NonFiniteLoss), False),
+        (ConfigError("m"), False),
+        (KeyError("m"), False),
+    ],
+)
+def test_what_fails_again_with_the_same_input_is_not_tried_again(error, passing):
+    assert is_passing(error) == passing
+
+
+def test_the_action_of_a_failure():
+    assert action_of(failed(2, "B5"), PLAN) == Action.parse("2:B5")
+    assert action_of(failed(2, "3:B5"), PLAN) == Action.parse("3:B5")
+    assert action_of(failed(2, "state"), PLAN) is None
+    assert action_of(lost("0:S4"), PLAN) == Action.parse("0:S4")
+    assert action_of(lost(), PLAN) is None
+    assert action_of(MessageTimeout("m"), PLAN) is None
+
+
+def test_an_action_of_a_replica_is_one_of_its_stage():
+    """Whether it raised or died, so that what ends it again and again is counted as one."""
+    plan = plan_for("async-1f1b", num_stages=2, replicas=[3, 1])
+    assert action_of(lost("2:F5"), plan) == Action.parse("0:F5")
+    assert action_of(failed(0, "2:F5"), plan) == Action.parse("0:F5")
+    assert action_of(failed(0, "F5"), plan) == Action.parse("0:F5")
+    assert action_of(lost("3:F5"), plan) == Action.parse("1:F5")
+
+
+def test_restarts_run_out():
+    failures = Failures(2, PLAN)
+    failures.note(lost(), range(3))
+    failures.note(failed(action="F8"), range(3))
+    with pytest.raises(WorkerLost):
+        failures.note(lost(), range(3))
+    with pytest.raises(WorkerLost):
+        Failures(0, PLAN).note(lost(), range(3))
+
+
+def test_the_third_failure_in_one_action_is_poison():
+    failures = Failures(100, PLAN)
+    for _ in range(2):
+        failures.note(failed(), range(5, 9))
+        failures.note(failed(2, action="F8"), range(5, 9))
+    with pytest.raises(PoisonedMicroBatch, match="micro-batch 7 has ended its worker 3 times") as e:
+        failures.note(failed(), range(5, 9))
+    assert (e.value.micro_batch, e.value.stage) == (7, 1)
+
+
+def test_what_has_gone_well_since_is_no_poison():
+    failures = Failures(100, PLAN)
+    for later in range(8, 12):
+        failures.note(failed(action="F7"), range(5, 9))
+        failures.note(failed(action=f"F{later}"), range(5, 9))
+
+
+def test_a_failure_without_a_word_counts_where_it_may_have_been_the_same():
+    failures = Failures(100, plan_for("async-1f1b", num_stages=4, per_update=2))
+    failures.note(lost(), range(5, 9))
+    failures.note(lost("1:F7"), range(5, 9))
+    failures.note(lost("0:F20"), range(5, 9))
+    failures.note(lost("0:F20"), range(5, 9))
+    with pytest.raises(PoisonedMicroBatch):
+        failures.note(lost("1:F7"), range(5, 9))
+    assert failures.micro_batch_of(Action.parse("1:S3")) == 7
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [lost("1:F7", crashed=False), failed(cause=MessageTimeout("m")), failed(action="start")],
+)
+def test_only_exceptions_and_crashes_are_evidence_of_poison(failure):
+    """A worker may be killed from outside, or wait in vain, in the same action again and again."""
+    failures = Failures(100, PLAN)
+    for _ in range(9):
+        failures.note(failure, range(5, 9))
+    failures.note(failed(), range(5, 9))
+    failures.note(failed(), range(5, 9))
+    with pytest.raises(PoisonedMicroBatch, match="micro-batch 7 has ended its worker 3 times"):
+        failures.note(failed(), range(5, 9))
+
+
+# -- what was fed -------------------------------------------------------------------------------
+
+
+def entry(position):
+    return Entry(Role.EVERY, position, Command(name=CommandName.FLUSH), ())
+
+
+def test_the_feed_is_kept_since_the_last_two_origins():
+    log = FeedLog(on=True)
+    for position in range(10):
+        log.append(entry(position))
+    log.begin(RestorePoint(position=4))
+    assert [e.position for e in log.since(log.restore_points[0])] == list(range(10))
+    assert [e.position for e in log.since(log.restore_points[-1])] == list(range(4, 10))
+    log.begin(RestorePoint(position=8))
+    assert [o.position for o in log.restore_points] == [4, 8]
+    assert len(log._entries) == 6
+
+
+def test_nothing_is_kept_where_nothing_is_recovered():
+    log = FeedLog(on=False)
+    log.append(entry(0))
+    assert not log._entries
+
+
+# -- serially -----------------------------------------------------------------------------------
+
+
+def open_pipe(stages=3, folder=None, faults=(), **kwargs):
+    if folder is None:
+        model, points, optimizer = kitchen_sink(), POINTS[stages][1:], OPTIMIZERS["adamw"]
+    else:
+        Plan(folder / "plan", list(faults))
+        model, points, optimizer = faulty_sink(stages, folder / "plan")
+    defaults = {
+        "stages": points or 1, "loss_fn": F.cross_entropy, "optimizer": optimizer,
+        "workers": functools.partial(FaultySerial, shuffle_seed=1), "max_restarts": 100,
+    }  # fmt: skip
+    return Pipeline(model, **{**defaults, **kwargs})
+
+
+def fault(stage, phase, after, kind="raise"):
+    return {"stage": stage, "phase": phase, "after": after, "kind": kind}
+
+
+@pytest.mark.threads
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, caplog):
+    data = DATA * 3
+    with open_pipe() as pipe:
+        expected = [r.loss for r in pipe.train_epoch(data)]
+        weights = pipe.state_dict()
+    with open_pipe(folder=tmp_path, checkpoint=Checkpoints(tmp_path / "run", every=3)) as pipe:
+        found = []
+        for result in pipe.train_epoch(data):
+            found.append(result.loss)
+            if result.step in (10, 20, 30):  # whatever the disk does, one is finished here
+                pipe.flush()
+                pipe._run_state.finish_checkpoint()
+            if result.step == 30:
+                before, newest = pipe._group.log.restore_points
+                assert before.folder.exists()
+                pipe._checkpointer._every = None  # the last one, and it is damaged
+                for path in newest.folder.glob("model-*"):
+                    path.write_bytes(b"")
+                Plan(tmp_path / "plan", [fault(1, "forward", 1)])
+        assert_same(pipe.state_dict(), weights)
+        assert len(pipe.restarts) == 1
+    assert found == expected
+    assert "the run goes back to the origin before it" in caplog.text
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    ("of", "times"), [("checkpoint.reading.open_file", 1), ("coordinator.group.newest_good", 2)]
+)
+def test_a_checkpoint_out_of_reach_for_a_moment_is_one_more_failure(
+    tmp_path, monkeypatch, of, times
+):
+    """For a stage that reads it; or for the coordinator, of both that it can go back to."""
+    with open_pipe() as pipe:
+        expected = [r.loss for r in pipe.train_epoch(DATA)]
+    left = [of_system() if "group" in of else of_system().__cause__ for _ in range(times)]
+    there = pkgutil.resolve_name(f"pipedream_rt.{of}")
+
+    def reading(*arguments, **options):
+        if left:
+            raise left.pop()
+        return there(*arguments, **options)
+
+    monkeypatch.setattr(f"pipedream_rt.{of}", reading)
+    with open_pipe(
+        folder=tmp_path, faults=[fault(1, "forward", 25)],
+        checkpoint=Checkpoints(tmp_path / "run", every=3),
+    ) as pipe:  # fmt: skip
+        assert [r.loss for r in pipe.train_epoch(DATA)] == expected
+        assert len(pipe.restarts) == 1
+        assert pipe._group._failures.left == 98
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_failure_after_going_back(tmp_path, stages):
+    """Also to a checkpoint that has not all versions that this split reads."""
+    with open_pipe(stages=stages, folder=tmp_path / "first") as pipe:
+        list(pipe.train_epoch(DATA[:6]))
+        pipe.save(tmp_path / "run")
+
+    def train(folder, faults):
+        with open_pipe(stages=4, folder=folder, faults=faults) as pipe:
+            list(pipe.train_epoch(DATA[:9]))
+            pipe.load(tmp_path / "run")
+            losses = [r.loss for r in pipe.train_epoch(DATA[6:])]
+            return losses, pipe.state_dict(), len(pipe.restarts)
+
+    losses, weights, _ = train(tmp_path / "calm", [])
+    faults = [fault(1, "forward", 15), fault(3, "backward", 5), fault(2, "step", 6)]
+    found, found_weights, restarts = train(tmp_path / "stormy", faults)
+    assert restarts == 3
+    assert found == losses
+    assert_same(found_weights, weights)
+
+
+@pytest.mark.threads
+def test_poison_is_named(tmp_path):
+    """The same micro-batch fails again and again: its third time is the last."""
+    layers = list(mlp())
+    layers.insert(3, Raises(at=5))
+    with (
+        pytest.raises(PoisonedMicroBatch, match=r"micro-batch 5 .* 3 times, in 1:F5") as e,
+        Pipeline(
+            nn.Sequential(*layers), stages=[2, 5], loss_fn=F.mse_loss,
+            optimizer=(torch.optim.SGD, {"lr": 0.1}), workers="serial", max_restarts=100,
+        ) as pipe,
+    ):  # fmt: skip
+        list(pipe.train_epoch(regression(20)))
+    assert (e.value.micro_batch, e.value.stage) == (5, 1)
+    assert isinstance(e.value.__cause__.__cause__, ZeroDivisionError)
+
+
+@pytest.mark.threads
+def test_when_no_restarts_are_left_the_failure_is_raised(tmp_path):
+    with (
+        pytest.raises(StageFailed, match="1, F"),
+        open_pipe(
+            folder=tmp_path, faults=[fault(1, "forward", n) for n in (2, 3, 4)], max_restarts=2
+        ) as pipe,
+    ):
+        list(pipe.train_epoch(DATA))
+    assert len(pipe.restarts) == 2
+
+
+@pytest.mark.threads
+def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):
+    """As on a full disk: it is said, the run goes on, and can still be recovered."""
+    with open_pipe() as pipe:
+        expected = [r.loss for r in pipe.train_epoch(DATA)]
+    with open_pipe(
+        folder=tmp_path, faults=[fault(0, "forward", 12)],
+        checkpoint=Checkpoints(tmp_path / "run", every=5, attempts=None),
+    ) as pipe:  # fmt: skip
+        (tmp_path / "run").rmdir()
+        (tmp_path / "run").write_text("in the way")
+        assert [r.loss for r in pipe.train_epoch(DATA)] == expected
+        assert len(pipe.restarts) == 1
+    assert "the run goes on, and a recovery would go back to its start" in caplog.text
+
+
+@pytest.mark.threads
+def test_a_run_that_can_write_no_checkpoint_ends_after_some(tmp_path):
+    """A week without a checkpoint is worse than an error. The pipeline can still be used."""
+    with open_pipe(checkpoint=Checkpoints(tmp_path / "run", every=2, attempts=4)) as pipe:
+        (tmp_path / "run").rmdir()
+        (tmp_path / "run").write_text("in the way")
+        with pytest.raises(
+            CheckpointError, match="4 checkpoints in a row could not be written; th"
+        ):
+            list(pipe.train_epoch(DATA))
+        assert pipe.step == 8
+        pipe.save(tmp_path / "elsewhere")
+
+
+@pytest.mark.threads
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_starts(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ConfigError, match=r"no checkpoint can be written to .*file: File exists"):
+        open_pipe(checkpoint=Checkpoints(tmp_path / "file", every=2))
+
+
+@pytest.mark.threads
+def test_an_evaluation_is_not_fed_again(tmp_path):
+    """Neither the log nor a recovery has what leaves no trace; what moves statistics it has."""
+    with open_pipe(folder=tmp_path / "calm") as pipe:
+        list(pipe.train_epoch(DATA[:6]))
+        pipe(DATA[0][0], training=True)
+        expected = [r.loss for r in pipe.train_epoch(DATA[6:])]
+    with open_pipe(folder=tmp_path, faults=[fault(1, "forward", 9)]) as pipe:
+        list(pipe.train_epoch(DATA[:6]))
+        before = len(pipe._group.log._entries)
+        for _ in range(3):
+            pipe.evaluate(DATA)
+            pipe.fingerprint()
+            pipe.state_dict()
+            pipe(DATA[0][0])
+        flushes = 3 * 4
+        assert len(pipe._group.log._entries) == before + flushes
+        pipe(DATA[0][0], training=True)
+        assert [r.loss for r in pipe.train_epoch(DATA[6:])] == expected
+        assert pipe.restarts[0].replayed < 20  # an evaluation has 30
+
+
+@pytest.mark.threads
+def test_the_feed_does_not_grow_with_the_run(tmp_path):
+    with open_pipe(checkpoint=Checkpoints(tmp_path, every=5)) as pipe:
+        for _ in pipe.train_epoch(DATA * 10):
+            assert len(pipe._group.log._entries) < 300  # of 600
+
+
+@pytest.mark.threads
+def test_closing_while_the_workers_are_replaced(tmp_path):
+    """A signal handler closes the pipeline in the middle of a recovery; nothing is left."""
+    with open_pipe(folder=tmp_path, faults=[fault(1, "forward", 4)]) as pipe:
+        begin = pipe._group._begin
+
+        def interrupted(*arguments):
+            pipe.close()
+            begin(*arguments)
+
+        pipe._group._begin = interrupted
+        with pytest.raises(Exception, match="closed"):
+            list(pipe.train_epoch(DATA))
+
+
+# -- on processes -------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", ["local", functools.partial(FaultySerial, shuffle_seed=1)])
+def test_everything_a_script_does_survives(workers, tmp_path):
+    """Evaluation, inference, weights loaded, another optimizer, a rate: faults between them all."""
+
+    def script(folder, faults):
+        seen = []
+        with open_pipe(
+            folder=folder,
+            faults=faults,
+            workers=workers,
+            checkpoint=Checkpoints(folder / "run", every=4),
+        ) as pipe:
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(pipe.optimizer, 0.9)
+            for result in pipe.train_epoch(DATA[:10]):
+                scheduler.step()
+                seen.append(result.loss)
+                if result.step % 4 == 2:
+                    seen.append(pipe.evaluate(DATA[:3]))
+            seen.append(pipe(DATA[0][0]).sum().item())  # in training mode: draws, changes buffers
+            pipe.load_state_dict({k: v * 0.5 for k, v in pipe.state_dict().items()})
+            seen += [r.loss for r in pipe.train_epoch(DATA[10:16])]
+            pipe.eval()
+            seen += [r.loss for r in pipe.train_epoch(DATA[16:18])]
+            pipe.train()
+            state = pipe.optimizer.state_dict()
+            pipe.optimizer.load_state_dict(state)
+            seen += [r.loss for r in pipe.train_epoch(DATA[18:])]
+            return seen, pipe.state_dict(), len(pipe.restarts)
+
+    seen, weights, restarts = script(tmp_path / "calm", [])
+    assert restarts == 0
+    faults = [
+        fault(stage, phase, after)
+        for after in (1, 3, 5, 6)
+        for phase, stage in (
+            ("forward", 2),
+            ("step", 0),
+            ("backward", 1),
+            ("start", 1),
+            ("save", 0),
+        )
+    ]
+    found, found_weights, restarts = script(tmp_path / "stormy", faults)
+    assert found == seen
+    assert_same(found_weights, weights)
+    assert restarts > 8
+
+
+@pytest.mark.processes
+def test_a_worker_without_a_sign_of_life_has_failed(tmp_path):
+    """SIGSTOP: the process is there, its connections stand, it says nothing."""
+    with open_pipe(stages=2) as pipe:
+        expected = [r.loss for r in pipe.train_epoch(DATA)]
+    with open_pipe(
+        stages=2,
+        workers="local",
+        heartbeat=timedelta(seconds=1),
+        answer=timedelta(seconds=50),
+    ) as pipe:
+        found = []
+        for result in pipe.train_epoch(DATA):
+            found.append(result.loss)
+            if result.step == 7:
+                os.kill(pipe._group.cluster._local.processes["worker-1"].pid, signal.SIGSTOP)
+        (restart,) = pipe.restarts
+    assert found == expected
+    assert "does not answer" in restart.reason
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_fork_server_that_does_not_answer_is_replaced(number, caplog):
+    """It forks the workers of every recovery, so it is watched as they are."""
+    with open_pipe(stages=2) as pipe:
+        expected = [r.loss for r in pipe.train_epoch(DATA)]
+    with open_pipe(stages=2, workers="local", heartbeat=timedelta(seconds=2)) as pipe:
+        found, start = [], time.monotonic()
+        for result in pipe.train_epoch(DATA):
+            found.append(result.loss)
+            if result.step == 7:
+                local = pipe._group.cluster._local
+                os.kill(local._forks._process.pid, number)
+                os.kill(local.processes["worker-1"].pid, signal.SIGKILL)
+        assert len(pipe.restarts) == 1
+    assert found == expected
+    assert time.monotonic() - start < 60
+
+
+@pytest.mark.processes
+def test_a_stage_that_stalls_is_told_of_and_replaced(tmp_path, caplog):
+    """A deadlock in a layer: its process lives and says so, but nothing comes of it."""
+
+    class StallsOnce(nn.Module):
+        def __init__(self, marker):
+            super().__init__()
+            self.marker = str(marker)
+
+        def forward(self, x):
+            try:
+                os.close(os.open(self.marker, os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                return x
+            threading.Event().wait()
+
+    model = nn.Sequential(*mlp(), StallsOnce(tmp_path / "stalled"))
+    with Pipeline(
+        model, stages=2, loss_fn=F.mse_loss, optimizer=(torch.optim.SGD, {"lr": 0.1}),
+        workers="local", max_restarts=1, answer=timedelta(seconds=3),
+    ) as pipe:  # fmt: skip
+        assert len(list(pipe.train_epoch(regression(8)))) == 8
+        assert len(pipe.restarts) == 1
+    assert "stage 1 (worker 'worker-1'): computing; last actions: optimizer F0" in caplog.text
+
+
+def open_after_recoveries(count, tmp_path):
+    """Kill workers in turn; what the coordinator's process holds after each recovery."""
+    held = []
+    with open_pipe(
+        stages=2, workers="local", checkpoint=Checkpoints(tmp_path, every=3), max_restarts=count
+    ) as pipe:
+        steps = []
+        for result in pipe.train_epoch(batches(3 * count + 6, samples=8)):
+            steps.append(result.step)
+            if result.step % 3 == 2 and len(held) < count:
+                victim = f"worker-{len(held) % 2}"
+                os.kill(pipe._group.cluster._local.processes[victim].pid, signal.SIGKILL)
+                pipe.flush()
+                gc.collect()
+                with open("/proc/self/statm") as file:
+                    pages = int(file.read().split()[1])
+                held.append(
+                    (threading.active_count(), len(os.listdir("/proc/self/fd")), pages * 4096)
+                )
+        assert len(pipe.restarts) == count
+        assert steps == list(range(3 * count + 6))
+    return held
+
+
+@pytest.mark.processes
+def test_recoveries_leave_nothing_behind(tmp_path):
+    threads, files, _ = zip(*open_after_recoveries(3, tmp_path), strict=True)
+    assert len(set(threads)) == 1
+    assert files[-1] <= files[0]
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(1800)
+def test_fifty_recoveries_leave_nothing_behind(tmp_path):
+    held = open_after_recoveries(50, tmp_path)
+    print("threads, files, bytes after 5 and after 50:", held[4], held[-1])
+    assert held[-1][0] == held[4][0]
+    assert held[-1][1] <= held[4][1]
+    assert held[-1][2] - held[4][2] < 16 << 20

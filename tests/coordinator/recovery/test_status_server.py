@@ -1,0 +1,84 @@
+"""What anybody may have put where `pipedream-rt status` looks."""
+
+import socket
+import threading
+
+import msgpack
+import pytest
+from click.testing import CliRunner
+
+from pipedream_rt.cli import main
+from pipedream_rt.coordinator.recovery import status_server
+
+RIGHT = {
+    "pid": 7, "ns": 5, "schedule": "1f1b", "generation": 1, "restarts": 0, "losses": 3, "fed": 4,
+    "workers": [{"name": "w", "stages": "stage 0", "process": "pid 8 on h", "silent_s": 0.1,
+                 "rss": 100, "doing": "computing"}],
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    place = tmp_path / "sockets"
+    place.mkdir(mode=0o700)
+    monkeypatch.setattr(status_server, "folder", lambda: place)
+    return place
+
+
+def answering(path, data):
+    """A server that answers one client with bytes."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen()
+
+    def serve():
+        with listener, listener.accept()[0] as connection:
+            connection.sendall(data)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    return thread
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    "answer",
+    [b"", b"\xc1", b"\x91" * 3000 + b"\xc0", msgpack.packb([]), msgpack.packb({}),
+     *(msgpack.packb({**RIGHT, name: wrong}) for name in RIGHT
+       for wrong in (None, "\x1b[2J", -1, [], [3], {"a": 1}) if name != "workers" or wrong != []),
+     *(msgpack.packb({**RIGHT, "workers": [{**RIGHT["workers"][0], name: wrong}]})
+       for name in RIGHT["workers"][0] for wrong in (None, b"x", {}, "\x1b[2J"))],
+)  # fmt: skip
+def test_an_answer_that_is_none_is_refused(folder, answer):
+    thread = answering(folder / "1-1", answer)
+    found = list(status_server.running())
+    thread.join()
+    # Only what a worker does is any text at all, and is escaped where it is shown.
+    assert all(record["workers"][0]["doing"] == "\x1b[2J" for _, record in found)
+
+
+@pytest.mark.threads
+def test_what_is_right_is_taken(folder):
+    thread = answering(folder / "1-1", msgpack.packb(RIGHT))
+    assert [record for _, record in status_server.running()] == [RIGHT]
+    thread.join()
+
+
+@pytest.mark.parametrize("kind", ["open", "file", "link"])
+def test_a_folder_of_somebody_else_is_refused_in_words(tmp_path, monkeypatch, kind):
+    import os
+    import tempfile
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    place = tmp_path / f"pipedream-rt-{os.geteuid()}"
+    if kind == "file":
+        place.write_text("in the way")
+    elif kind == "link":
+        (tmp_path / "elsewhere").mkdir()
+        place.symlink_to(tmp_path / "elsewhere")
+    else:
+        place.mkdir()
+        place.chmod(0o755)
+    done = CliRunner().invoke(main, ["status"])
+    assert done.exit_code == 1
+    assert done.output.startswith("Error: the pipelines of this user cannot be found: ")

@@ -1,0 +1,93 @@
+"""The state of a stage goes through one set of functions, and comes back as it was."""
+
+import torch
+import torch.nn.functional as F
+from support.oracle import assert_same
+from support.stages import stages_of
+from torch import nn
+
+from pipedream_rt import Clip
+from pipedream_rt.messages.state_keys import by_key, by_text
+from pipedream_rt.messages.tree import Value, flatten
+from pipedream_rt.stage import stage_state
+
+ADAM = (torch.optim.Adam, {"lr": 0.1})
+HYPER = [{}]
+
+
+def model():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 4))
+
+
+def one_stage(**options):
+    (stage,) = stages_of(model(), loss_fn=F.mse_loss, optimizer=ADAM, **options)
+    return stage
+
+
+def value(x):
+    structure, tensors = flatten(x)
+    return Value(structure, tuple(tensors), (False,) * len(tensors))
+
+
+def train(stage, numbers):
+    for m in numbers:
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(m))
+        stage.forward(m, [value(x)], HYPER, value(x.flip(0)), 1.0)
+        stage.backward(m, ())
+        stage.end(m)
+        stage.step(m)
+    return stage
+
+
+def test_a_stage_goes_on_from_what_was_read_of_another():
+    options = {"clip": Clip(norm=0.1), "ema": 0.9}
+    whole, begun = train(one_stage(**options), range(6)), train(one_stage(**options), range(3))
+    state, steps = stage_state.state_dict(begun), by_text(stage_state.step_state(begun))
+    again = one_stage(**options)
+    buffers = {n: b.clone() for n, b in begun.module.named_buffers()}
+    weights = {n: t.clone() for n, t in state.items()}
+    stage_state.restore(again, 3, weights, {}, buffers)
+    stage_state.load_step_state(again, by_key(steps), 3)
+    train(again, range(3, 6))
+    assert_same(stage_state.state_dict(again), stage_state.state_dict(whole))
+    found, wanted = by_text(stage_state.step_state(again)), by_text(stage_state.step_state(whole))
+    assert found.pop("split/0") == wanted.pop("split/0")
+    assert_same(found, wanted)
+    assert stage_state.fingerprints(again) == stage_state.fingerprints(whole)
+
+
+def test_each_value_stands_under_the_part_that_keeps_it():
+    stage = train(one_stage(ema=0.9), range(2))
+    parts = {key.part for key in stage_state.step_state(stage)}
+    assert parts == {"optimizer", "split", "ema"}
+    assert {key.part for key in stage_state.optimizer_state(stage)} == {"optimizer", "split", "ema"}
+
+
+def test_loaded_weights_are_those_of_the_newest_version():
+    stage = train(one_stage(), range(2))
+    zeros = {key: torch.zeros_like(t) for key, t in stage_state.state_dict(stage).items()}
+    stage_state.load_state(stage, zeros)
+    assert_same(stage_state.state_dict(stage), zeros)
+    train(stage, [2])
+    assert any(t.any() for t in stage_state.state_dict(stage).values())
+
+
+def test_a_kept_version_stays_as_it_was():
+    stage = train(one_stage(ema=0.5), range(2))
+    before = {key: t.clone() for key, t in stage_state.state_dict(stage).items()}
+    stage_state.keep(stage, 1, False, {})
+    stage_state.keep(stage, 2, True, {})
+    train(stage, [2])
+    assert_same(stage_state.state_dict(stage, 1), before)
+    average, newest = stage_state.state_dict(stage, 2), stage_state.state_dict(stage)
+    assert not torch.equal(average["0.weight"], newest["0.weight"])
+
+
+def test_fingerprints_differ_where_a_value_does():
+    one, other = train(one_stage(), range(2)), train(one_stage(), range(2))
+    assert stage_state.fingerprints(one) == stage_state.fingerprints(other)
+    with torch.no_grad():
+        other.module[1].running_mean[0] += 1
+    before, now = stage_state.fingerprints(one), stage_state.fingerprints(other)
+    assert [key for key in now if now[key] != before[key]] == ["buffers"]
