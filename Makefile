@@ -48,9 +48,9 @@ stress: $(VENV)/installed devices
 # The tests of exactness, any model, recovery and compatibility, with stages on the stand-in, whose
 # check is on. A part of it is in `make test` (tests/devices).
 ON_DEVICES := tests/test_exactness.py tests/test_any_model.py tests/test_determinism.py \
-	tests/test_replicas.py tests/test_weighing.py tests/test_corrections.py tests/test_diamond.py \
+	tests/test_replicas.py tests/batches/test_weighing.py tests/test_corrections.py tests/test_diamond.py \
 	tests/test_sequences.py tests/test_optimizers.py tests/test_compatibility.py tests/test_hf.py \
-	tests/coordinator/recovery/test_decision.py tests/coordinator/test_resume.py tests/test_chaos.py
+	tests/coordinator/recovery/test_recovery.py tests/coordinator/test_resume.py tests/test_chaos.py
 devices: $(VENV)/installed
 	$(BIN)/python tests/support/device/standin.py
 	PYTHONPATH=tests/support/device/autoload $(BIN)/python -m pytest -n 2 --dist loadfile \
@@ -60,7 +60,7 @@ devices: $(VENV)/installed
 # tests, which are part of `make stress` too; they print their seeds.
 chaos: $(VENV)/installed
 	$(BIN)/python -m pytest -m stress -s --timeout 3600 -o faulthandler_timeout=3600 \
-		tests/test_chaos.py tests/coordinator/test_resume.py tests/coordinator/recovery/test_decision.py
+		tests/test_chaos.py tests/coordinator/test_resume.py tests/coordinator/recovery/test_recovery.py
 
 # Jobs under the engines themselves: Ray, a real Slurm (Debian's packages, installed if this is root
 # and they are missing), and Kubernetes' schemas with a kubelet that is played.

@@ -27,36 +27,18 @@ from typing import Any
 import click
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+from support.rooms import ROOMS  # noqa: E402
+
 WITHIN = ("stage.py", "loop.py", "hosted.py", "exchange.py", "values.py")
 """The files between a message and a stage, whose conditions are counted together."""
 
 MICRO_BATCHES = 40
 
-
-MAP = (
-    (("schedules", "integers only"),),
-    (("observe", "recorded runs"), ("simulation", "without workers")),
-    (("messages", "what travels"),),
-    (("models", "a model to stages"), ("checkpoint", "checkpoints on disk")),
-    (("corrections", "stale gradients"), ("optimizers", "that bear them")),
-    (("devices", "what it runs on"), ("codecs", "fewer bytes")),
-    (("stage", "one stage"), ("stage/rules", "what features do")),
-    (("job", "before anything runs"),),
-    (("observers", "who looks on"), ("observers/page", "in a browser")),
-    (("transport", "to the next inbox"), ("transport/rpc", "references")),
-    (("cluster", "where stages run"),),
-    (("coordinator", "one job each"),),
-    (("verify", "beside plain torch"),),
-    (("planning", "which layers where"), ("pipeline.py", "the face")),
-    (("hf", "the Trainer"),),
-    (("cli", "the command"),),
-)
-"""The rooms of the library: a file imports only from its own row and from rows above it."""
-
 WAY = {
-    "pipeline.py": 1, "coordinator/feed/feeder": 2, "coordinator/recovery/group": 3, "transport/sockets": 4,
-    "messages/inbox": 5, "stage/loop": 6, "schedules/plan": 7, "stage/stage": 8,
-    "stage/parameters": 9, "coordinator/recovery/coordinator_inbox": 10,
+    "pipeline.py": 1, "coordinator/feed/feeder": 2, "coordinator/recovery/group": 3,
+    "transport/sockets": 4, "messages/inbox": 5, "stage/loop": 6, "schedules/plan": 7,
+    "stage/stage": 8, "stage/parameters": 9, "coordinator/recovery/coordinator_inbox": 10,
 }  # fmt: skip
 """The way of one micro-batch, as the reading order follows it."""
 
@@ -70,16 +52,18 @@ def drawn_map(root: Path = ROOT) -> str:
     )
     found.append("pipedream_rt/")
     found += textwrap.wrap(", ".join(above), width, initial_indent="  ", subsequent_indent="  ")
-    for number, row in enumerate(MAP):
+    drawn = [[(room, what) for room, what in row if what] for row in ROOMS]
+    for number, row in enumerate(filter(None, drawn)):
         found.append(("  ┌" if not number else "  ├") + "─" * width + ("┐" if not number else "┤"))
         for room, what in row:
-            names = sorted(p.stem for p in (base / room).glob("*.py") if p.stem != "__init__")
+            folder = base / room if (base / room).exists() else root / room
+            names = sorted(p.stem for p in folder.glob("*.py") if p.stem != "__init__")
             steps = {n: WAY.get(f"{room}/{n}", WAY.get(room)) for n in names or [room]}
             marked = [f"{n} [{step}]" if step else n for n, step in steps.items()]
             title = f"{room}/" if names else marked[0]
-            listed = textwrap.wrap(", ".join(marked), 62) if names else [""]
+            listed = textwrap.wrap(", ".join(marked), 50) if names else [""]
             for i, part in enumerate(listed):
-                cells = f"{title if not i else '':<17}{part:<64}{what if not i else '':<19}"
+                cells = f"{title if not i else '':<27}{part:<52}{what if not i else '':<21}"
                 found.append(f"  │ {cells} │")
     found.append("  └" + "─" * width + "┘")
     return "\n".join(found)
@@ -91,8 +75,8 @@ def sources(root: Path) -> dict[str, str]:
     return {str(path.relative_to(root)): path.read_text() for path in sorted(files)}
 
 
-def lines_of_code(text: str) -> int:
-    """The number of lines that are no docstring, no comment and not empty."""
+def kinds_of_lines(text: str) -> tuple[int, int, int]:
+    """The numbers of lines of code, of docs, and of comments that stand alone."""
     docs: set[int] = set()
     for node in ast.walk(ast.parse(text)):
         body = getattr(node, "body", None)
@@ -112,7 +96,8 @@ def lines_of_code(text: str) -> int:
         if token.type not in nothing
         for line in range(token.start[0], token.end[0] + 1)
     }
-    return len(used - docs)
+    comments = sum(line.lstrip().startswith("#") for line in text.splitlines())
+    return len(used - docs), len(docs), comments
 
 
 def figures(root: Path) -> dict[str, object]:
@@ -140,11 +125,17 @@ def figures(root: Path) -> dict[str, object]:
     )
     lengths = {name: text.count("\n") for name, text in texts.items()}
     largest, most = max(lengths, key=lambda n: lengths[n]), max(classes, key=lambda n: classes[n])
+    code, docs, comments = map(sum, zip(*map(kinds_of_lines, texts.values()), strict=True))
+    tests = {path.stem.removeprefix("test_") for path in (root / "tests").rglob("test_*.py")}
+    untested = [name for name in texts if Path(name).stem not in {*tests, "__init__", "__main__"}]
     of_stage = {n: c for n, c in conditions.items() if n.startswith("pipedream_rt/stage/")}
     return {
         "files": len(texts),
         "lines": sum(lengths.values()),
-        "lines of code": sum(map(lines_of_code, texts.values())),
+        "lines of code": code,
+        "lines of docs": docs,
+        "lines of comments": f"{comments} ({comments / sum(lengths.values()):.1%})",
+        "modules without a test of their name": len(untested),
         "largest file": f"{lengths[largest]} ({largest})",
         "most methods": f"{classes[most]} of {most}",
         "methods of Stage": classes["Stage (pipedream_rt/stage/stage.py)"],
@@ -159,7 +150,6 @@ class Walk:
     """Counts the calls of functions of the library, and how often a call enters another file."""
 
     def __init__(self) -> None:
-        """Count nothing yet."""
         self.calls = self.changes = 0
         self.files: Counter[str] = Counter()
         self._within: list[str] = []

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipedream_rt import Action, Kind, Pipeline, Shape, check, plan_for, simulate
+from pipedream_rt.observe import summarize
 from pipedream_rt.simulation import costs_of
-from pipedream_rt.tracing import summarize
 
 STAGES, MICRO_BATCHES = 4, 2
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from train_charlm import BYTES, Corpus
 
 from pipedream_rt import Observe, Pipeline, Trace
+from pipedream_rt.observe import summarize
 from pipedream_rt.simulation.predict import what_if
-from pipedream_rt.tracing.summary import summarize
 
 
 class Block(nn.Module):

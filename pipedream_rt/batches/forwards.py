@@ -1,8 +1,8 @@
 """What the forwards of a model do, and what of their inputs goes to which stage.
 
 There are two ways to cut a model. A *sequence* of layers is cut between two of them; what passes is
-what a layer returns. Of any other model, forwards are recorded (`models/recording.py`): one for each
-mode and each signature of the inputs, which is their shapes and what is no tensor in them. A
+what a layer returns. Of any other model, forwards are recorded (`models/recording.py`): one for
+each mode and each signature of the inputs: their shapes, and what is no tensor in them. A
 recorded forward is a program with a number; a stage gets a program together with the first
 micro-batch that follows it.
 """

@@ -8,7 +8,8 @@ A run's folder holds a folder for each checkpoint::
                                                 format
         loss-00004-of-00004.safetensors         weights of a loss that has some
         optimizer-00001-of-00004.safetensors    what optimizer and rules keep, by the texts of keys
-                                                (`messages/state_keys.py`): "optimizer/PARAMETER/NAME"...
+                                                (`messages/state_keys.py`), such as
+                                                "optimizer/PARAMETER/NAME"
         versions-00001-of-00004.safetensors     ...  "#VERSION/PARAMETER": older weights that later
                                                 micro-batches of an asynchronous schedule read
         buffers-00001-of-00004.safetensors      buffers that are in no state dict

@@ -38,7 +38,7 @@ class Manifest:
         per_update: Micro-batches per update.
         groups: Hyper-parameters of each parameter group, packed by `pack_hyper`.
         files: Size in bytes and checksum of each file, by name.
-        plain: What stages keep that is no tensor, by the texts of its keys (`messages/state_keys.py`).
+        plain: What stages keep that is no tensor, by the texts of its keys (`state_keys`).
         extra: The user's own data.
         floor: Oldest weight version that may be read: that of weights loaded in mid-run.
         passes: Number of micro-batches that were evaluated or inferred from so far.

@@ -2,12 +2,15 @@
 
 In the order of the imports:
 
-- `keys`, `addresses`, `environment`, `subprocesses`, `records`, `control`: what coordinator,
-  workers and the command line share;
+- `keys`, `addresses`, `environment`, `subprocesses`, `control_records`, `control`: what the
+  coordinator, workers and the command line share;
 - `fork_server`, `local_workers`, `members`: the worker processes, as the coordinator knows them;
-- `crowd`, `admission`, `callers`, `door`, and `calling` on the worker's side: the handshake;
-- `rendezvous`, `nearby`, `meeting`, `formation`, `clocks`, `watch`: the steps of a group's life;
-- `processes` (worker processes) and `serial` (one thread): the two kinds of `base.Cluster`;
-- `torchrun`, `engines`, `keepers`, `launch`: which of them a job uses, and who starts its workers;
-- `supervisor`, `farewell`: `pipedream-rt run`.
+- `pending_connections`, `admission`, `handshakes`, `listener`, and `dial` on the worker's side:
+  the handshake;
+- `rendezvous`, `unix_links`, `peer_links`, `formation`, `clocks`, `watch`: the life of a group;
+- `processes` (worker processes), and the room `serial` (one thread): the two kinds of
+  `interface.Cluster`;
+- `torchrun`, `engines`, `supervision`, `launch`: which of them a job uses, and who starts workers;
+- `supervisor`: `pipedream-rt run`;
+- `worker`: what a worker process runs.
 """

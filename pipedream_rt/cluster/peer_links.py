@@ -1,7 +1,7 @@
 """The meeting: the handshake by which members of a group connect to each other.
 
 Each member listens at its *door* for members of higher rank, and calls those of lower rank, on its
-own machine at their Unix doors (`nearby.py`) if they have some. The four words of the handshake
+own machine at their Unix doors (`unix_links.py`) if they have some. The four words of the handshake
 have fixed lengths, so a stranger's bytes are compared and never parsed::
 
     caller                                        door

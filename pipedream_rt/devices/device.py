@@ -64,7 +64,7 @@ class Device(Protocol):
     def number(
         self, value: Tensor, check: Callable[[float], object] = accept
     ) -> float | DeferredScalar:
-        """Return the number in a tensor with one element; a `DeferredScalar` if the host had to wait for it.
+        """Return the number in a tensor of one element, deferred if the host had to wait for it.
 
         Args:
             value: The tensor.

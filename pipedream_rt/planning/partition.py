@@ -153,7 +153,7 @@ class Partition:
         return plain
 
     def trace(self, updates: int = 6) -> Trace:
-        """Return a simulated run, which `observe.timeline` draws.
+        """Return a simulated run, which `tracing.timeline` draws.
 
         Args:
             updates: The number of updates.

@@ -1,4 +1,4 @@
-"""Passes of evaluation and inference: forwards that train nothing, on the newest weights."""
+"""Evaluation and inference: forwards that train nothing, on the newest weights or on kept ones."""
 
 from __future__ import annotations
 

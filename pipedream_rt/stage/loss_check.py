@@ -44,8 +44,6 @@ _Flat: TypeAlias = tuple[Any, Sequence[Tensor]]
 
 
 class _KeptMicroBatch(NamedTuple):
-    """What is kept of a micro-batch."""
-
     output: Any
     target: Any
     share: float  # of what the mini-batch weighs

@@ -5,9 +5,9 @@ calls them when the order says so, waits for the messages that they need, and se
 return.
 
 The parts of a stage have files of their own: `runner.py` does the steps of a program, `weights.py`
-and `parameters.py` keep the versions, `flight.py` what a forward leaves for its backward, `rules/`
-is what features do to updates, `guards.py` what is refused, `passes.py` what trains nothing, and
-`snapshot.py` what is saved and loaded.
+and `parameters.py` keep the versions, `in_flight.py` what a forward leaves for its backward,
+`rules/` is what features do to updates, `guards.py` what is refused, `inference.py` what trains
+nothing, and `stage_state.py` what is saved and loaded.
 """
 
 from __future__ import annotations

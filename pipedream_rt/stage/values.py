@@ -191,7 +191,7 @@ OPEN: Mapping[EdgeKind, Callable[[Plan, Message], Any]] = {
 }
 """By kind of edge, the inverse of `PACK`.
 
-- PARTIAL: a `ReplicaGradients`. STEPPED: the weights that the sender steps, in the order of `Shards`.
+- PARTIAL: `ReplicaGradients`. STEPPED: the weights that the sender steps, as `Shards` orders them.
 - WEIGHT and SHARE: tied weights and shares of their gradients, by name of the weight.
 - NORM: norms, by the places of their parameters in the model. TOTAL: an update, and its total.
 """

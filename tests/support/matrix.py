@@ -28,7 +28,8 @@ QUICK = [
     "tests/test_determinism.py", "tests/test_optimizers.py", "tests/test_pipeline.py",
     "tests/job", "tests/messages", "tests/models", "tests/stage", "tests/transport",
     "tests/cluster/test_processes.py", "tests/cluster/test_without_rights.py",
-    "tests/coordinator/recovery/test_decision.py", "tests/coordinator/references/test_stage_reference.py",
+    "tests/coordinator/recovery/test_recovery.py",
+    "tests/coordinator/references/test_stage_reference.py",
 ]  # fmt: skip
 
 _INSTALL_S, _TESTS_S = 1800, 1200
