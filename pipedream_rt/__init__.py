@@ -154,6 +154,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # A script that asks for Pipeline will need workers: their fork server imports torch meanwhile.
     if name == "Pipeline" and _is_asked_by_program():
+        # No other name needs it, and it loads sockets and processes.
         from pipedream_rt.cluster.fork_server import start_with_program
 
         start_with_program()

@@ -286,6 +286,7 @@ class Pipeline:
             fed = self._run_state.mini_batch_was_fed
             results = self._epochs.train(loader, fed, prepare, metrics)
             if progress:
+                # A run that shows nothing to anybody loads none of the observers.
                 from pipedream_rt.observers.progress import count_of, loss_words, with_bar
 
                 results = with_bar(results, f"epoch {self.epoch}", count_of(loader), loss_words)
@@ -406,6 +407,7 @@ class Pipeline:
             raise ConfigError("keep_buffers changes the newest buffers, and version reads others")
         require_choice("keep_buffers", keep_buffers, (True, False))
         if progress:
+            # A run that shows nothing to anybody loads none of the observers.
             from pipedream_rt.observers.progress import Barred
 
             require_loader(loader, "evaluate")
@@ -445,6 +447,7 @@ class Pipeline:
         with ShorterTracebacks():
             outputs = self._feeder.predict(loader, prepare, self._number_of(version))
             if progress:
+                # A run that shows nothing to anybody loads none of the observers.
                 from pipedream_rt.observers.progress import count_of, with_bar
 
                 outputs = with_bar(outputs, "predict", count_of(loader))
@@ -883,6 +886,7 @@ class Pipeline:
                 "nothing of this run was kept for a report: give report=FILE to Pipeline, or "
                 "observe=Observe(record=FOLDER)"
             )
+        # A run that shows nothing to anybody loads none of the observers.
         from pipedream_rt.observers.page.render import write_report
 
         if not self._group.life.is_open:
@@ -998,6 +1002,7 @@ def _telling_of(options: Options) -> EventPublisher | None:
     """Return what reports the run to observers; None if there are none."""
     if not options.is_told:
         return None
+    # A run that shows nothing to anybody loads none of the observers.
     from pipedream_rt.coordinator.views.event_publisher import publisher_of
 
     return publisher_of(options)

@@ -55,6 +55,26 @@ def test_a_file_imports_only_from_its_own_layer_and_those_above(path):
             assert layer is None or layer <= own, f"{module_of(path)} imports {module}"
 
 
+def imports_without_a_reason(path):
+    """Imports inside functions that have no comment beside them, or above their block."""
+    lines = path.read_text().splitlines()
+    for function in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for node in ast.walk(function):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                first = node.lineno - 1
+                while lines[first - 1].strip().startswith(("import ", "from ")):
+                    first -= 1
+                if "#" not in lines[node.lineno - 1] + lines[first] + lines[first - 1]:
+                    yield node.lineno
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_an_import_inside_a_function_has_its_reason_beside_it(path):
+    assert list(imports_without_a_reason(path)) == []
+
+
 def test_every_room_has_its_own_row():
     folders = {module_of(path.parent / "__init__.py") for path in FILES} - {"pipedream_rt"}
     assert folders <= set().union(*LAYERS)

@@ -43,6 +43,7 @@ def verify(folder: Path) -> None:
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 def inspect(folder: Path) -> None:
     """Show what a checkpoint says of itself; of a run, its newest whole one."""
+    # Checkpoints import torch, which the other verbs start without.
     from pipedream_rt.checkpoint import newest_good
     from pipedream_rt.coordinator.checkpointing.pipeline_fingerprint import Fingerprint
     from pipedream_rt.stage.optimizer import unpack_hyper
@@ -86,6 +87,7 @@ def compare(first: Path, second: Path) -> None:
     It compares fingerprints, of the steps at which both runs have a checkpoint. FIRST and SECOND
     are folders of runs, or of single checkpoints.
     """
+    # Checkpoints import torch, which the other verbs start without.
     from pipedream_rt.checkpoint import checkpoints, read_manifest
     from pipedream_rt.coordinator.checkpointing.pipeline_fingerprint import Fingerprint
 
@@ -117,6 +119,7 @@ def export(folder: Path, output: Path, force: bool) -> None:
 
     Its keys are the model's own: load it with safetensors.torch.load_file and load_state_dict.
     """
+    # Checkpoints import torch, which the other verbs start without.
     from pipedream_rt.checkpoint import newest_good, weights_of
     from pipedream_rt.checkpoint.layout import MANIFEST, is_name
     from pipedream_rt.checkpoint.writing import write_tensors

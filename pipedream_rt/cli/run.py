@@ -98,6 +98,7 @@ def run(
     """
     count, wait = nproc_per_node or 1, timedelta(seconds=patience)
     if ray_nodes is not None:
+        # Ray is an extra, and takes a second to import.
         from pipedream_rt.cluster.engines.ray_nodes import run_on_ray
 
         if asked != EngineRequest():

@@ -215,9 +215,11 @@ def _events_in(answer: HTTPResponse, where: str) -> Iterator[Event | None]:
 
 def _show(events: Iterator[Event | None]) -> None:
     """Show a run in the terminal until it ends."""
+    # Drawn in a terminal alone; the other views need no rich.
     from rich.console import Console
     from rich.live import Live
 
+    # As above.
     from pipedream_rt.observers.terminal import view_of
 
     record, console = RunRecord(), Console()

@@ -119,6 +119,7 @@ def _shares() -> bool:
 
 def _accelerator() -> str:
     """Return how many accelerators torch sees, and of which kind; empty for none."""
+    # The rest of the doctor answers without torch, also where it is broken.
     import torch
 
     found = torch.accelerator.current_accelerator()

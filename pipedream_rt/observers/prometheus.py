@@ -33,6 +33,7 @@ class Prometheus:
 
     def __init__(self, port: int = 0, host: str = "127.0.0.1") -> None:
         try:
+            # An extra that may not be installed.
             from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
         except ImportError as error:
             raise ConfigError(

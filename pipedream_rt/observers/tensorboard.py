@@ -25,6 +25,7 @@ class TensorBoard:
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         try:
+            # An extra that may not be installed.
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError(

@@ -255,6 +255,7 @@ _ADD = (
 def _import_ray() -> _ray:
     """Import Ray, with the modules that ``import ray`` does not load."""
     try:
+        # An extra that may not be installed.
         import ray
         import ray.exceptions
         import ray.util.client

@@ -102,6 +102,7 @@ class _Node:
 
     def serve(self, board: Any, rank: int, job: _Job) -> int:
         """Run the node until the script has ended for good; return its exit code."""
+        # An extra that may not be installed.
         import ray
 
         pauses = Pauses()

@@ -130,8 +130,10 @@ def _spoils_children() -> bool:
 
     Only a child can tell: with CUDA, having asked whether there is a device spoils it already.
     """
+    # The command of a worker imports this file, and starts without torch.
     import torch
 
+    # As above.
     from pipedream_rt.models.tensors import accelerator_here
 
     kind = accelerator_here()

@@ -172,6 +172,7 @@ def _import_torch() -> Callable[..., int]:
     """Import torch, which takes seconds, and return the life of a worker in a group."""
     # torch reads it when imported. A worker need not log that other processes end.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # It imports torch, for which a worker that waits has no use.
     from pipedream_rt.cluster.worker.process import host_stage
 
     life: Callable[..., int] = host_stage

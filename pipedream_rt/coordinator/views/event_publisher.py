@@ -55,10 +55,12 @@ def publisher_of(options: Options) -> EventPublisher:
     record = RunRecord()
     observers: list[Observer] = [record, *options.observe.to]
     if options.observe.record is not None:
+        # A run that shows nothing to anybody loads none of the writers.
         from pipedream_rt.observers.folder import RunFolder
 
         observers.append(RunFolder(options.observe.record))
     if options.report is not None:
+        # As above.
         from pipedream_rt.observers.page.render import ReportFile
 
         observers.append(ReportFile(options.report, record))
