@@ -528,9 +528,15 @@ class Pipeline:
     def __call__(self, *args: Any, training: bool = False, **kwargs: Any) -> Any:
         """Run the model without gradient, with every update applied, in eval mode.
 
-        The arguments are those of the model, or the input of the first layer of a sequence. They
-        are not cut into micro-batches. With ``training=True`` every module stays in its mode of
-        training: dropout drops, and statistics of BatchNorm move, so the run changes.
+        Args:
+            *args: The positional arguments of the model; for a sequence of layers the input of the
+                first one. They are not cut into micro-batches.
+            **kwargs: The keyword arguments of the model.
+            training: True to leave every module in the mode that it has in training. Dropout then
+                drops, and statistics of BatchNorm move, so this changes the run.
+
+        Returns:
+            The output of the model.
         """
         with ShorterTracebacks():
             return self._feeder.infer(Batch(args, kwargs, None), training=training)

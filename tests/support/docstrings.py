@@ -100,7 +100,7 @@ def documented(path):
                 if outer is None:
                     shown = (path, name) in public() or _is_command(child)
                 else:
-                    shown = is_public and not name.startswith("_")
+                    shown = is_public and (name == "__call__" or not name.startswith("_"))
                 yield child, f"{outer}.{name}" if outer else name, shown
                 inner = shown and isinstance(child, ast.ClassDef)
                 yield from below(child, f"{outer}.{name}" if outer else name, inner)
