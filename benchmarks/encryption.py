@@ -24,7 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from pipedream_rt.transport.group import Group
-from pipedream_rt.transport.links import Connection, Frame, Links
+from pipedream_rt.transport.link import Connection, Frame
+from pipedream_rt.transport.links import Links
 from pipedream_rt.transport.tcp import prepare
 from pipedream_rt.transport.tls import Tls
 

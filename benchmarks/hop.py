@@ -56,8 +56,9 @@ from torch import Tensor
 
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.transport.group import Group
-from pipedream_rt.transport.links import Connection as Connected
-from pipedream_rt.transport.links import Frame, Links
+from pipedream_rt.transport.link import Connection as Connected
+from pipedream_rt.transport.link import Frame
+from pipedream_rt.transport.links import Links
 
 TIMEOUT_S = 30
 DEADLINE_S = 120.0

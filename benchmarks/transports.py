@@ -36,8 +36,9 @@ from rich.console import Console
 from rich.table import Table
 
 from pipedream_rt.transport.group import Group
-from pipedream_rt.transport.links import Connection as Connected
-from pipedream_rt.transport.links import Frame, Links
+from pipedream_rt.transport.link import Connection as Connected
+from pipedream_rt.transport.link import Frame
+from pipedream_rt.transport.links import Links
 
 LINK = "link"
 TRANSPORTS = {

@@ -199,7 +199,7 @@ class Pipeline:
         options, self._why = with_stages_chosen(unsplit, resolved(given))
         warm_up(unsplit, options)
         job = prepare(unsplit, options, options.workers == "serial" or starts_here(options.workers))
-        self._job, self.plan = job.lasting, job.plan
+        self._job, self.plan = job.without_start_data, job.plan
         take_place(given)
         self._publisher = _telling_of(options)
         if job.chosen:
@@ -218,7 +218,7 @@ class Pipeline:
             self._run_state = run.run_state
             self._trace = run.trace
             self.stages = run.references.handles()
-            self._watching = watching(job.lasting, run, count_of_environment(VERIFY, 0))
+            self._watching = watching(job.without_start_data, run, count_of_environment(VERIFY, 0))
             if self._watching is not None:
                 run.feeder.watch_first = self._watching.injected
             self._run = run

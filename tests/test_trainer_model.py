@@ -408,7 +408,7 @@ def test_the_model_is_whole_where_workers_have_ended(tmp_path, caplog):
         trainer.train()
         assert all(type(p) is torch.nn.Parameter for p in trainer.model.parameters())
         trainer.pipe.submit(next(iter(trainer.get_train_dataloader())))
-        trainer._live.grow_old()
+        trainer._live.mark_stale()
         trainer.pipe.close()
         trainer.model.lm_head.weight.sum()
     assert "has older weights than its run had at the end" in caplog.text
@@ -613,7 +613,7 @@ def test_a_read_that_is_interrupted_can_be_done_again(tmp_path, monkeypatch):
     with trainer_of(PipelineTrainer, tmp_path) as trainer:
         trainer.train()
         expected = weights_of(trainer)
-        trainer._live.grow_old()
+        trainer._live.mark_stale()
         with monkeypatch.context() as broken:
             broken.setattr(trainer._live, "_fetch", _interrupted)
             with pytest.raises(KeyboardInterrupt):

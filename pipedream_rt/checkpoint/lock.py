@@ -115,7 +115,7 @@ class RunLock:
             self._held = None
 
 
-def give_back_if_idle(root: Path) -> None:
+def restore_replaced_if_idle(root: Path) -> None:
     """As `give_back`; nothing if a run is at work there, or the folder can only be read."""
     if any(root.glob(f".step-*{BEING_REPLACED}")):
         with suppress(CheckpointError):

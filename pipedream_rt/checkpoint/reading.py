@@ -26,7 +26,7 @@ from pipedream_rt.checkpoint.layout import (
     is_name,
     step_of,
 )
-from pipedream_rt.checkpoint.lock import give_back_if_idle
+from pipedream_rt.checkpoint.lock import restore_replaced_if_idle
 from pipedream_rt.checkpoint.manifest import Manifest, read_manifest
 from pipedream_rt.errors import CheckpointError
 from pipedream_rt.messages.state_keys import OF_OPTIMIZERS, StateKey, StepState, by_key, parsed
@@ -40,7 +40,7 @@ def newest_good(path: Path, spare: Collection[Path] = ()) -> tuple[Path, Manifes
     try:
         if (path / MANIFEST).exists() or (is_name(path.name) and not checkpoints(path)):
             return path, verify(path)
-        give_back_if_idle(path)
+        restore_replaced_if_idle(path)
         folders = checkpoints(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error

@@ -13,7 +13,7 @@ import click
 from pipedream_rt.cli.shared_options import options_of_nodes
 from pipedream_rt.cluster.engines import EngineRequest, membership
 from pipedream_rt.doctor.judgement import judge, options_of_planner
-from pipedream_rt.doctor.rounds import Found, be_looked_at, look_at_all, look_at_this
+from pipedream_rt.doctor.rounds import Found, answer_examiner, examine_self, look_at_all
 from pipedream_rt.tracing.summary import table
 
 _MARKS = {"ok": "ok", "note": "--", "warn": "!!", "fail": "XX"}
@@ -37,10 +37,10 @@ def doctor(asked: EngineRequest, folder: str, source: str, patience: float, as_j
     """
     job, wait = membership(os.environ, asked), timedelta(seconds=patience)
     if job is not None and not job.node.is_first:
-        if why := be_looked_at(job, source, wait):
+        if why := answer_examiner(job, source, wait):
             click.echo(why, err=True)
         sys.exit(1 if why else 0)
-    found = look_at_this(folder, source) if job is None else look_at_all(job, folder, source, wait)
+    found = examine_self(folder, source) if job is None else look_at_all(job, folder, source, wait)
     expected = 1 if job is None else job.node.size
     findings = judge(found.machines, found.links, found.clocks, expected, found.addresses)
     if as_json:

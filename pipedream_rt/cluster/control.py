@@ -119,7 +119,7 @@ class Control:
     ) -> None:
         self.peer = peer
         self.remote_host = remote_host
-        self._below = below  # the TCP socket under an encrypted connection, owned by this object
+        self._tcp = below  # the TCP socket under an encrypted connection, owned by this object
         if below is not None:
             close_in_forked_children(below)
         self._channel = channel
@@ -157,8 +157,8 @@ class Control:
         """Have the kernel end the connection if the other machine confirms nothing for so long."""
         # It counts what was sent and not acknowledged. The kernel of a stopped process still
         # acknowledges; such a process is noticed by the heartbeat.
-        if self._below is not None:
-            set_timeout(self._below, seconds)
+        if self._tcp is not None:
+            set_timeout(self._tcp, seconds)
 
     def secure(self, key: bytes, ours: bytes, theirs: bytes) -> None:
         """Sign every record from now on, and accept signed ones only."""
@@ -324,8 +324,8 @@ class Control:
     def close(self) -> None:
         """Close the connection. Idempotent."""
         self._socket.close()
-        if self._below is not None:
-            self._below.close()
+        if self._tcp is not None:
+            self._tcp.close()
         while self._ends:
             self._ends.pop().close()
 

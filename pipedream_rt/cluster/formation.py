@@ -23,9 +23,10 @@ from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import RendezvousTimeout, TransportError, WorkerLost
 from pipedream_rt.schedules import Plan
 from pipedream_rt.transport.group import Group
-from pipedream_rt.transport.links import Connection, Connections, link_key
+from pipedream_rt.transport.link import Connection, link_key
+from pipedream_rt.transport.links import Connections
 from pipedream_rt.transport.rpc.endpoint import Endpoint, NoEndpoint
-from pipedream_rt.transport.rpc.fence import Mode
+from pipedream_rt.transport.rpc.fence import AgentMode
 from pipedream_rt.transport.sockets import SocketTransport
 from pipedream_rt.transport.tls import Tls
 
@@ -69,7 +70,7 @@ class Formation:
         self._doors: Future[dict[str, UnixAddress]] = Future()  # all of them
         self._given_up = False
 
-    def welcome(self, *, generation: int, timeout: timedelta, key: bytes, rpc: Mode) -> Group:
+    def welcome(self, *, generation: int, timeout: timedelta, key: bytes, rpc: AgentMode) -> Group:
         """Welcome the members to the group."""
         nonce = secrets.token_bytes(NONCE)
         for rank, member in enumerate(self._members, 1):

@@ -38,7 +38,8 @@ from pipedream_rt.cluster.unix_links import UnixAddress, UnixListener
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import RendezvousTimeout
 from pipedream_rt.transport.group import Group
-from pipedream_rt.transport.links import Connection, Connections, link_key, text_of
+from pipedream_rt.transport.link import Connection, link_key
+from pipedream_rt.transport.links import Connections, text_of
 from pipedream_rt.transport.signing import DIGEST, proof
 from pipedream_rt.transport.tcp import prepare
 from pipedream_rt.transport.tls import Tls, wrapped

@@ -25,7 +25,7 @@ from pipedream_rt.lifecycle import Lifecycle
 from pipedream_rt.schedules import COORDINATOR
 from pipedream_rt.tracing.clock import Reading
 from pipedream_rt.transport.interface import Transport
-from pipedream_rt.transport.room import make_room, make_room_for_agent
+from pipedream_rt.transport.limits import ensure_descriptors, make_room_for_agent
 from pipedream_rt.transport.rpc import fence
 from pipedream_rt.transport.rpc.endpoint import Endpoint, NoEndpoint, is_open, refuse_second
 from pipedream_rt.transport.sockets import SocketTransport
@@ -52,7 +52,7 @@ class ProcessCluster:
         keeper: Keeper = BY_HAND,
     ) -> None:
         wish = rpc_of_environment()
-        make_room(spec.assignment.most)
+        ensure_descriptors(spec.assignment.most)
         obstacles = {COORDINATOR_NAME: fence.obstacle()}
         if fence.decided(wish, obstacles) != "off":
             if spec.recovers and wish == "auto" and is_open():

@@ -47,7 +47,7 @@ _QUICK_S, _LONGEST_PAUSE_S = 10.0, 30.0
 """In seconds: what lives for less is started again after a pause, and the longest pause."""
 
 
-class Pauses:
+class Backoff:
     """Backoff before something that has ended is started again.
 
     None, unless it ended soon after its start more than once in a row: then 1, 3, 7 ... seconds.

@@ -60,7 +60,7 @@ class ByLauncher:
 BY_HAND: Keeper = ByHand()
 
 
-def say_over(
+def announce_end(
     listener: socket.socket,
     key: JobKey,
     code: int,

@@ -43,8 +43,8 @@ from pipedream_rt.cluster.environment import (
 )
 from pipedream_rt.cluster.fork_server import LISTENS_WITHIN, ForkedWorker, ForkServer
 from pipedream_rt.cluster.keys import Secret
-from pipedream_rt.cluster.subprocesses import Pauses, dies_with_parent, end_processes, shell_code
-from pipedream_rt.cluster.supervision import say_over
+from pipedream_rt.cluster.subprocesses import Backoff, dies_with_parent, end_processes, shell_code
+from pipedream_rt.cluster.supervision import announce_end
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, RendezvousTimeout
 
@@ -110,7 +110,7 @@ class Workers:
 
     def serve(self, is_ending: Callable[[], bool]) -> int:
         """Start all workers, and again any that dies, until the job is over; return the code."""
-        pauses, turns = Pauses(), 0
+        pauses, turns = Backoff(), 0
         due = dict.fromkeys(self._names, time.monotonic())  # when to start those that do not run
         began: dict[str, float] = {}
         while True:
@@ -204,7 +204,7 @@ def run_first(
         if is_final(code):
             deadline = Deadline(_FAREWELL_TIMEOUT)
             key, tls = secret.job_key(), tls_of_environment()
-            told = say_over(listener, key, code, node.size - 1, deadline, tls)
+            told = announce_end(listener, key, code, node.size - 1, deadline, tls)
             if told < node.size - 1:
                 say(f"{node.size - 1 - told} of {node.size - 1} other nodes did not hear the end")
             job.finish()

@@ -32,7 +32,7 @@ from pipedream_rt.coordinator.references.references import References
 from pipedream_rt.coordinator.results import StepResult
 from pipedream_rt.coordinator.run_state import RunState
 from pipedream_rt.coordinator.script_environment import profile_option
-from pipedream_rt.coordinator.views.speed_notices import Balance, Size
+from pipedream_rt.coordinator.views.speed_notices import BalanceNotice, SizeNotice
 from pipedream_rt.coordinator.views.trace_collection import TraceCollection
 from pipedream_rt.job.defaults import with_schedule
 from pipedream_rt.job.identity import (
@@ -112,13 +112,13 @@ def start(job: Job, publisher: EventPublisher | None) -> WorkerGroup:
             undo.callback(publisher.end)
         group = WorkerGroup(
             job.plan,
-            functools.partial(_start_cluster, job=job.lasting, launcher=launcher),
+            functools.partial(_start_cluster, job=job.without_start_data, launcher=launcher),
             list(job.specs),
             job.forwards,
             job.options.recovery.answer,
             Failures(most, job.plan),
         )
-        group.at_last.append(undo.pop_all().close)
+        group.after_workers_end.append(undo.pop_all().close)
     return group
 
 
@@ -137,7 +137,7 @@ def _start_cluster(
         start_timeout=recovery.start,
         threads=job.options.threads,
         heartbeat=recovery.heartbeat,
-        around=job.script_values.stages_compute,
+        around=job.script_values.stages_may_change_shared,
     )
     return launcher.start(spec)
 
@@ -151,7 +151,7 @@ def attach(job: Job, group: WorkerGroup, publisher: EventPublisher | None) -> Ru
     lease = Lease(group)
     watch: list[Callable[[StepResult], object]] = []
     if options.workers != "serial":  # there no two stages ever compute at once
-        watch.append(Balance(job.plan, functools.partial(_log.warning, "%s")))
+        watch.append(BalanceNotice(job.plan, functools.partial(_log.warning, "%s")))
     if publisher is not None:
         watch.append(publisher.came)
     feeder = Feeder(
@@ -174,7 +174,7 @@ def attach(job: Job, group: WorkerGroup, publisher: EventPublisher | None) -> Ru
     if options.workers != "serial" and not job.plan.replicated:
         # With replicas, which take turns, a result has the compute time of one of them alone.
         say = functools.partial(_log.warning, "%s")
-        watch.append(Size(job.plan, lambda: feeder.waited_s, say))
+        watch.append(SizeNotice(job.plan, lambda: feeder.waited_s, say))
     epochs = Epochs(feeder)
     references = References(lease, feeder, job.model, list(job.names))
     checkpointer = Checkpointer(group, kept)
@@ -185,11 +185,11 @@ def attach(job: Job, group: WorkerGroup, publisher: EventPublisher | None) -> Ru
         epochs,
         job.model,
         checkpointer,
-        functools.partial(_identity, job.lasting, feeder),
+        functools.partial(_identity, job.without_start_data, feeder),
         preemption,
     )
     if preemption is not None:
-        group.at_end.append(preemption.close)
+        group.before_workers_end.append(preemption.close)
         preemption.watch()
     if job.optimizer is not None:
         references.use(references.build_optimizer(*job.optimizer))
@@ -224,7 +224,7 @@ def _first(job: Job) -> Callable[[Batch], object]:
     """Return what to call with the first mini-batch: under `pipedream-rt profile`, the profiler."""
     options = job.options
     if (path := profile_option()) is None:
-        return functools.partial(_say_of_first, job=job.lasting)
+        return functools.partial(_say_of_first, job=job.without_start_data)
     return functools.partial(
         profile_and_end,
         path=path,

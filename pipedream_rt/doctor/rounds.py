@@ -72,7 +72,7 @@ class Found:
     addresses: dict[str, tuple[str, str]] = field(default_factory=dict)
 
 
-def look_at_this(folder: str, source: str) -> Found:
+def examine_self(folder: str, source: str) -> Found:
     """Look at this machine alone."""
     with _written(folder) as token:
         return Found({socket.gethostname(): facts(folder, token, source)})
@@ -114,7 +114,7 @@ def look_at_all(job: Membership, folder: str, source: str, patience: timedelta) 
     return found
 
 
-def be_looked_at(job: Membership, source: str, patience: timedelta) -> str:
+def answer_examiner(job: Membership, source: str, patience: timedelta) -> str:
     """Answer the first machine until it asks nothing more; return why it refused, else nothing."""
     node = job.node
     secret = job.secret(Deadline(patience))

@@ -55,7 +55,7 @@ class LiveModel:
 
     def __init__(self, model: nn.Module, fetch: Callable[[], Mapping[str, Any] | None]) -> None:
         self.model, self._fetch = model, fetch  # `fetch` returns None if the weights are lost
-        self.is_old = self._gradients_wanted = False
+        self.is_stale = self._gradients_wanted = False
         self._named = dict(_named(model))
         self._tensors = list({id(t): t for t in self._named.values()}.values())
         self._structure = self._walk()
@@ -74,16 +74,16 @@ class LiveModel:
         vars(self).update(state)
         self.lock, self._own = threading.RLock(), threading.local()
 
-    def grow_old(self) -> None:
+    def mark_stale(self) -> None:
         """Treat the weights as old from now on."""
-        self.is_old, self._known = True, {}
+        self.is_stale, self._known = True, {}
         self._watch()
 
     def refresh(self) -> None:
         """Fetch the current weights, if the model is old."""
         with self.lock:
             self._unwatch()
-            if not self.is_old:
+            if not self.is_stale:
                 return
             try:
                 found = self._fetch()
@@ -92,7 +92,7 @@ class LiveModel:
             except BaseException:
                 self._watch()  # it is as old as before
                 raise
-            self.is_old = False
+            self.is_stale = False
             if found is None:
                 _log.warning(
                     "the model of the Trainer has older weights than its run had at the end: the "
@@ -123,7 +123,7 @@ class LiveModel:
 
     def note(self) -> None:
         """Note that the stages have the weights of the model, unless it is old."""
-        if not self.is_old:
+        if not self.is_stale:
             self._known = self._digests()
 
     def digest(self) -> str:
@@ -144,7 +144,7 @@ class LiveModel:
 
     def gradient(self) -> str:
         """Return the name of a parameter that has a gradient; empty for none."""
-        if self.is_old:  # then setting one was refused
+        if self.is_stale:  # then setting one was refused
             return ""
         found = (name for name, p in self.model.named_parameters() if p.grad is not None)
         return next(found, "")
@@ -168,16 +168,16 @@ class LiveModel:
     @contextmanager
     def with_gradients(self, before_step: str = "") -> Iterator[None]:
         """Refuse reading gradients while the body runs, and changing weights in ``before_step``."""
-        before = self._digests() if before_step and not self.is_old else {}
+        before = self._digests() if before_step and not self.is_stale else {}
         self._gradients_wanted = True
         self._watch()
         try:
             yield
         finally:
             self._gradients_wanted = False
-            if not self.is_old:
+            if not self.is_stale:
                 self._unwatch()
-        if before_step and not self.is_old and self._digests() != (before or self._known):
+        if before_step and not self.is_stale and self._digests() != (before or self._known):
             raise ConfigError(
                 f"a callback changed weights in {before_step}, between the gradients and the step "
                 "that the stages make of them; do it in on_step_begin or on_step_end"

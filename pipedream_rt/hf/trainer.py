@@ -209,7 +209,7 @@ class PipelineMixin(Trainer):
         is_ours = is_ours and (self.optimizer is None or self._owns_optimizer)
         is_ours = is_ours and self._made_by == asked_of(self.args) and not live.has_other_layers()
         changed = live.changed() if is_ours and looks else set()
-        if is_ours and looks and not live.is_old:
+        if is_ours and looks and not live.is_stale:
             is_ours = live.signature() == self._made_for
         # Non-persistent buffers are in no state dict: only a new pipeline takes them along.
         if not is_ours or (changed and not changed <= live.model.state_dict().keys()):
@@ -241,7 +241,7 @@ class PipelineMixin(Trainer):
         if resume.weights != live.digest():
             self._push()
         else:
-            live.grow_old()
+            live.mark_stale()
 
     def _push(self) -> None:
         """Give the stages the weights of the script's model."""
@@ -396,7 +396,7 @@ class PipelineMixin(Trainer):
         count = max(len(parts), self.args.gradient_accumulation_steps)
         with self._live.unread(), self._live.lock:
             pending = pipe.submit(Accumulated(tuple(map(batch_of, fed)), count, 1 / factor))
-            self._live.grow_old()
+            self._live.mark_stale()
         return pending, factor
 
     def _norms(self, flush: bool) -> dict[int, float]:

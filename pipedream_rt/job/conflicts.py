@@ -64,7 +64,7 @@ class Facts:
     half: str = ""
     sparse: str = ""
     renormed: str = ""
-    renormed_often: str = ""
+    renormed_replicated: str = ""
 
     @property
     def replicated(self) -> bool:
@@ -146,7 +146,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         "{renormed_often} has max_norm, which changes its weight in forward, on each replica "
         "otherwise",
         "use no replicas, or normalise the rows that were looked up",
-        lambda f: f.replicated and f.renormed_often,
+        lambda f: f.replicated and f.renormed_replicated,
     ),
     Conflict(
         "replicas", "corrections of gradients, without a flush",
@@ -286,7 +286,7 @@ def facts_of_model(
         half=_first(name for name, p in parameters.items() if p.dtype is torch.float16),
         sparse=_first(name for name, each in often if getattr(each, "sparse", False) is True),
         renormed=_first(renormed),
-        renormed_often=_first(name for name, _ in often if name in renormed),
+        renormed_replicated=_first(name for name, _ in often if name in renormed),
     )
 
 

@@ -143,7 +143,7 @@ def names_of(things: Sequence[object]) -> list[str]:
     return [
         f"{name_of_class(type(each))} {_short([_plain_of(each)])}"
         if type(each).__repr__ is object.__repr__
-        else _shown_anew(each)
+        else _repr_without_addresses(each)
         for each in things
     ]
 
@@ -153,11 +153,11 @@ def name_of_loss(loss_fn: Callable[..., Any] | None) -> str:
     if loss_fn is None:
         return ""
     if isinstance(loss_fn, functools.partial):
-        values = [_shown_anew(v) for v in (*loss_fn.args, *loss_fn.keywords.items())]
+        values = [_repr_without_addresses(v) for v in (*loss_fn.args, *loss_fn.keywords.items())]
         return f"partial({name_of_loss(loss_fn.func)}, {', '.join(values)})"
     if isinstance(loss_fn, nn.Module):
         parts = [_plain_of(each) for _, each in loss_fn.named_modules()]
-        return f"{name_of_class(type(loss_fn))} {_shown_anew(loss_fn)} {_short(parts)}"
+        return f"{name_of_class(type(loss_fn))} {_repr_without_addresses(loss_fn)} {_short(parts)}"
     bound = getattr(loss_fn, "__self__", None)
     qualified = getattr(loss_fn, "__qualname__", None)
     if qualified is None:  # an object that can be called
@@ -205,6 +205,6 @@ def _plain_text(value: object) -> str:
     return ""
 
 
-def _shown_anew(value: object) -> str:
+def _repr_without_addresses(value: object) -> str:
     """Return what a value prints, without addresses, which differ from process to process."""
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))

@@ -84,7 +84,7 @@ class Job:
         return self.options.training.ema is not None and self.optimizer is not None
 
     @property
-    def lasting(self) -> Job:
+    def without_start_data(self) -> Job:
         """A copy without specs, example and given optimizer: only the start needs these."""
         options = replace(self.options, example=None, optimizer=None)
         return replace(self, options=options, specs=(), brought={})

@@ -39,7 +39,7 @@ from pipedream_rt.schedules.written import WrittenSchedule
 from pipedream_rt.stage.rules.clipping import Clip
 from pipedream_rt.stage.rules.scaling import LossScale
 from pipedream_rt.stage.spec import LossFunction, OnNan
-from pipedream_rt.tracing.spans import Shown
+from pipedream_rt.tracing.spans import SpanFolder
 
 if TYPE_CHECKING:  # a run without observers need not import them
     from pipedream_rt.observers.events import Observer
@@ -262,9 +262,9 @@ class Observe:
             )
 
     @property
-    def shown(self) -> Shown | None:
+    def shown(self) -> SpanFolder | None:
         """Where workers show their newest spans while a run is recorded; None for nowhere."""
-        return Shown.in_folder(self.record) if self.record and self.trace else None
+        return SpanFolder.in_folder(self.record) if self.record and self.trace else None
 
 
 @option_group

@@ -133,7 +133,7 @@ class ScriptValues:
         return any(each.has_moved for each in self._weights)
 
     @contextmanager
-    def stages_compute(self) -> Iterator[None]:
+    def stages_may_change_shared(self) -> Iterator[None]:
         """Let the body compute stages that share modules and classes with the script by name."""
         # The script's changes are noted first: afterwards those of the stages are among them.
         common = [(n, h) for n, h in self._holders.items() if not h.travels]

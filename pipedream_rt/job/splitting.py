@@ -10,14 +10,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
-from pipedream_rt.batches.forwards import (
-    Forwards,
-    RecordedForwards,
-    SequenceForwards,
-    default_example,
-    sizes_of,
-)
+from pipedream_rt.batches.forwards import Forwards, SequenceForwards, default_example, sizes_of
 from pipedream_rt.batches.items import Batch, example_of
+from pipedream_rt.batches.recorded_forwards import RecordedForwards
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.messages.message import Mode

@@ -38,7 +38,7 @@ _ALWAYS = ("torch.nn.functional",)
 _COMPUTE = ("forward", "backward", "step")
 """The only methods of installed classes that count: scripts replace others, as initialisers."""
 
-_DO_NOT = ("__init__", "__repr__", "extra_repr", "reset_parameters")
+_NOT_COMPARED = ("__init__", "__repr__", "extra_repr", "reset_parameters")
 """The methods of the user's own classes that do not count, unless the worker builds the layers."""
 
 _WRAPPERS = (FunctionType, type(functools.lru_cache(lambda: None)))
@@ -96,7 +96,7 @@ def _methods(cls: type, built: bool) -> Code:
     # torch puts a step into each class of optimizers when one is made, so bases count as well.
     inherited = {key: getattr_static(cls, key, None) for key in _COMPUTE}
     named = {**inherited, **({} if installed else vars(cls))}
-    counted = {key: _mark(v) for key, v in named.items() if built or key not in _DO_NOT}
+    counted = {key: _mark(v) for key, v in named.items() if built or key not in _NOT_COMPARED}
     return {name: "", **{f"{name}.{key}": mark for key, mark in counted.items() if mark}}
 
 

@@ -23,7 +23,7 @@ IGNORED = -100
 """The label that does not count, if ``ignore_index`` is not given."""
 
 
-class Counting(NamedTuple):
+class LabelCount(NamedTuple):
     """How to count the labels of a forward.
 
     Attributes:
@@ -49,7 +49,7 @@ class Counting(NamedTuple):
         return int((values[self.slot] != self.ignored).sum())
 
 
-def counting(program: Program) -> Counting | None:
+def label_count_of(program: Program) -> LabelCount | None:
     """Return how to count the labels of a program's loss.
 
     None if the program has not one unweighted mean of cross entropies, or its labels do not come
@@ -79,7 +79,7 @@ def counting(program: Program) -> Counting | None:
         waiting += step.taken
     ordered = tuple(step for step in program.steps if step in needed)
     ignored = mean.kwargs.get("ignore_index", IGNORED)
-    return Counting(ordered, target.number, ignored, mean.filled[0])
+    return LabelCount(ordered, target.number, ignored, mean.filled[0])
 
 
 def is_mean(given: Mapping[str, Any]) -> bool:

@@ -36,7 +36,7 @@ class Shaped(NamedTuple):
 
     result: Any
     changed: list[Tensor]
-    moved: bool
+    changed_buffers: bool
     views: list[tuple[Tensor, Tensor]]
 
 

@@ -54,10 +54,10 @@ from pipedream_rt.models.program import (
     replaced,
     slots_in,
 )
-from pipedream_rt.models.recurrent import left_apart
+from pipedream_rt.models.recurrent import flattening_forbidden
 from pipedream_rt.models.shipping import dumps
 from pipedream_rt.models.tensors import home_of, named_tensors
-from pipedream_rt.models.torch_contexts import Surroundings, difference, surroundings_now
+from pipedream_rt.models.torch_contexts import TorchContexts, difference, surroundings_now
 from pipedream_rt.torch_private import TorchDispatchMode, set_grad_enabled
 
 _BATCH, _LAYERS, _DRAWN, _SIZED = 1, 2, 4, 8
@@ -140,7 +140,7 @@ def record(
         mode_set(model, training, modes),
         torch.set_grad_enabled(grad),
         cast,
-        left_apart(model),
+        flattening_forbidden(model),
     ):
         watch = _Watch(recorder)
         with recorder.called(), watch, recorder:
@@ -740,7 +740,7 @@ class _ForwardRecorder(TorchFunctionMode):
         )
         self._before = self._surroundings()
 
-    def _surroundings(self) -> Surroundings:
+    def _surroundings(self) -> TorchContexts:
         """Return what is on around the function or layer that is called now."""
         self.paused += 1  # some readers call functions of torch
         try:

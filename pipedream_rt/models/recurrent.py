@@ -23,27 +23,27 @@ def recurrent_layers(module: nn.Module) -> list[nn.RNNBase]:
     return [each for each in found if "flatten_parameters" not in each.__dict__]
 
 
-def leave_apart(layers: Iterable[nn.RNNBase]) -> None:
-    """Keep layers from moving their weights, until `join_again`."""
+def forbid_flattening(layers: Iterable[nn.RNNBase]) -> None:
+    """Keep layers from moving their weights, until `allow_flattening`."""
     for layer in layers:
         layer.__dict__["flatten_parameters"] = _nothing
 
 
-def join_again(layers: Iterable[nn.RNNBase]) -> None:
-    """Undo `leave_apart`."""
+def allow_flattening(layers: Iterable[nn.RNNBase]) -> None:
+    """Undo `forbid_flattening`."""
     for layer in layers:
         layer.__dict__.pop("flatten_parameters", None)
 
 
 @contextmanager
-def left_apart(module: nn.Module) -> Iterator[None]:
+def flattening_forbidden(module: nn.Module) -> Iterator[None]:
     """Keep the recurrent layers in a module from moving their weights in the body."""
     layers = recurrent_layers(module)
-    leave_apart(layers)
+    forbid_flattening(layers)
     try:
         yield
     finally:
-        join_again(layers)
+        allow_flattening(layers)
 
 
 def _nothing() -> None:

@@ -27,7 +27,7 @@ from pipedream_rt.torch_private import (
     views_are_replayed,
 )
 
-Surroundings: TypeAlias = dict[str, Any]
+TorchContexts: TypeAlias = dict[str, Any]
 """The state of each context, by the name that a user knows."""
 
 
@@ -50,7 +50,7 @@ _READERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def surroundings_now(but: Collection[object]) -> Surroundings:
+def surroundings_now(but: Collection[object]) -> TorchContexts:
     """Return what is on in this thread, but for the modes in ``but``."""
     modes = [
         *function_modes(),
@@ -64,6 +64,6 @@ def surroundings_now(but: Collection[object]) -> Surroundings:
     return {**on, **{name: read() for name, read in _READERS.items()}, **settings_in_forward()}
 
 
-def difference(now: Surroundings, before: Surroundings) -> str:
+def difference(now: TorchContexts, before: TorchContexts) -> str:
     """Return the name of a context that is in another state than before; empty if none is."""
     return next((name for name, value in now.items() if before.get(name) != value), "")

@@ -48,17 +48,17 @@ class Server(ThreadingHTTPServer):
         self.token = token.encode()
         self.answers = answers
         # By connection, the monotonic time at which it ends; infinite once the token was shown.
-        self.time_is_over: dict[socket.socket, float] = {}
+        self.ends_at: dict[socket.socket, float] = {}
         super().__init__(address, _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Give a connection its time, and answer in a thread."""
-        self.time_is_over[request] = time.monotonic() + PATIENCE_S
+        self.ends_at[request] = time.monotonic() + PATIENCE_S
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
         """Close a connection."""
-        self.time_is_over.pop(request, None)
+        self.ends_at.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -78,7 +78,7 @@ class Server(ThreadingHTTPServer):
 
     def _end(self, at: float) -> None:
         """End the connections whose time is over."""
-        for connection, over in self.time_is_over.copy().items():
+        for connection, over in self.ends_at.copy().items():
             if over <= at:
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
@@ -98,7 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not secrets.compare_digest(given.encode(), self.server.token):
             self._answer(HTTPStatus.FORBIDDEN, b"the token is missing or wrong\n")
             return
-        self.server.time_is_over[self.connection] = math.inf
+        self.server.ends_at[self.connection] = math.inf
         if path == "/":
             self._answer(HTTPStatus.OK, self.server.answers.page(), "text/html; charset=utf-8")
         elif path == "/events":

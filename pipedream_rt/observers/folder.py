@@ -24,7 +24,7 @@ from pipedream_rt.observers.events import Begun, Ended, Event, packed, unpacked
 from pipedream_rt.observers.run_record import RunRecord
 from pipedream_rt.schedules import Plan
 from pipedream_rt.schema import open_file, open_to_append
-from pipedream_rt.tracing.spans import Shown, newest_spans
+from pipedream_rt.tracing.spans import SpanFolder, newest_spans
 from pipedream_rt.tracing.trace import Trace, WorkerFacts, fitting
 
 _log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class RunFolder:
         path = self.folder / EVENTS
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._shown = Path(Shown.in_folder(self.folder).folder)
+            self._shown = Path(SpanFolder.in_folder(self.folder).folder)
             self._refuse_others()
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
             # Unbuffered: a killed script loses no line.
@@ -222,7 +222,7 @@ def trace_in(folder: str | os.PathLike[str]) -> Trace | None:
 def newest_trace_in(folder: str | os.PathLike[str], begun: Begun) -> Trace | None:
     """Return the last moments of a run, as far as workers of this machine show them; else None."""
     plan = Plan.unpacked(begun.plan)
-    shown = Path(Shown.in_folder(folder).folder)
+    shown = Path(SpanFolder.in_folder(folder).folder)
     parts = []
     for name in ("script", *(f"worker-{worker}" for worker in range(plan.workers))):
         with contextlib.suppress(OSError, ValueError):

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from pipedream_rt.batches.cutting import cut_batch, micro_batch_sizes, samples_of
-from pipedream_rt.batches.forwards import RecordedForwards
 from pipedream_rt.batches.items import Batch, example_of
+from pipedream_rt.batches.recorded_forwards import RecordedForwards
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.splitting import ForwardOptions, split_model
 from pipedream_rt.job.unsplit_model import UnsplitModel

@@ -50,7 +50,7 @@ class StageChoice(NamedTuple):
         return self.start + 1, self.end
 
 
-class _Begin(NamedTuple):
+class _Head(NamedTuple):
     """How the rest of the model behind some cut begins, and how many workers it uses.
 
     Attributes:
@@ -122,8 +122,8 @@ class _Goal:
         join: Combines the values of two parts that follow each other.
     """
 
-    of_stage: Callable[[_Begin, Any], Floats]
-    of_hop: Callable[[_Begin, _Begin], Floats]
+    of_stage: Callable[[_Head, Any], Floats]
+    of_hop: Callable[[_Head, _Head], Floats]
     join: np.ufunc
 
 
@@ -136,7 +136,7 @@ class _Search:
         self._known: dict[tuple[object, ...], Floats] = {}
 
     @cached_property
-    def periods(self) -> dict[_Begin, Floats]:
+    def periods(self) -> dict[_Head, Floats]:
         """The best periods of every beginning, as `sweep` returns them."""
         return self.sweep(self.period())
 
@@ -161,11 +161,11 @@ class _Search:
     def evenness(self, bound: float) -> _Goal:
         """Minimise the sum of the squares of the periods, none of which exceeds a bound."""
 
-        def of_stage(begin: _Begin, where: Any) -> Floats:
+        def of_stage(begin: _Head, where: Any) -> Floats:
             periods = self._fitting(begin, where)
             return np.where(periods <= bound, periods, math.inf) ** 2
 
-        def of_hop(begin: _Begin, following: _Begin) -> Floats:
+        def of_hop(begin: _Head, following: _Head) -> Floats:
             return np.where(self._transfers(begin, following) <= bound, 0.0, math.inf)
 
         return _Goal(of_stage, of_hop, np.add)
@@ -173,13 +173,13 @@ class _Search:
     def memory(self) -> _Goal:
         """Minimise the memory of the worker that needs the most."""
 
-        def of_stage(begin: _Begin, where: Any) -> Floats:
+        def of_stage(begin: _Head, where: Any) -> Floats:
             memory = self._costing.memory(begin.replicas, begin.after, where)
             return np.where(np.isfinite(self._possible(begin, where)), memory, math.inf)
 
         return _Goal(of_stage, lambda begin, following: np.zeros(1), np.maximum)
 
-    def _fitting(self, begin: _Begin, where: Any) -> Floats:
+    def _fitting(self, begin: _Head, where: Any) -> Floats:
         """Return the periods of the first stage, infinite where its workers lack the memory."""
         periods, room = self._possible(begin, where), self._costing.room(begin.workers)
         if math.isinf(room):
@@ -187,7 +187,7 @@ class _Search:
         memory = self._costing.memory(begin.replicas, begin.after, where)
         return np.where(memory <= room, periods, math.inf)
 
-    def _possible(self, begin: _Begin, where: Any) -> Floats:
+    def _possible(self, begin: _Head, where: Any) -> Floats:
         """Return the periods of the first stage, infinite where the schedule forbids it."""
         machines, workers = self._costing.machines, begin.workers
         speed = min(machines.workers[w].speed for w in workers)
@@ -199,13 +199,13 @@ class _Search:
         is_possible = self._costing.is_possible(begin.replicas, begin.after)
         return periods if is_possible else np.full_like(periods, math.inf)
 
-    def _transfers(self, begin: _Begin, following: _Begin) -> Floats:
+    def _transfers(self, begin: _Head, following: _Head) -> Floats:
         """Return, by cut, the seconds of messages between the first stages of two beginnings."""
         return self._costing.transfers(begin.workers, following.workers)
 
     # -- the sweep ------------------------------------------------------------------------------
 
-    def _begins(self) -> Iterator[_Begin]:
+    def _begins(self) -> Iterator[_Head]:
         """Yield all beginnings, each after those that can follow it."""
         workers = len(self._costing.machines)
         for first in reversed(range(workers)):
@@ -214,17 +214,17 @@ class _Search:
                 # If workers are alike, let only the first ones of all be idle: none behind `first`.
                 fewest = left if self._costing.machines.are_alike else replicas
                 for used in range(fewest, left + 1):
-                    yield _Begin(first, replicas, used)
+                    yield _Head(first, replicas, used)
 
-    def sweep(self, goal: _Goal) -> dict[_Begin, Floats]:
+    def sweep(self, goal: _Goal) -> dict[_Head, Floats]:
         """Return, for each beginning, the best value of the rest, by the cut before it plus one."""
-        best: dict[_Begin, Floats] = {}
+        best: dict[_Head, Floats] = {}
         for begin in self._begins():
             rest = self._rest(goal, begin, best)
             best[begin] = goal.join(goal.of_stage(begin, EVERY), rest).min(axis=1)
         return best
 
-    def _rest(self, goal: _Goal, begin: _Begin, best: dict[_Begin, Floats]) -> Floats:
+    def _rest(self, goal: _Goal, begin: _Head, best: dict[_Head, Floats]) -> Floats:
         """Return, by the cut behind the first stage, the best value of what follows it."""
         found = np.full(len(self._costing.cuts), math.inf)
         if not begin.after:
@@ -234,7 +234,7 @@ class _Search:
             np.minimum(found, behind, out=found)
         return found
 
-    def stages(self, goal: _Goal, best: dict[_Begin, Floats], used: int) -> list[StageChoice]:
+    def stages(self, goal: _Goal, best: dict[_Head, Floats], used: int) -> list[StageChoice]:
         """Return the stages of the best plan that uses a number of workers."""
         row, found = 0, []
         values = {begin: float(b[0]) for begin, b in best.items() if begin.used == used}
@@ -256,13 +256,13 @@ def _at(hops: Floats, cut: int) -> float:
     return float(hops[cut if len(hops) > 1 else 0])
 
 
-def _followers(begin: _Begin, best: Mapping[_Begin, Floats]) -> list[_Begin]:
+def _followers(begin: _Head, best: Mapping[_Head, Floats]) -> list[_Head]:
     """Return the beginnings that can follow the first stage of another."""
     free = begin.first + begin.replicas
     return [each for each in best if each.first >= free and each.used == begin.after]
 
 
-def _nothing_fits(costing: Costing, search: _Search, allowed: Sequence[_Begin]) -> str:
+def _nothing_fits(costing: Costing, search: _Search, allowed: Sequence[_Head]) -> str:
     """Return the text of an error: why there is no plan, or the least memory that would do."""
     if not allowed:
         return f"a plan cannot use more than the {len(costing.machines)} workers that there are"

@@ -207,7 +207,7 @@ class Placement:
         # With replicas, the shape counts workers as addresses are counted here.
         return self.shape.first_own(address, micro_batch)
 
-    def next_of_stage(self, address: Address, next_own: int, update: int) -> int:
+    def oldest_reader(self, address: Address, next_own: int, update: int) -> int:
         """Return the oldest micro-batch that may still read a version, after a replica's update.
 
         ``next_own`` is the next forward of the replica itself.

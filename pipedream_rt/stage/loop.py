@@ -249,11 +249,11 @@ class Loop:
                 Deadline(None),
                 instead=tuple(instead),
                 also=[key for other in others for key in other.next_keys()],
-                wanted=lambda message: not _trains(message),
+                wanted=lambda message: not _is_for_the_order(message),
             )
             taker = self._hosted[item.to]
             taker.turn += 1
-            if _trains(item):
+            if _is_for_the_order(item):
                 return item
             yield from self._serve(taker, item)
             self.doing.stage = hosted.address
@@ -534,7 +534,7 @@ class Loop:
         self._inbox.recent.append(action)
 
 
-def _trains(item: Message) -> bool:
+def _is_for_the_order(item: Message) -> bool:
     """Whether an item of the feed is a micro-batch to train on, or the command to flush."""
     match item.payload:
         case MicroBatch(mode=Mode.TRAIN) | Command(name=CommandName.FLUSH):

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError, VersionError
-from pipedream_rt.models.recurrent import join_again, leave_apart, recurrent_layers
+from pipedream_rt.models.recurrent import allow_flattening, forbid_flattening, recurrent_layers
 from pipedream_rt.models.tensors import in_place_of
 from pipedream_rt.schedules import VersionLedger
 from pipedream_rt.torch_private import copy_all
@@ -106,7 +106,7 @@ class VersionedParameters:
         # By micro-batch in flight, what it reads: a version, or a view of it.
         self._reading: dict[int, _Version] = {}
         self.allocated = 1
-        self.looks_ahead, self.loaded = False, 0
+        self.has_views, self.loaded = False, 0
 
     def _version_over(self, buffers: list[Tensor]) -> _Version:
         """Return a version with new leaves over the given buffers."""
@@ -274,7 +274,7 @@ class VersionedParameters:
         self._recycle(self.ledger.read(micro_batch, version))
         pinned = self.ledger.pinned(micro_batch)
         read = self._versions[pinned]
-        if self.looks_ahead and update > pinned > self.loaded:
+        if self.has_views and update > pinned > self.loaded:
             # Reading the version itself instead would silently use other weights.
             if update - pinned not in read.views:
                 raise VersionError(
@@ -392,11 +392,13 @@ class _Reading(AbstractContextManager[None]):
         leaves = self._leaves
         for slots, name, i in self._parameters._slots:
             slots[name] = leaves[i]  # type: ignore[assignment]  # a leaf in a Parameter's place
-        leave_apart(self._parameters._recurrent)  # no later version reaches leaves that were moved
+        forbid_flattening(
+            self._parameters._recurrent
+        )  # no later version reaches leaves that were moved
 
     def __exit__(self, kind: object, *rest: object) -> None:
         parameters, leaves, replaced = self._parameters, self._leaves, None
-        join_again(parameters._recurrent)
+        allow_flattening(parameters._recurrent)
         for slots, name, i in parameters._slots:
             if slots.get(name) is not leaves[i]:
                 replaced = parameters._names[i]

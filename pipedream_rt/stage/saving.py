@@ -118,7 +118,9 @@ class StageSaver:
             if n in names or id(t) in buffers or n.endswith(EXTRA_STATE)
         }
         try:
-            extra = packed_extra({**rest, **dict.fromkeys(stage_state.emptied(self._stage))})
+            extra = packed_extra(
+                {**rest, **dict.fromkeys(stage_state.buffers_set_to_none(self._stage))}
+            )
         except ConfigError as error:
             self._tell(position, str(error))
             return

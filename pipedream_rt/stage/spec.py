@@ -23,7 +23,7 @@ from pipedream_rt.schedules import Plan
 from pipedream_rt.stage.parameters import GradientHook
 from pipedream_rt.stage.process_memory import give_free_memory_back
 from pipedream_rt.stage.rules.rule import RuleOption
-from pipedream_rt.tracing.spans import Shown
+from pipedream_rt.tracing.spans import SpanFolder
 
 LossFunction: TypeAlias = Callable[[Any, Any], "Tensor | Mapping[str, Tensor]"]
 """``loss_fn(output, target)`` returns the loss, a tensor with one element; or a dict that has it
@@ -104,7 +104,7 @@ class StageSpec:
     compile: dict[str, Any] | None = None
     recompute: bool = False
     trace_spans: int = 0
-    trace_shown: Shown | None = None
+    trace_shown: SpanFolder | None = None
     hooks: tuple[GradientHook, ...] = ()
     holders: dict[int, Holder] = field(default_factory=dict)
     shared_holders: tuple[int, ...] = ()

@@ -77,7 +77,7 @@ def owned(stage: Stage, by_key: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {n: by_key[key] for key, n in keys if key in by_key and n not in foreign}
 
 
-def emptied(stage: Stage) -> list[str]:
+def buffers_set_to_none(stage: Stage) -> list[str]:
     """Return the names of the buffers that a forward has replaced by None."""
     return sorted(stage.guards.filled - names_of_buffers(stage.module))
 
@@ -144,7 +144,7 @@ def fingerprints(stage: Stage) -> dict[str, Any]:
         step_state(stage),
         parameters.older(),
         parameters.ledger.newest,
-        packed_extra({**stage.module.state_dict(), **dict.fromkeys(emptied(stage))}),
+        packed_extra({**stage.module.state_dict(), **dict.fromkeys(buffers_set_to_none(stage))}),
     )
 
 

@@ -75,7 +75,7 @@ class Weights:
 
     def next_read(self, update: int) -> int:
         """Return the oldest version of its own that the stage reads once an update is made."""
-        following = self._plan.next_of_stage(self._address, self.next_forward, update)
+        following = self._plan.oldest_reader(self._address, self.next_forward, update)
         return self._plan.reads(self._stage, following)
 
     def receive(self, owner: int, named: Mapping[str, Tensor]) -> None:

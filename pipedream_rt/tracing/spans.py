@@ -62,7 +62,7 @@ _SHOWN = 1 << 11
 """The number of newest spans of a recorder that other processes can read."""
 
 
-class Shown(NamedTuple):
+class SpanFolder(NamedTuple):
     """Where recorders write their newest spans for other processes of the machine to read.
 
     Attributes:
@@ -74,9 +74,9 @@ class Shown(NamedTuple):
     host: str
 
     @staticmethod
-    def in_folder(run: str | os.PathLike[str]) -> Shown:
+    def in_folder(run: str | os.PathLike[str]) -> SpanFolder:
         """Return the place in the folder of a run, seen from this machine."""
-        return Shown(str(Path(run).absolute() / "spans"), os.uname().nodename)
+        return SpanFolder(str(Path(run).absolute() / "spans"), os.uname().nodename)
 
     def open(self, name: str) -> int | None:
         """Return the descriptor of a new file; None if there can be none."""

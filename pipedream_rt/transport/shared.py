@@ -6,7 +6,7 @@ the slot. The receiver computes on the slot itself, and gives it back when the l
 is gone: for an activation, after its backward. (A child that the receiver has forked sees later
 contents of the slot.)
 
-Each end of a link has `Slots` of its own for what it sends, made with the first large value; the
+Each end of a link has a `SendBlock` for what it sends, made with the first large value; the
 descriptor of the block goes over the link (``SCM_RIGHTS``). The block has no name, so nothing is
 left of it when both processes have ended, however they ended. It has its final size from the
 beginning, and takes memory and addresses only where a slot is. A value reuses a free slot of at
@@ -99,7 +99,7 @@ def _give_up(fd: int, begin: int, length: int) -> None:
 # -- the sender ---------------------------------------------------------------------------------
 
 
-class Slots:
+class SendBlock:
     """The block of an end that sends.
 
     Attributes:
@@ -181,7 +181,7 @@ class _Slot(np.ndarray):
     """The bytes of a slot. Tensors over it keep this object alive; its end gives the slot back."""
 
 
-class Views:
+class ReceiveBlock:
     """The block of the other end, in the end that receives."""
 
     def __init__(self, fd: int) -> None:

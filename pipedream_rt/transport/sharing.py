@@ -16,12 +16,12 @@ from typing import Any
 from torch import Tensor
 
 from pipedream_rt.errors import TransportError
-from pipedream_rt.transport.shared import Slots, Views, close_all
+from pipedream_rt.transport.shared import ReceiveBlock, SendBlock, close_all
 
 _ROOM_FOR_A_DESCRIPTOR = socket.CMSG_SPACE(struct.calcsize("i"))
 
 
-class Sharing:
+class SharedEnd:
     """Shared memory of one end of a link.
 
     One thread at a time calls the methods of the sender, and one thread at a time those of the
@@ -34,30 +34,30 @@ class Sharing:
 
     def __init__(self, gives: bool) -> None:
         self._gives = gives  # whether tensors may go through slots of this end
-        self._slots: Slots | None = None
-        self.announcing: tuple[memoryview, Slots] | None = None
+        self._slots: SendBlock | None = None
+        self.announcing: tuple[memoryview, SendBlock] | None = None
         self._came: list[int] = []  # descriptors
-        self._views: Views | None = None
+        self._views: ReceiveBlock | None = None
 
     # -- the sender -----------------------------------------------------------------------------
 
-    def new_slots(self) -> Slots | None:
+    def new_slots(self) -> SendBlock | None:
         """Make the slots, to be announced; None if they exist, or if none are to be had."""
         if self._slots is not None or not self._gives:
             return None
         try:
-            return Slots()
+            return SendBlock()
         except OSError:  # no memory to share: values go over the socket from now on
             self._gives = False
             return None
 
-    def announce(self, slots: Slots, frame: memoryview, frames: deque[memoryview]) -> None:
+    def announce(self, slots: SendBlock, frame: memoryview, frames: deque[memoryview]) -> None:
         """Use slots from now on; their descriptor goes with ``frame``, appended to ``frames``."""
         self.announcing = frame, slots
         self._slots = slots
         frames.append(frame)
 
-    def take(self, size: int) -> tuple[Slots, int, int] | None:
+    def take(self, size: int) -> tuple[SendBlock, int, int] | None:
         """Take a slot; return the slots, its number and its offset; None if none is free."""
         slots = self._slots
         at = None if slots is None else slots.take(size)
@@ -96,7 +96,7 @@ class Sharing:
                 "process can open no more files; raise its limit, as by `ulimit -n`"
             )
         try:
-            self._views = Views(self._came.pop(0))
+            self._views = ReceiveBlock(self._came.pop(0))
         except OSError as error:
             raise TransportError(
                 f"the other end's shared memory cannot be mapped: {error}; this process needs more "

@@ -28,7 +28,8 @@ from pipedream_rt.messages.tree import own
 from pipedream_rt.messages.wire import decode, encode, sendable
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.interface import Lost, Receive
-from pipedream_rt.transport.links import Connections, Frame, Links
+from pipedream_rt.transport.link import Frame
+from pipedream_rt.transport.links import Connections, Links
 from pipedream_rt.transport.rpc.tunnel import Tunnel
 
 _log = logging.getLogger(__name__)

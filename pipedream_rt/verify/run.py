@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from pipedream_rt.batches.cutting import unmarked
-from pipedream_rt.batches.forwards import Forwards, RecordedForwards
+from pipedream_rt.batches.forwards import Forwards
 from pipedream_rt.batches.items import Batch, Prepare, batch_of, looking, require_loader
 from pipedream_rt.batches.micro_batches import CutBatch
+from pipedream_rt.batches.recorded_forwards import RecordedForwards
 from pipedream_rt.coordinator.results import PendingStep
 from pipedream_rt.coordinator.run import Run, attach, start
 from pipedream_rt.errors import ConfigError, PipelineError

@@ -9,8 +9,8 @@ import pytest
 from pipedream_rt.cluster.addresses import listening
 from pipedream_rt.cluster.dial import DialOptions, JobOver
 from pipedream_rt.cluster.keys import Secret
-from pipedream_rt.cluster.supervision import say_over
-from pipedream_rt.cluster.worker.joining import Tries, Worker, serve_at
+from pipedream_rt.cluster.supervision import announce_end
+from pipedream_rt.cluster.worker.joining import JoinAttempts, Worker, serve_at
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineError
 from pipedream_rt.transport.tls import Tls
@@ -32,7 +32,7 @@ def test_every_worker_hears_how_the_script_has_ended(encrypts):
             tls = Tls.of_process(always=True) if encrypts else None
             place = DialOptions(f"127.0.0.1:{port}", 20, persist=False)
             try:
-                serve_at(place, Worker(name, 1, secret, None, tls), Tries())
+                serve_at(place, Worker(name, 1, secret, None, tls), JoinAttempts())
             except PipelineError as error:
                 ended[name] = error
 
@@ -43,7 +43,7 @@ def test_every_worker_hears_how_the_script_has_ended(encrypts):
         for each in threads:
             each.start()
         tls = Tls.of_process(always=True) if encrypts else None
-        assert say_over(listener, SECRET.job_key(), 7, 2, soon(), tls) == 2
+        assert announce_end(listener, SECRET.job_key(), 7, 2, soon(), tls) == 2
     for each in threads:
         each.join()
     for each in strangers:
@@ -55,4 +55,4 @@ def test_every_worker_hears_how_the_script_has_ended(encrypts):
 
 def test_who_does_not_come_is_not_awaited_for_ever():
     with listening("127.0.0.1", 0) as listener:
-        assert say_over(listener, SECRET.job_key(), 0, 1, soon(0.2)) == 0
+        assert announce_end(listener, SECRET.job_key(), 0, 1, soon(0.2)) == 0

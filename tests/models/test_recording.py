@@ -205,7 +205,7 @@ def test_what_cannot_be_followed_is_refused_with_its_line(between, words):
     assert "list of modules" in text, "the way out"
     if between not in (counts, draws):
         first = inspect.getsourcelines(between)[1]
-        line = int(re.search(r"test_record\.py:(\d+) in", text)[1])
+        line = int(re.search(r"test_recording\.py:(\d+) in", text)[1])
         assert first <= line <= first + 3
     assert dict(vars(model)) == before
     assert type(model.a) is nn.Linear
@@ -250,7 +250,7 @@ def test_what_changes_from_call_to_call_is_refused_with_its_line(make):
         ConfigError, match=r"twice with the same inputs.*such as a counter"
     ) as error:
         refuse_changing(recorded(model, X), recorded(model, X))
-    assert re.search(r"test_record\.py:\d+ in (forward|by_)", str(error.value))
+    assert re.search(r"test_recording\.py:\d+ in (forward|by_)", str(error.value))
 
 
 def test_what_is_made_anew_in_each_call_is_the_same():
@@ -350,7 +350,7 @@ class Packed(nn.Module):
 
 def test_packed_sequences_must_stay_in_one_layer():
     """Their shape depends on values, which pad_packed_sequence reads."""
-    with pytest.raises(ConfigError, match=r"test_record.*size\(\) reads values that layers"):
+    with pytest.raises(ConfigError, match=r"test_recording.*size\(\) reads values that layers"):
         recorded(Packed(), torch.randn(2, 3, 4), torch.tensor([3, 2]))
 
 

@@ -19,7 +19,7 @@ from pipedream_rt.observers.folder import (
     newest_trace_in,
     read_run,
 )
-from pipedream_rt.tracing.spans import Recorder, Shown
+from pipedream_rt.tracing.spans import Recorder, SpanFolder
 
 ORDER = (
     "kind", "stage", "index", "version", "kept", "in_flight", "waited_for", "ready", "arrived",
@@ -56,7 +56,7 @@ def test_what_comes_is_followed(tmp_path):
 
 def shown(folder, plan, spans):
     """Write the spans of a trace as its workers show them."""
-    place = Shown.in_folder(folder)
+    place = SpanFolder.in_folder(folder)
     for stage, name in enumerate(["script", *(f"worker-{w}" for w in range(plan.workers))], -1):
         recorder = Recorder(1, place.open(name))
         for span in spans[spans["stage"] == stage]:

@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipedream_rt.tracing.spans import SPAN, Recorder, Shown, newest_spans
+from pipedream_rt.tracing.spans import SPAN, Recorder, SpanFolder, newest_spans
 
 
 def write(recorder, number):
@@ -32,7 +32,7 @@ def test_the_oldest_are_overwritten(count):
 
 
 def test_the_newest_are_shown_in_a_file(tmp_path):
-    shown = Shown.in_folder(tmp_path)
+    shown = SpanFolder.in_folder(tmp_path)
     Path(shown.folder).mkdir()
     recorder = Recorder(5000, shown.open("worker-0"))
     assert newest_spans(Path(shown.folder, "worker-0")).tolist() == []
@@ -47,7 +47,7 @@ def test_the_newest_are_shown_in_a_file(tmp_path):
     "change", [{"host": "another machine"}, {"folder": "/nowhere/at/all"}], ids=str
 )
 def test_nothing_is_shown_elsewhere(tmp_path, change):
-    assert Shown.in_folder(tmp_path)._replace(**change).open("worker-0") is None
+    assert SpanFolder.in_folder(tmp_path)._replace(**change).open("worker-0") is None
 
 
 def test_a_file_that_cannot_be_written_is_given_up():

@@ -13,7 +13,7 @@ from pipedream_rt.messages.message import Gradient, Message
 from pipedream_rt.schedules import COORDINATOR
 from pipedream_rt.serial.transport import MemoryTransport
 from pipedream_rt.transport.group import Group
-from pipedream_rt.transport.links import Connection, link_key
+from pipedream_rt.transport.link import Connection, link_key
 from pipedream_rt.transport.rpc.endpoint import Endpoint
 from pipedream_rt.transport.sockets import SocketTransport
 

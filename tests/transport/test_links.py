@@ -13,7 +13,8 @@ import torch
 
 from pipedream_rt.errors import TransportError
 from pipedream_rt.transport.group import Group
-from pipedream_rt.transport.links import Connection, Link, Links, link_key
+from pipedream_rt.transport.link import Connection, Link, link_key
+from pipedream_rt.transport.links import Links
 from pipedream_rt.transport.signing import Signer
 
 KEY = b"k" * 32

@@ -25,9 +25,9 @@ from pipedream_rt import Checkpoints, Recovery
 from pipedream_rt.errors import TransportError
 from pipedream_rt.messages.wire import bytes_of, described
 from pipedream_rt.transport import links, shared
-from pipedream_rt.transport.links import Link
-from pipedream_rt.transport.shared import SMALLEST, Slots, Views
-from pipedream_rt.transport.sharing import Sharing
+from pipedream_rt.transport.link import Link
+from pipedream_rt.transport.shared import SMALLEST, ReceiveBlock, SendBlock
+from pipedream_rt.transport.sharing import SharedEnd
 from pipedream_rt.transport.signing import Signer
 
 KEY = b"k" * 32
@@ -43,8 +43,8 @@ def put(slots, tensor):
 
 @pytest.fixture
 def block():
-    slots = Slots(room=1 << 20)
-    yield slots, Views(os.dup(slots.fd))
+    slots = SendBlock(room=1 << 20)
+    yield slots, ReceiveBlock(os.dup(slots.fd))
     slots.close()
 
 
@@ -150,7 +150,7 @@ def pair(shares=True):
     ends = socket.socketpair()
     signers = [(Signer(KEY, 1, a, b), Signer(KEY, 1, b, a)) for a, b in ((0, 1), (1, 0))]
     return [
-        Link(end, *both, Sharing(True) if shares else None)
+        Link(end, *both, SharedEnd(True) if shares else None)
         for end, both in zip(ends, signers, strict=True)
     ]
 
@@ -263,8 +263,8 @@ def test_memory_that_cannot_be_mapped_here_goes_over_the_socket(monkeypatch):
 
 def test_an_end_that_gives_no_memory_takes_some():
     ends = socket.socketpair()
-    left = Link(ends[0], Signer(KEY, 1, 0, 1), Signer(KEY, 1, 1, 0), Sharing(True))
-    right = Link(ends[1], Signer(KEY, 1, 1, 0), Signer(KEY, 1, 0, 1), Sharing(False))
+    left = Link(ends[0], Signer(KEY, 1, 0, 1), Signer(KEY, 1, 1, 0), SharedEnd(True))
+    right = Link(ends[1], Signer(KEY, 1, 1, 0), Signer(KEY, 1, 0, 1), SharedEnd(False))
     sent = [torch.rand(COUNT)]
     for one, other in ((left, right), (right, left)):
         assert torch.equal(exchanged(one, other, sent)[0], sent[0])
@@ -286,7 +286,7 @@ def test_a_block_that_could_be_made_shorter_is_refused():
     fd = os.memfd_create("short")
     os.ftruncate(fd, 1 << 20)
     with pytest.raises(TransportError, match="final size"):
-        Views(fd)
+        ReceiveBlock(fd)
     gc.collect()
 
 
@@ -297,7 +297,7 @@ def test_a_block_that_is_shorter_than_what_is_said_to_lie_in_it_is_refused(block
     fd = os.memfd_create("short", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    views = Views(fd)
+    views = ReceiveBlock(fd)
     with pytest.raises(TransportError, match="no slot"):
         views.tensor(about)
     views.close()
@@ -309,8 +309,8 @@ def used(slots):
 
 
 def test_sizes_that_are_wanted_no_more_give_their_memory_up():
-    slots = Slots(room=1 << 26)
-    views = Views(os.dup(slots.fd))
+    slots = SendBlock(room=1 << 26)
+    views = ReceiveBlock(os.dup(slots.fd))
     kept = views.tensor(put(slots, torch.ones(COUNT)))
     for size in (1, 3, 7, 15):  # MiB, each for a while, several at a time
         several = [views.tensor(put(slots, torch.rand(size << 18))) for _ in range(3)]

@@ -23,7 +23,7 @@ from pipedream_rt.cluster.control import is_final
 from pipedream_rt.cluster.engines.ray import RayWorkers
 from pipedream_rt.cluster.environment import SECRET
 from pipedream_rt.cluster.keys import Secret
-from pipedream_rt.cluster.subprocesses import Pauses, dies_with_parent, shell_code
+from pipedream_rt.cluster.subprocesses import Backoff, dies_with_parent, shell_code
 from pipedream_rt.deadline import Deadline
 
 _LOOK_S = 2.0
@@ -105,7 +105,7 @@ class _Node:
         # An extra that may not be installed.
         import ray
 
-        pauses = Pauses()
+        pauses = Backoff()
         while True:
             if rank == 0:
                 host = str(ray.util.get_node_ip_address())

@@ -40,7 +40,7 @@ from pipedream_rt.cluster.environment import (
 from pipedream_rt.cluster.keys import Secret
 from pipedream_rt.cluster.subprocesses import dies_with_parent, shell_code
 from pipedream_rt.cluster.worker.fork_server import end_orphans, serve_forks
-from pipedream_rt.cluster.worker.joining import Tries, Worker, serve, serve_at
+from pipedream_rt.cluster.worker.joining import JoinAttempts, Worker, serve, serve_at
 from pipedream_rt.errors import ConfigError, PeerLost, PipelineError
 from pipedream_rt.schema import open_to_append
 
@@ -120,7 +120,7 @@ def main(
         place = DialOptions(address, timeout, persist)
         if spare:
             place = replace(place, warm=True, call_timeout=None, longest_pause_s=_SPARE_PAUSE_S)
-        code = serve_at(place, worker, tries := Tries(failures, lost))
+        code = serve_at(place, worker, tries := JoinAttempts(failures, lost))
     except JobOver as over:
         _log.info("%s", over)
         code, persist = over.code, False
@@ -205,7 +205,7 @@ _RETURNS = (0, LIFE_AGAIN, EXIT_COORDINATOR_LOST)
 def _join_for_ever(place: DialOptions, worker: Worker) -> int:
     """Join one coordinator after another, each in a forked child, which has torch already."""
     # A process for each job, since torch keeps RPC counters for the life of a process.
-    tries = Tries()
+    tries = JoinAttempts()
     while True:
         here, pid = os.getpid(), os.fork()
         if pid == 0:
@@ -233,7 +233,7 @@ _NOBODY = 77
 """Exit code of a child that found no coordinator in time."""
 
 
-def _serve_once(place: DialOptions, worker: Worker, tries: Tries) -> int:
+def _serve_once(place: DialOptions, worker: Worker, tries: JoinAttempts) -> int:
     """Be the worker for one job; return its exit code."""
     try:
         code: int = serve_at(place, worker, tries)
@@ -254,7 +254,7 @@ def _serve_once(place: DialOptions, worker: Worker, tries: Tries) -> int:
         logging.shutdown()
 
 
-def _again(secret: Secret | None, tries: Tries) -> list[str]:
+def _again(secret: Secret | None, tries: JoinAttempts) -> list[str]:
     """Return this command's arguments for a new process image, which gets the secret by a pipe."""
     arguments, given = [], iter(sys.argv[1:])
     for argument in given:

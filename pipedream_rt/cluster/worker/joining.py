@@ -26,7 +26,7 @@ from pipedream_rt.cluster.keys import Secret
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PeerLost, TransportError
 from pipedream_rt.software import processor
-from pipedream_rt.transport.room import make_room
+from pipedream_rt.transport.limits import ensure_descriptors
 from pipedream_rt.transport.rpc.fence import obstacle
 from pipedream_rt.transport.tls import Tls
 
@@ -64,7 +64,7 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True)
-class Tries:
+class JoinAttempts:
     """How often a worker has failed to join, and whether a group waits for it.
 
     Attributes:
@@ -76,17 +76,17 @@ class Tries:
     failures: int = 0
     lost: float | None = None
 
-    def failed(self) -> Tries:
+    def failed(self) -> JoinAttempts:
         """Return the tries after one more failure."""
         return replace(self, failures=self.failures + 1)
 
-    def after(self, code: int, now: float) -> Tries:
+    def after(self, code: int, now: float) -> JoinAttempts:
         """Return the tries after an attempt that ended with an exit code, in a group or before."""
         if code == LIFE_AGAIN:
             return self.failed()
-        return Tries(lost=now if code == EXIT_COORDINATOR_LOST else None)
+        return JoinAttempts(lost=now if code == EXIT_COORDINATOR_LOST else None)
 
-    def is_awaited(self, now: float) -> bool:
+    def group_waits(self, now: float) -> bool:
         """Whether the worker has lost its group so recently that a recovery waits for it."""
         return self.lost is not None and now - self.lost < _EAGER_S
 
@@ -100,20 +100,20 @@ class Tries:
             return 0.0
         first, factor, longest = (
             (_SHORTEST_EAGER_S, 1.5, _LONGEST_EAGER_S)
-            if self.is_awaited(now)
+            if self.group_waits(now)
             else (1.0, 2.0, _LONGEST_PAUSE_S)
         )
         # The exponent is bounded, since a power that is too large for a float raises.
         return float(min(longest, first * factor ** min(self.failures - 1, 60)))
 
 
-def serve_at(place: DialOptions, worker: Worker, tries: Tries) -> int:
+def serve_at(place: DialOptions, worker: Worker, tries: JoinAttempts) -> int:
     """Join a coordinator when it listens and has a place, and host stages until it says to end.
 
     Return the exit code.
     """
     said = tries.failures > 0
-    if place.warm or tries.is_awaited(time.monotonic()):
+    if place.warm or tries.group_waits(time.monotonic()):
         _import_torch()  # now, while the coordinator may be out of reach
     while True:
         pause(min(tries.pause_s(time.monotonic()), place.longest_pause_s))
@@ -148,7 +148,7 @@ def serve(
     """
     key = ask_to_join(control, worker.name, worker.secret, call_timeout, returns)
     host_stage = _import_torch()  # now, while the others join: a waiting worker stays small
-    make_room(0)  # for the sockets with which `obstacle` tries what this process may do
+    ensure_descriptors(0)  # for the sockets with which `obstacle` tries what this process may do
     try:
         control.send({"type": "ready", "processor": processor(), "obstacle": obstacle()})
         welcome = control.receive(Deadline(None))

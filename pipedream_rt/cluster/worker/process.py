@@ -40,10 +40,11 @@ from pipedream_rt.stage.cooperative import serve_together
 from pipedream_rt.stage.host import StageHost
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.interface import Sender
-from pipedream_rt.transport.links import Connection, Connections, link_key
-from pipedream_rt.transport.room import make_room, make_room_for_agent
+from pipedream_rt.transport.limits import ensure_descriptors, make_room_for_agent
+from pipedream_rt.transport.link import Connection, link_key
+from pipedream_rt.transport.links import Connections
 from pipedream_rt.transport.rpc.endpoint import Endpoint, NoEndpoint
-from pipedream_rt.transport.rpc.fence import Mode
+from pipedream_rt.transport.rpc.fence import AgentMode
 from pipedream_rt.transport.sockets import SocketTransport
 from pipedream_rt.transport.tls import Tls
 
@@ -98,12 +99,12 @@ def host_stage(
         hosts=tuple(welcome["hosts"]),
         key=group_key(key, welcome["nonce"]),
     )
-    mode: Mode = welcome["rpc"]
+    mode: AgentMode = welcome["rpc"]
     name, number = own_device()  # for a worker that joined; others compute where the script says
     try:
         if name is not None and not control.is_local:
             device_there(name, number)
-        make_room(len(group.others))
+        ensure_descriptors(len(group.others))
         if mode != "off":
             make_room_for_agent()
         transport = SocketTransport(group, gives=memory_is_shared())

@@ -77,13 +77,13 @@ class Checkpointer:
         # alive; the group would keep the lease, by a begun checkpoint and its pending steps, and
         # the workers of a dropped pipeline would never end.
         abandon = weakref.WeakMethod(self.abandon)
-        group.at_end.append(lambda: (still := abandon()) and still())
+        group.before_workers_end.append(lambda: (still := abandon()) and still())
         self._locks: dict[Path, RunLock] = {}
         # At last, since workers may write until they have ended.
-        group.at_last.append(functools.partial(_release, self._locks))
+        group.after_workers_end.append(functools.partial(_release, self._locks))
         self._run = secrets.token_hex(16)
         self._runs: dict[Path, str] = {}  # by folder, the run as which this one goes on there
-        self._alone: set[Path] = set()  # folders that hold no checkpoint of another run
+        self._cleared_folders: set[Path] = set()  # folders that hold no checkpoint of another run
         self.folder = options.path if options else None
         self._every = options.every if options else None
         self.keep = options.keep if options else None
@@ -117,7 +117,7 @@ class Checkpointer:
             return
         if lock is not None:  # the folder was removed; what is there now may be another run's
             lock.release()
-        self._alone.discard(place)
+        self._cleared_folders.discard(place)
         self._locks[place] = RunLock(place)
 
     def go_on(self, root: Path, run: str) -> None:
@@ -215,9 +215,9 @@ class Checkpointer:
             self._refuse_replicas_apart(marks)
             write_manifest(begun.part.folder, manifest, weights)
             place = begun.root.resolve()
-            if place not in self._alone:
+            if place not in self._cleared_folders:
                 put_aside_others(place, manifest.run)
-                self._alone.add(place)
+                self._cleared_folders.add(place)
             folder = begun.part.commit()
         finally:
             begun.part.abandon()  # nothing is left to remove after `commit`

@@ -159,7 +159,7 @@ class Feeder:
         if not self._has_loss or optimizer is None:
             raise ConfigError("training needs loss_fn and optimizer; give both to Pipeline")
         refuse_no_grad()
-        self._refuse_what_stays_here()
+        self._refuse_local_contexts()
         self._refuse()
         given = self._given()
         if not self.step:
@@ -209,7 +209,7 @@ class Feeder:
             self._adds = once != twice
         return self._adds
 
-    def _refuse_what_stays_here(self) -> None:
+    def _refuse_local_contexts(self) -> None:
         """Refuse settings and contexts of this process that would not reach the workers."""
         refuse_other_settings(self._settings)
         refuse_contexts()
@@ -411,7 +411,7 @@ class Feeder:
         stays: list[int] | None = None,
     ) -> Generator[tuple[CutMicroBatch, Loss, Any], None, None]:
         """Flush, then pass micro-batches through the stages, several at a time."""
-        self._refuse_what_stays_here()
+        self._refuse_local_contexts()
         self.flush()
         ahead: deque[tuple[int, CutMicroBatch]] = deque()
 
@@ -452,7 +452,7 @@ class Feeder:
 
     def infer(self, batch: Batch, *, training: bool) -> Any:
         """Flush, and return the model's output for one input; see `Pipeline.__call__`."""
-        self._refuse_what_stays_here()
+        self._refuse_local_contexts()
         self.flush()
         mode = Mode.INFER_IN_TRAINING_MODE if training else Mode.INFER
         position = self._pass(mode, self._part(batch, mode))
@@ -485,7 +485,7 @@ class Feeder:
         length: int = 0,
     ) -> tuple[Any, int]:
         """Return the model's output for one forward of a generation, and the forward's position."""
-        self._refuse_what_stays_here()
+        self._refuse_local_contexts()
         if cache is None:
             part = self._part(batch, Mode.INFER)
         else:

@@ -249,7 +249,7 @@ class Loading:
                     "loader as then"
                 ) from None
             if not number:
-                self._is_first(item)
+                self._compare_first(item)
         self._drawn = place["drawn"]
         set_generators(place["before"], self._loader)
 
@@ -260,14 +260,14 @@ class Loading:
         try:
             self.fetched.append(next(self._items))
             if not self._drawn:
-                self._is_first(self.fetched[0])
+                self._compare_first(self.fetched[0])
             self._drawn += 1
         except StopIteration:
             pass
         except Exception as error:  # the user's code; raised again by `train_epoch`
             self.error = error
 
-    def _is_first(self, item: object) -> None:
+    def _compare_first(self, item: object) -> None:
         """Note the first item of the epoch; warn if it differs from that before the checkpoint."""
         found = _fingerprint(item)
         if None not in (self._first, found) and self._first != found:

@@ -26,7 +26,7 @@ from torch import Tensor
 from pipedream_rt.batches.forwards import Forwards
 from pipedream_rt.checkpoint import Manifest, newest_good
 from pipedream_rt.cluster.interface import Cluster, Fail
-from pipedream_rt.cluster.subprocesses import Pauses
+from pipedream_rt.cluster.subprocesses import Backoff
 from pipedream_rt.coordinator.recovery.coordinator_inbox import CoordinatorInbox
 from pipedream_rt.coordinator.recovery.decision import Failures, Grown, Restart, is_passing
 from pipedream_rt.coordinator.recovery.feed_log import Entry, FeedLog, RestorePoint, Role
@@ -135,8 +135,8 @@ class WorkerGroup:
         self.apart: dict[int, bool] = {}
         self._owner_pid = os.getpid()
         self.life = Lifecycle("the pipeline", self._end)
-        self.at_end: list[Callable[[], object]] = []
-        self.at_last: list[Callable[[], object]] = []
+        self.before_workers_end: list[Callable[[], object]] = []
+        self.after_workers_end: list[Callable[[], object]] = []
         self.position = self.next_micro_batch = self.next_loss = self.loads = 0
         self.touched = False
         # By address, the number of items that it was fed, and the programs that it was given.
@@ -352,13 +352,13 @@ class WorkerGroup:
         with ExitStack() as steps:
             if self._status_server is not None:
                 steps.callback(self._status_server.close)
-            for at_last in self.at_last:
-                steps.callback(at_last)
+            for after_workers_end in self.after_workers_end:
+                steps.callback(after_workers_end)
             if self._cluster is not None:
                 steps.callback(self._cluster.close)
             steps.callback(self.inbox.close, PipelineClosed("the pipeline was closed"))
-            for at_end in self.at_end:
-                steps.callback(at_end)
+            for before_workers_end in self.before_workers_end:
+                steps.callback(before_workers_end)
 
     def status(self) -> Status:
         """Return the record that `pipedream-rt status` shows. Any thread may call it."""
@@ -430,7 +430,7 @@ class WorkerGroup:
 
     def _recover(self, error: BaseException) -> None:
         """Go on with new workers, or raise if the run cannot go on."""
-        noticed, failure, pauses = time.monotonic(), error, Pauses()
+        noticed, failure, pauses = time.monotonic(), error, Backoff()
         while True:
             began = time.monotonic()
             if isinstance(failure, Grown):
@@ -558,7 +558,7 @@ class Lease:
     def __init__(self, group: WorkerGroup) -> None:
         self.group = group
         end = weakref.finalize(self, _close, group)
-        group.at_end.append(end.detach)  # else the finalizer would keep a closed group
+        group.before_workers_end.append(end.detach)  # else the finalizer would keep a closed group
 
 
 def _close(group: WorkerGroup) -> None:

@@ -13,7 +13,7 @@ _FROM, _UPDATES, _BUSY_S = 3, 10, 1.0
 """The first update that is measured; the fewest updates, and seconds, of a measurement."""
 
 
-class Balance:
+class BalanceNotice:
     """Warns once if the compute times of the stages are too unequal."""
 
     def __init__(self, plan: Plan, say: Callable[[str], object]) -> None:
@@ -44,7 +44,7 @@ _WAITED = 0.5
 """The pipe sets the pace if the script waits for results for more than this share of the time."""
 
 
-class Size:
+class SizeNotice:
     """Warns once if the pipe sets the pace and one process would be as fast."""
 
     def __init__(

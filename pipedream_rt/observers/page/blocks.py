@@ -32,7 +32,7 @@ class BarSegment(NamedTuple):
     share: float
 
 
-class Box(NamedTuple):
+class PlanBox(NamedTuple):
     """The box of a stage in the drawing of a plan."""
 
     title: str
@@ -109,7 +109,7 @@ def sentences(texts: Iterable[str], kind: str) -> Markup:
     return Markup('<ul class="{}">{}</ul>').format(kind, items)
 
 
-def drawn_plan(workers: Iterable[tuple[str, Sequence[Box]]]) -> Markup:
+def drawn_plan(workers: Iterable[tuple[str, Sequence[PlanBox]]]) -> Markup:
     """Return the workers with their stages in boxes, in the order of the model."""
     return Markup('<ol class="plan">{}</ol>').format(
         Markup("").join(
@@ -121,7 +121,7 @@ def drawn_plan(workers: Iterable[tuple[str, Sequence[Box]]]) -> Markup:
     )
 
 
-def _box(box: Box) -> Markup:
+def _box(box: PlanBox) -> Markup:
     lines = Markup("").join(Markup("<p>{}</p>").format(line) for line in box.lines)
     return Markup('<div class="stage"><h4>{}</h4>{}</div>').format(box.title, lines)
 

@@ -478,7 +478,7 @@ def _plan(begun: Begun, plan: Plan) -> Markup:
     return blocks.drawn_plan(workers)
 
 
-def _box(begun: Begun, plan: Plan, address: int) -> blocks.Box:
+def _box(begun: Begun, plan: Plan, address: int) -> blocks.PlanBox:
     """Return the box of a stage."""
     stage = plan.stage_of(address)
     layers = plan.layers[stage] if stage < len(plan.layers) else ()
@@ -492,7 +492,7 @@ def _box(begun: Begun, plan: Plan, address: int) -> blocks.Box:
     if links:
         lines.append(f"also gives to stage {', '.join(map(str, links))}")
     lines += [f"shares {tie.name}" for tie in plan.ties if stage in tie.stages]
-    return blocks.Box(plan.title_of(address), lines)
+    return blocks.PlanBox(plan.title_of(address), lines)
 
 
 def _events(record: RunRecord, begun: Begun) -> Iterator[Panel]:

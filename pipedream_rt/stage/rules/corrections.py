@@ -73,7 +73,7 @@ class Corrections(UpdateRule, MicroBatchRule):
         self._before_step = self._with("before_step")
         self._after_step = self._with("after_step")
         self._corrected: list[Hyper] = []  # the options that the last step had
-        self._own.looks_ahead = bool(self._before_forward and self.names)
+        self._own.has_views = bool(self._before_forward and self.names)
         self.at = ""
 
     def _with(self, hook: str) -> list[Correction]:
@@ -197,7 +197,7 @@ class Corrections(UpdateRule, MicroBatchRule):
 
     def _distances(self, version: int) -> list[int]:
         """Return the stalenesses, in updates and above 0, with which a version will be read."""
-        if not self._own.looks_ahead:
+        if not self._own.has_views:
             return []
         found: set[int] = set()
         k = self._plan.per_update

@@ -44,7 +44,7 @@ from pipedream_rt.torch_private import (
 )
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.rpc import listening
-from pipedream_rt.transport.rpc.fence import Mode, refusal
+from pipedream_rt.transport.rpc.fence import AgentMode, refusal
 from pipedream_rt.transport.rpc.pickling import allow, install
 from pipedream_rt.transport.rpc.tunnel import Tunnel
 
@@ -100,14 +100,14 @@ class Endpoint:
     """The endpoint of this process in torch RPC. A process has one at a time."""
 
     def __init__(
-        self, group: Group, tunnel: Tunnel, timeout: timedelta, mode: Mode = "fenced"
+        self, group: Group, tunnel: Tunnel, timeout: timedelta, mode: AgentMode = "fenced"
     ) -> None:
         global _current
         refuse_second()
         _current = self
         self._group = group
         self._tunnel = tunnel
-        self._mode: Mode = mode
+        self._mode: AgentMode = mode
         self._timeout_s = timeout.total_seconds()  # of a call
         self._parts: dict[int, Callable[[str], Any]] = {}
         self._life = Lifecycle("the RPC endpoint")

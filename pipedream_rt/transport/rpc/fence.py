@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 Wish: TypeAlias = Literal["auto", "on", "off"]
 """What the user wants: ``auto`` has agents where all have a fence, ``on`` also without one."""
 
-Mode: TypeAlias = Literal["off", "fenced", "open"]
+AgentMode: TypeAlias = Literal["off", "fenced", "open"]
 """Decision for a group: no agents; agents, all fenced; or agents, fenced where possible."""
 
 Obstacle: TypeAlias = Literal["", "filter", "loopback", "taken"]
@@ -90,7 +90,7 @@ def obstacle() -> Obstacle:
     return "" if can_filter() else "filter"
 
 
-def decided(wish: Wish, obstacles: Mapping[str, Obstacle]) -> Mode:
+def decided(wish: Wish, obstacles: Mapping[str, Obstacle]) -> AgentMode:
     """Return whether a group has torch RPC: all members do, or none."""
     if wish == "off" or (wish == "auto" and any(obstacles.values())):
         return "off"
@@ -149,7 +149,7 @@ def tell(wish: Wish, obstacles: Mapping[str, Obstacle]) -> None:
         )
 
 
-_told: set[Mode] = set()
+_told: set[AgentMode] = set()
 """What this process has logged. Otherwise each generation and each pipeline would log it again."""
 
 

@@ -41,7 +41,7 @@ from pipedream_rt.transport.rpc.descriptors import (
     stop_listening,
     waiting_at,
 )
-from pipedream_rt.transport.rpc.fence import Mode, can_filter
+from pipedream_rt.transport.rpc.fence import AgentMode, can_filter
 
 _log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class Tunnel:
         self._selector = selectors.DefaultSelector()
         self._thread: threading.Thread | None = None
 
-    def start(self, ranks: tuple[int, ...], mode: Mode = "fenced") -> None:
+    def start(self, ranks: tuple[int, ...], mode: AgentMode = "fenced") -> None:
         """Open gates to the members that this process will call, and start the thread."""
         self._fenced = mode != "open" or can_filter()
         self._selector.register(self._wake, selectors.EVENT_READ)

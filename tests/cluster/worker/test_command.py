@@ -6,7 +6,7 @@ import sys
 
 from pipedream_rt.cluster.keys import Secret
 from pipedream_rt.cluster.worker import command
-from pipedream_rt.cluster.worker.joining import Tries
+from pipedream_rt.cluster.worker.joining import JoinAttempts
 
 SECRET = Secret.generated()
 
@@ -15,9 +15,9 @@ def test_the_arguments_of_a_new_process_image(monkeypatch):
     given = ["w", "here:1", "--name", "w", "--secret-fd", "9", "--failures", "2", "--lost", "8",
              "--persist"]  # fmt: skip
     monkeypatch.setattr("sys.argv", given)
-    again = command._again(None, Tries())
+    again = command._again(None, JoinAttempts())
     assert again == ["here:1", "--name", "w", "--persist", "--failures", "0"]
-    again = command._again(None, Tries(2, 1.5))
+    again = command._again(None, JoinAttempts(2, 1.5))
     assert again == [
         "here:1", "--name", "w", "--persist", "--failures", "2", "--lost", "1.5"
     ]  # fmt: skip

@@ -12,7 +12,7 @@ from pipedream_rt.cluster.control import EXIT_COORDINATOR_LOST, LIFE_AGAIN, Cont
 from pipedream_rt.cluster.dial import DialOptions, JobOver
 from pipedream_rt.cluster.keys import NONCE, Handshake, Secret
 from pipedream_rt.cluster.worker import joining
-from pipedream_rt.cluster.worker.joining import Tries, Worker
+from pipedream_rt.cluster.worker.joining import JoinAttempts, Worker
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, PeerLost, PipelineError
 from pipedream_rt.transport.tls import Tls
@@ -50,7 +50,7 @@ def visits(monkeypatch):
 
 
 def serve_at(persist, failures=0):
-    tries = Tries(failures)
+    tries = JoinAttempts(failures)
     return joining.serve_at(DialOptions("here:1", 1, persist), Worker("w", 1, SECRET), tries)
 
 
@@ -141,7 +141,7 @@ def test_what_listens_and_says_nothing_is_told_of(encrypts, monkeypatch):
         words = "the coordinator ended before" if encrypts else "said nothing for 0.2 s.*_TLS must"
         call_timeout = timedelta(seconds=20 if encrypts else 0.2)
         with pytest.raises(joining.NoPlace, match=words):
-            joining.serve_at(DialOptions(address, 5, False, call_timeout), worker, Tries())
+            joining.serve_at(DialOptions(address, 5, False, call_timeout), worker, JoinAttempts())
     if tls is not None:
         tls.finish(Deadline(timedelta(seconds=20)))
 
@@ -158,8 +158,8 @@ def test_somebody_who_admits_without_a_proof_is_no_coordinator():
 
 
 def test_a_worker_that_has_lost_its_group_tries_often_for_a_while():
-    tries = Tries(5).after(EXIT_COORDINATOR_LOST, now=1000.0)
-    assert tries == Tries(0, lost=1000.0)
+    tries = JoinAttempts(5).after(EXIT_COORDINATOR_LOST, now=1000.0)
+    assert tries == JoinAttempts(0, lost=1000.0)
     assert tries.pause_s(1000.0) == 0
     pauses = []
     for _ in range(8):
@@ -168,7 +168,7 @@ def test_a_worker_that_has_lost_its_group_tries_often_for_a_while():
     assert pauses[0] == 0.1
     assert max(pauses) == pauses[-1] == 0.5
     assert tries.pause_s(1000.0 + joining._EAGER_S) == 30
-    assert tries.after(0, now=1001.0) == Tries()
+    assert tries.after(0, now=1001.0) == JoinAttempts()
 
 
 def test_a_host_that_is_known_may_be_unknown_for_a_while(pauses):
@@ -183,13 +183,13 @@ def test_a_job_is_over_when_somebody_says_so_who_knows_the_secret(knows):
         coordinator = Control(ours, "the worker")
         coordinator.send({"type": "call", "nonce": bytes(NONCE), "salt": bytes(NONCE)})
 
-        def say_over():
+        def announce_end():
             hello = coordinator.receive(Deadline(timedelta(seconds=20)))
             secret = SECRET if knows else Secret.generated()
             proof = Handshake(secret.key(b""), bytes(NONCE), hello["nonce"]).prove_over(7)
             coordinator.send({"type": "over", "code": 7, "proof": proof})
 
-        thread = threading.Thread(target=say_over)
+        thread = threading.Thread(target=announce_end)
         thread.start()
         control = Control(theirs, "the coordinator", "127.0.0.1")
         with pytest.raises(JobOver if knows else joining.NoPlace) as raised:
@@ -202,5 +202,5 @@ def test_a_job_is_over_when_somebody_says_so_who_knows_the_secret(knows):
 def test_a_worker_that_may_be_told_the_end_tries_more_often(pauses, visits):
     visits += [joining.NoPlace("the job has its 3 workers")] * 5 + [0]
     place = DialOptions("here:1", 1, longest_pause_s=5)
-    assert joining.serve_at(place, Worker("w", 1, SECRET), Tries()) == 0
+    assert joining.serve_at(place, Worker("w", 1, SECRET), JoinAttempts()) == 0
     assert pauses == [0, 1, 2, 4, 5, 5]

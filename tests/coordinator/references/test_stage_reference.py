@@ -249,7 +249,7 @@ def test_torch_rpc_can_be_left_out(monkeypatch):
         raise AssertionError("torch RPC was used")
 
     monkeypatch.setattr("pipedream_rt.transport.rpc.endpoint.Endpoint.__init__", nothing)
-    monkeypatch.setattr("pipedream_rt.transport.room.can_reach_itself", nothing)
+    monkeypatch.setattr("pipedream_rt.transport.limits.can_reach_itself", nothing)
     with open_pipe(workers="local") as first, open_pipe(workers="local") as second:
         for pipe in (first, second):
             assert len(list(pipe.train_epoch(regression(4)))) == 4

@@ -4,7 +4,12 @@ import dataclasses
 
 from pipedream_rt.coordinator.results import StepResult
 from pipedream_rt.coordinator.views import speed_notices as balance_module
-from pipedream_rt.coordinator.views.speed_notices import Balance, Size, about_balance, about_size
+from pipedream_rt.coordinator.views.speed_notices import (
+    BalanceNotice,
+    SizeNotice,
+    about_balance,
+    about_size,
+)
 from pipedream_rt.schedules import plan_for
 
 
@@ -53,7 +58,7 @@ def test_replicas_share_what_their_stage_computes():
 
 def test_the_balance_is_told_once_when_enough_was_measured():
     said = []
-    balance = Balance(plan(stages=2), said.append)
+    balance = BalanceNotice(plan(stages=2), said.append)
     for step in range(3):  # of which the first takes long
         balance(result(step, 100.0, 1.0))
     balance(result(3, 100.0, 1.0))
@@ -68,7 +73,7 @@ def test_the_balance_is_told_once_when_enough_was_measured():
 
 def test_short_runs_are_not_judged():
     said = []
-    balance = Balance(plan(stages=2), said.append)
+    balance = BalanceNotice(plan(stages=2), said.append)
     for step in range(200):
         balance(result(step, 0.0, step * 0.001))
     assert said == []
@@ -98,7 +103,7 @@ def size_told(monkeypatch, busy, waited, steps=40):
     """What is told of a run in which each update takes 0.1 s."""
     monkeypatch.setattr(balance_module, "time", Time)
     said = []
-    size = Size(plan(stages=2), lambda: waited * Time.now, said.append)
+    size = SizeNotice(plan(stages=2), lambda: waited * Time.now, said.append)
     for step in range(steps):
         Time.now = 0.1 * step
         size(result(step, busy * Time.now, busy * Time.now))

@@ -11,7 +11,7 @@ import pytest
 from support.deadlines import LATEST_S
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.transport import room
+from pipedream_rt.transport import limits
 
 PROGRAM = """
 import os, resource, sys
@@ -44,10 +44,10 @@ def there():
 def test_the_soft_limit_is_raised_to_what_is_needed_and_no_further(limit):
     soft = there() + 20
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, limit[1]))
-    room.make_room(3)
+    limits.ensure_descriptors(3)
     raised = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     assert soft < raised < soft + 200
-    room.make_room(2)
+    limits.ensure_descriptors(2)
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == raised
 
 
@@ -109,4 +109,4 @@ def test_too_few_threads_are_told_of(monkeypatch):
 
     monkeypatch.setattr(threading.Thread, "start", limited)
     with pytest.raises(ConfigError, match="can start 5 more threads, and 16 are needed"):
-        room.make_room_for_agent()
+        limits.make_room_for_agent()

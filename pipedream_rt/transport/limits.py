@@ -22,7 +22,7 @@ _THREADS = 16
 """Threads that a process starts at most for a group: the agent's and ours."""
 
 
-def make_room(others: int) -> None:
+def ensure_descriptors(others: int) -> None:
     """Raise the limit of open files as far as joining a group of ``others`` needs, or refuse."""
     _allow_descriptors(_OWN + _FOR_EACH * others)
 

@@ -1,0 +1,335 @@
+"""A link: one connection between two members, with its frames, signatures and shared memory.
+
+A frame on a link is
+
+    32 bytes   signature of kind, length of the body, and meta (see `Signer`)
+    1 byte     kind
+    4 bytes    length of meta
+    8 bytes    length of the body
+    ...        meta: plain data, with the dtype and the shape of every tensor in the body
+    ...        body: the bytes of the tensors, which are not signed
+
+For a tensor in memory that both ends share (`shared.py`), meta has its place and body has nothing.
+
+The signature is checked before meta is parsed, and a wrong one ends the link. A meta of more than
+64 KiB is announced by a signed frame before it: so nobody without the key can make this end keep
+more than that in memory.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import msgpack
+from torch import Tensor
+
+from pipedream_rt.errors import TransportError
+from pipedream_rt.lifecycle import close_in_forked_children
+from pipedream_rt.messages.wire import TensorSlot, bytes_of, described, place_for
+from pipedream_rt.transport.shared import SMALLEST
+from pipedream_rt.transport.sharing import SharedEnd
+from pipedream_rt.transport.signing import DIGEST, Signer, proof
+
+_HEAD = struct.Struct(f"!{DIGEST}sBIQ")
+
+
+_KIND_AND_SIZE = struct.Struct("!BQ")  # what is signed beside meta
+
+
+_LARGEST_META = 1 << 28
+"""Bytes that meta may have. Tensors are in the body."""
+
+
+_LARGEST_UNANNOUNCED = 1 << 16
+"""Bytes that meta may have without an announcement."""
+
+
+_ANNOUNCES = 255
+"""The kind of a frame that announces the length of the next frame's meta."""
+
+
+_SHARES = 254
+"""The kind of a frame that comes with the descriptor of shared memory."""
+
+
+_LENGTH = struct.Struct("!I")
+
+
+_CHUNK = 1 << 16
+"""Bytes that are read at a time, unless they go straight into a tensor."""
+
+
+_UNREADABLE = (
+    OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError, RuntimeError,
+    msgpack.UnpackException,
+)  # fmt: skip
+"""Errors of unpacking a malformed meta. torch raises RuntimeError for an impossible tensor."""
+
+
+_AT_ONCE = 64
+"""Buffers that the kernel gets in one call."""
+
+
+class Connection(NamedTuple):
+    """What a link is made of.
+
+    Attributes:
+        key: The key of the link, as `link_key` makes it.
+        carries_descriptors: Whether it is a Unix socket between two processes, over which they can
+            share memory.
+    """
+
+    socket: socket.socket
+    key: bytes
+    carries_descriptors: bool = False
+
+
+class Frame(NamedTuple):
+    """What has come over a link.
+
+    Attributes:
+        tensors: The tensors, each in a storage of its own.
+    """
+
+    kind: int
+    data: bytes
+    tensors: list[Tensor]
+
+
+def link_key(key: bytes, one: int, other: int, *nonces: bytes) -> bytes:
+    """Derive the key of the link between two ranks from the key of their group.
+
+    The nonces are those that both ends have drawn; none if one process made both ends.
+    """
+    low, high = sorted((one, other))
+    return proof(key, b"link", struct.pack("!II", low, high), *nonces)
+
+
+class Link:
+    """One end of a link. Any thread sends; one thread at a time receives. Nothing blocks.
+
+    Attributes:
+        reading: Lock to hold while receiving, flushing or closing.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        sends: Signer,
+        receives: Signer,
+        sharing: SharedEnd | None = None,
+    ) -> None:
+        connection.setblocking(False)
+        close_in_forked_children(connection)
+        self._socket = connection
+        self._sends = sends
+        self._receives = receives
+        self.reading = threading.Lock()
+        self._lock = threading.Lock()
+        self._queue: deque[memoryview] = deque()
+        self._chunk = memoryview(bytearray(_CHUNK))
+        self._buffer = bytearray()
+        self._coming: Frame | None = None  # its body has not come yet
+        self._announced = 0  # bytes of the next frame's meta
+        self._room: deque[memoryview] = deque()  # memory for the rest of the body, in order
+        self._sharing = sharing
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(
+        self, kind: int, data: bytes, tensors: Sequence[Tensor], passing: bool = False
+    ) -> bool:
+        """Send a frame, or what the socket takes of it now; return whether nothing is left over.
+
+        If something is left over, somebody has to call `flush` when the socket takes more. Tensors
+        must not change any more. ``passing``: the receiver needs them for a short while only, so
+        large ones may lie in shared memory.
+        """
+        about: list[Any] = [described(tensor) for tensor in tensors]
+        bodies = [bytes_of(tensor) for tensor in tensors]
+        if passing and self._sharing is not None:
+            self._share(self._sharing, about, bodies)
+        meta: bytes = msgpack.packb([data, about])
+        if len(meta) > _LARGEST_META:
+            raise TransportError(
+                f"a message has {len(meta)} bytes besides its tensors, and may have "
+                f"{_LARGEST_META}; send large values as tensors"
+            )
+        size = sum([body.nbytes for body in bodies])
+        with self._lock:
+            idle = not self._queue  # else a `flush` is due, which sends this frame too
+            if len(meta) > _LARGEST_UNANNOUNCED:
+                self._queue.append(self._framed(_ANNOUNCES, 0, _LENGTH.pack(len(meta))))
+            self._queue.append(self._framed(kind, size, meta))
+            self._queue.extend([body for body in bodies if body.nbytes])
+            return self._write() if idle else False
+
+    def _share(self, sharing: SharedEnd, about: list[Any], bodies: list[memoryview]) -> None:
+        """Move the bodies of large tensors into shared memory, as far as there is room."""
+        for number, body in enumerate(bodies):
+            if body.nbytes < SMALLEST:
+                continue
+            with self._lock:  # signatures count frames, so they are made in the order of the queue
+                if (slots := sharing.new_slots()) is not None:
+                    sharing.announce(slots, self._framed(_SHARES, 0, b""), self._queue)
+                taken = sharing.take(body.nbytes)
+            if taken is None:
+                return
+            slots, *at = taken
+            try:
+                slots.fill(at[0], body)  # without the lock: others send meanwhile
+            except BaseException:  # such as Ctrl-C: no frame will name the slot
+                slots.give_back(at[0])
+                raise
+            about[number].extend(at)
+            bodies[number] = memoryview(b"")
+
+    def _framed(self, kind: int, size: int, meta: bytes) -> memoryview:
+        """Return the signed head and the meta of a frame. Call in the order of sending."""
+        signature = self._sends.sign(_KIND_AND_SIZE.pack(kind, size), meta)
+        return memoryview(_HEAD.pack(signature, kind, len(meta), size) + meta)
+
+    def flush(self) -> bool:
+        """Send what was left over; return whether nothing is left now."""
+        with self._lock:
+            return self._write()
+
+    def _write(self) -> bool:
+        """Write to the socket until it takes no more; return whether nothing is left."""
+        queue, sharing = self._queue, self._sharing
+        while queue:
+            try:
+                if sharing is None or sharing.announcing is None:
+                    sent = self._socket.sendmsg(islice(queue, _AT_ONCE), (), socket.MSG_DONTWAIT)
+                else:
+                    sent = sharing.send(self._socket, queue, _AT_ONCE)
+            except BlockingIOError:
+                return False
+            while queue and sent >= queue[0].nbytes:
+                sent -= queue.popleft().nbytes
+            if sent:
+                queue[0] = queue[0][sent:]
+        return True
+
+    def receive(self, take: Callable[[Frame], object]) -> bool:
+        """Read once and hand over complete frames; return whether the socket was read empty."""
+        room, sharing = self._room[0] if self._room else self._chunk, self._sharing
+        try:
+            if sharing is None:
+                count = self._socket.recv_into(room)
+            else:
+                count = sharing.receive(self._socket, room)
+        except BlockingIOError:
+            return True
+        if not count:
+            raise ConnectionError("it closed the connection")
+        is_all = count < room.nbytes
+        if self._room:  # the bytes came straight into a tensor
+            self._fill(count)
+        else:
+            self._buffer += room[:count]
+        while (frame := self._next()) is not None:
+            take(frame)
+        return is_all
+
+    def _fill(self, count: int) -> None:
+        """Note that so many bytes have come into the memory of the body."""
+        room = self._room
+        if count == room[0].nbytes:
+            room.popleft()
+        else:
+            room[0] = room[0][count:]
+
+    def _next(self) -> Frame | None:
+        """Take the next frame from the buffer; None if it is not complete."""
+        while self._coming is None and self._begin():
+            pass  # it was an announcement; the frame behind it may have come too
+        while self._room and self._buffer:
+            count = min(self._room[0].nbytes, len(self._buffer))
+            self._room[0][:count] = self._buffer[:count]
+            del self._buffer[:count]
+            self._fill(count)
+        coming = self._coming
+        if coming is None or self._room:
+            return None
+        self._coming = None
+        return coming
+
+    def _begin(self) -> bool:
+        """Take head and meta from the buffer once they are there, and make the tensors.
+
+        Return whether it was an announcement, so that the next frame can begin.
+        """
+        if len(self._buffer) < _HEAD.size:
+            return False
+        signature, kind, length, size = _HEAD.unpack_from(self._buffer)
+        if length > _LARGEST_UNANNOUNCED and length != self._announced:
+            raise TransportError(
+                f"a frame with {length} bytes of meta came, and {self._announced} were announced "
+                f"(up to {_LARGEST_UNANNOUNCED} need no announcement); do all processes run the "
+                "same version of pipedream-rt?"
+            )
+        end = _HEAD.size + length
+        if len(self._buffer) < end:
+            return False
+        meta = bytes(self._buffer[_HEAD.size : end])
+        self._receives.check(signature, _KIND_AND_SIZE.pack(kind, size), meta)
+        del self._buffer[:end]
+        self._announced = 0
+        if kind == _ANNOUNCES:
+            if len(meta) != _LENGTH.size:
+                raise TransportError(
+                    f"a malformed announcement came: {len(meta)} bytes instead of {_LENGTH.size}; "
+                    "do all processes run the same version of pipedream-rt?"
+                )
+            (self._announced,) = _LENGTH.unpack(meta)
+            return True
+        if kind == _SHARES:
+            self._shared().view()
+            return True
+        try:
+            # A description has dtype, shape and strides; for a slot, also its number and offset.
+            data, about = msgpack.unpackb(meta)
+            places = [place_for(each) if len(each) == 3 else self._in_slot(each) for each in about]
+        except _UNREADABLE as error:
+            raise TransportError(
+                f"a signed frame of kind {kind}, with {length} bytes of meta and {size} of "
+                f"tensors, cannot be read: {error!r}"
+            ) from error
+        if sum(place.room.nbytes for place in places) != size:
+            raise TransportError(
+                f"the head of a frame announces {size} bytes of tensors, and its meta describes "
+                f"{sum(place.room.nbytes for place in places)}; do all processes run the same "
+                "version of pipedream-rt?"
+            )
+        self._room.extend(place.room for place in places if place.room.nbytes)
+        self._coming = Frame(kind, data, [place.tensor for place in places])
+        return False
+
+    def _shared(self) -> SharedEnd:
+        """Return this end's shared memory, which a frame of the other end needs."""
+        if self._sharing is None:
+            raise TransportError(
+                "the other end uses shared memory on a link that carries no descriptors, as only a "
+                "Unix socket between two processes does; do all processes run the same version of "
+                "pipedream-rt?"
+            )
+        return self._sharing
+
+    def _in_slot(self, about: Sequence[Any]) -> TensorSlot:
+        """Return the tensor in a slot; its bytes are there already."""
+        return TensorSlot(memoryview(b""), self._shared().tensor(about))
+
+    def close(self) -> None:
+        """Close the socket. Shared memory stays until the last tensor over it is gone."""
+        self._socket.close()
+        with self._lock:
+            if self._sharing is not None:
+                self._sharing.close()
