@@ -186,7 +186,7 @@ def environment(monkeypatch):
 @pytest.fixture
 def clock(monkeypatch):
     """Let the profiler take its time from layers that move a clock; see `support.ticking`."""
-    import pipedream_rt.planning.profiling
+    import pipedream_rt.planning.meter
 
-    monkeypatch.setattr(pipedream_rt.planning.profiling, "time", Clock)
+    monkeypatch.setattr(pipedream_rt.planning.meter, "time", Clock)
     monkeypatch.setattr(pipedream_rt.planning.profiling, "_process_bytes", lambda: 1e6)

@@ -269,10 +269,15 @@ class Control:
                 f"{self.peer} sent a record that is no msgpack: {error}; is it pipedream-rt of "
                 "the same version?"
             ) from error
-        if not isinstance(record, dict) or not all(isinstance(key, str) for key in record):
+        if not isinstance(record, dict):
             raise TransportError(
-                f"{self.peer} sent a record that is no map of named fields; is it pipedream-rt of "
-                "the same version?"
+                f"{self.peer} sent a {type(record).__name__} as a record, which is a map; is it "
+                "pipedream-rt of the same version?"
+            )
+        if not all(isinstance(key, str) for key in record):
+            raise TransportError(
+                f"{self.peer} sent a record with a field whose name is no text; is it "
+                "pipedream-rt of the same version?"
             )
         kind = record.get("type")
         if not isinstance(kind, str) or kind not in FIELDS:

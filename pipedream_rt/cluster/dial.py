@@ -158,10 +158,12 @@ def ask_to_join(
             key = call.get("key")
         else:
             key = None if secret is None else secret.key(call["salt"])
+        if key is None and control.is_local:
+            raise TransportError("the call over an inherited connection has brought no key")
         if key is None:
             raise TransportError(
-                "this worker has no key: the call over an inherited connection brought none, or "
-                "it was started elsewhere without PIPEDREAM_RT_SECRET"
+                "this worker has not been given the secret of the job; set PIPEDREAM_RT_SECRET to "
+                "the same text here and where the script runs"
             )
         nonce = secrets.token_bytes(NONCE)
         hello = {

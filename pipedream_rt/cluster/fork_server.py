@@ -197,7 +197,11 @@ class ForkServer:
                     connection = self._connection or self._start()
                     request = msgpack.packb({**wanted, **self._changes()})
                     if len(request) > _LARGEST_REQUEST:
-                        raise PeerLost("the environment has changed much", peer="fork server")
+                        raise PeerLost(
+                            f"the environment has changed by {len(request)} bytes, of which "
+                            f"{_LARGEST_REQUEST} fit; unset large variables",
+                            peer="fork server",
+                        )
                     socket.send_fds(connection, [request], [fd, *_outputs()])
                     return ForkedWorker(self, connection, *self._answer(connection))
                 except (OSError, PeerLost) as error:

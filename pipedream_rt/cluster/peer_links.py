@@ -252,11 +252,15 @@ class PeerLinks:
         mark, caller, door, nonce, shown = _HELLO.unpack(word)
         talk.rank, talk.callers_nonce = caller, nonce
         right = hmac.compare_digest(shown, self._proof(b"hello", talk))
-        if not right or mark != _MARK or door != self._group.rank:
+        if mark != _MARK:
+            raise PermissionError("its hello has another mark: it is no member of this group")
+        if not right:
             raise PermissionError(
-                "its hello has another mark, is for another rank, or was made with another key: it "
-                "is no member of this group"
+                "the proof in its hello is wrong: it does not know the key of the group, or is of "
+                "another generation"
             )
+        if door != self._group.rank:
+            raise PermissionError(f"its hello is for rank {door}, and this is {self._group.rank}")
         self._leave(talk)
         self._encrypt(talk)
         self._listen_to(talk)
@@ -309,10 +313,10 @@ class PeerLinks:
 
     def _refuse_met(self, talk: _Handshake) -> None:
         """Refuse a member that was met already, or that should not have called."""
-        if talk.rank in self._met or (talk.calls is not (talk.rank < self._group.rank)):
-            raise PermissionError(
-                "that member was met already, or is of the rank that should be called"
-            )
+        if talk.rank in self._met:
+            raise PermissionError(f"rank {talk.rank} was met already")
+        if talk.calls is not (talk.rank < self._group.rank):
+            raise PermissionError(f"rank {talk.rank} waits to be called, and does not call itself")
 
     def _has_met(self, talk: _Handshake) -> None:
         """Keep a connection whose other end is a member."""

@@ -189,11 +189,15 @@ def _be_handed(store: dist.Store, key: str, deadline: Deadline) -> Secret:
             if not (name.startswith(_SOCKET) and "/" not in name and "\0" not in name):
                 raise OSError(f"the store names no socket of rank 0: {printable(name, 60)}")
             connection.connect(str(private_folder() / name))
-            said = connection.recv(len(_MARK) + 2 * NONCE) if _is_ours(connection) else b""
+            if not _is_ours(connection):
+                raise OSError("its socket is of another user")
+            said = connection.recv(len(_MARK) + 2 * NONCE)
         except (OSError, UnicodeDecodeError) as error:
             raise RendezvousTimeout(f"rank 0 gave no secret: {error}", missing=1) from error
     if not said.startswith(_MARK) or len(said) != len(_MARK) + 2 * NONCE:
-        raise RendezvousTimeout("rank 0 gave no secret", missing=1)
+        raise RendezvousTimeout(
+            f"rank 0 gave no secret: it sent {len(said)} bytes that are none", missing=1
+        )
     return Secret(said.removeprefix(_MARK).decode("ascii", "replace"))
 
 

@@ -81,9 +81,10 @@ class SocketTransport:
             assert self._links is not None
             tensors = [sendable(tensor) for tensor in message.tensors]
             passing = rank != 0 and isinstance(message.payload, _PASSING)
-            problem = self._links.send(rank, _MESSAGE, data, tensors, passing)
+            reason = self._links.send(rank, _MESSAGE, data, tensors, passing)
+            problem = None if reason is None else f"{{}} is gone: {reason}"
         if problem is not None:
-            self._tell_lost(message.sender, rank, f"{message}: {{}} is gone: {problem}")
+            self._tell_lost(message.sender, rank, f"{message}: {problem}")
 
     def receiver(self, address: int) -> Receive | None:
         return self._open[address][0] if address in self._open else None
@@ -122,21 +123,22 @@ class SocketTransport:
         """Give a message to its receiver, or tell its sender why not."""
         group = self._group
         # Signatures prove which member sent it, so a member cannot speak for another's addresses.
-        if group.rank_of(message.sender) != rank or group.rank_of(message.to) != group.rank:
-            raise TransportError(
-                f"{message} came over the link from {group.names[rank]!r} to {group.name!r}, and "
-                "one of them does not host that address"
-            )
+        for address, host in ((message.sender, rank), (message.to, group.rank)):
+            if group.rank_of(address) != host:
+                raise TransportError(
+                    f"{message} came over the link from {group.names[rank]!r} to {group.name!r}, "
+                    f"and address {address} is on {group.names[group.rank_of(address)]!r}"
+                )
         problem = self._deliver(message)
         if problem is not None:
             assert self._links is not None
-            text = f"{message}: {{}} is gone: {problem}"
+            text = f"{message}: {problem}"
             self._links.send(rank, _RETURNED, msgpack.packb([message.sender, text]))
 
     def _deliver(self, message: Message) -> str | None:
         """Give a message to its receiver; return why that failed, or None."""
         if message.to not in self._open:
-            return f"no receiver is registered at address {message.to} of this worker"
+            return f"{{}} has no receiver at address {message.to}: is the pipeline there closed?"
         self._open[message.to][0](message)
         return None
 

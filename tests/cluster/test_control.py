@@ -67,7 +67,7 @@ def test_the_other_end_is_gone(pair):
     [
         (b"GET / HTTP/1.1\r\n\r\n", "a record of 1195725856 bytes, where at most 4096"),
         (b"\0\0\0\1\xc1", "a record that is no msgpack"),
-        (b"\0\0\0\1\1", "a record that is no map of named fields"),
+        (b"\0\0\0\1\1", "a int as a record, which is a map"),
         (b"\0\0\0\1\x80", "a record of the unknown type None"),
     ],
 )

@@ -287,7 +287,7 @@ def test_a_member_cannot_be_met_twice_nor_the_wrong_way_round(stack):
     """A member who calls a door of higher rank, or a second time, is a fault that ends only it."""
     members = Members(stack, 2)
     meeting = PeerLinks(group(0, 2), members.doors[0], members.addresses, Deadline(None))
-    talk = module._Talk(connect(stack, members, 0), True, 1)
+    talk = module._Handshake(connect(stack, members, 0), True, 1)
     with pytest.raises(PermissionError):
         meeting._refuse_met(talk)
     meeting._met[1] = None

@@ -385,7 +385,7 @@ FULL = """
 import resource, socket, sys, threading, time
 from datetime import timedelta
 from pipedream_rt.cluster.addresses import listening
-from pipedream_rt.cluster.listener import Door
+from pipedream_rt.cluster.listener import Listener
 from pipedream_rt.cluster.fork_server import ForkServer
 from pipedream_rt.cluster.keys import JobKey
 from pipedream_rt.cluster.local_workers import LocalWorkers
@@ -398,7 +398,7 @@ with listening("127.0.0.1", 0) as listener:
     print(listener.getsockname()[1], flush=True)
     rendezvous = Rendezvous(
         Plan(name="", shape=Shape(workers=1)), LocalWorkers(1, ForkServer()),
-        Door(key=JobKey(b"s" * 32, b""), listener=listener), timedelta(seconds=20))
+        Listener(key=JobKey(b"s" * 32, b""), listener=listener), timedelta(seconds=20))
     start, used = time.monotonic(), time.process_time()
     try:
         rendezvous.gather(Deadline(timedelta(seconds=2)))

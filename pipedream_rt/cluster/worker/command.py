@@ -66,9 +66,9 @@ _log = logging.getLogger("pipedream_rt.worker")
               help="Read the secret from standard input, not PIPEDREAM_RT_SECRET.")  # fmt: skip
 @click.option("--secret-fd", type=int, hidden=True, help="Inherited pipe to read it from.")
 @click.option("--failures", default=0, type=int, hidden=True, help="Attempts that have failed.")
-@click.option("--lost", type=float, hidden=True, help="When it lost its last group; see Tries.")
-@click.option("--fork-server-fd", type=int, hidden=True, help="Inherited; see forkserver.py.")
-@click.option("--no-imports", is_flag=True, hidden=True, help="See forkserver.py.")
+@click.option("--lost", type=float, hidden=True, help="When it lost its last group.")
+@click.option("--fork-server-fd", type=int, hidden=True, help="Inherited; see fork_server.py.")
+@click.option("--no-imports", is_flag=True, hidden=True, help="See fork_server.py.")
 def main(
     address: str | None,
     name: str | None,

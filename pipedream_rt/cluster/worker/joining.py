@@ -156,7 +156,7 @@ def serve(
         _log.info("the job ended before it began")
         return LIFE_AGAIN
     except TransportError as error:
-        raise NoPlace(f"what listens there is no coordinator: {error}") from error
+        raise NoPlace(f"the coordinator's answer to 'ready' cannot be read: {error}") from error
     if welcome["type"] in ("stop", "exit"):
         _log.info("the coordinator gave up before all workers had joined")
         return LIFE_AGAIN

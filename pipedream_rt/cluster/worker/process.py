@@ -189,7 +189,11 @@ def _expect(control: Control, kind: str, deadline: Deadline) -> Record:
     """Wait for a record of a type."""
     record = control.receive(deadline)
     if record["type"] != kind:
-        raise PeerLost("the coordinator gave up joining", peer="the coordinator")
+        raise PeerLost(
+            f"expected {kind!r} from the coordinator, got {record['type']!r}: it gave up forming "
+            "the group",
+            peer="the coordinator",
+        )
     return record
 
 

@@ -41,6 +41,10 @@ class Epoch(Generator[StepResult, None, None]):
     def __bool__(self) -> bool:
         return True  # as any generator; by default `bool` would ask `__len__`, which may raise
 
+    def __next__(self) -> StepResult:
+        # That of the base is a frame of the standard library, which a short traceback would keep.
+        return self._results.send(None)
+
     def send(self, value: None) -> StepResult:
         return self._results.send(value)
 

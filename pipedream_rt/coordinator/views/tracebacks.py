@@ -17,7 +17,7 @@ from pipedream_rt.errors import PipelineError
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_PACKAGE = str(Path(__file__).resolve().parent.parent)
+_PACKAGE = str(Path(__file__).resolve().parents[2])
 
 
 def shorten(error: BaseException | None) -> None:

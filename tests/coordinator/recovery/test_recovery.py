@@ -224,7 +224,8 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, caplog):
 
 @pytest.mark.threads
 @pytest.mark.parametrize(
-    ("of", "times"), [("checkpoint.reading.open_file", 1), ("coordinator.group.newest_good", 2)]
+    ("of", "times"),
+    [("checkpoint.reading.open_file", 1), ("coordinator.recovery.group.newest_good", 2)],
 )
 def test_a_checkpoint_out_of_reach_for_a_moment_is_one_more_failure(
     tmp_path, monkeypatch, of, times
