@@ -98,8 +98,8 @@ def require_time(name: str, value: object) -> None:
 
 def require_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     """Refuse an option that is none of several values."""
-    # By identity: 1 == True, and 1 is not among the choices.
-    if not any(value is choice for choice in choices):
+    # Of the same type: 1 == True, and 1 is not among the choices.
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
         *others, last = map(repr, choices)
         raise ConfigError(f"{name} must be {', '.join(others)} or {last}, not {value!r}")
 

@@ -124,5 +124,6 @@ class KeptVersions:
         try:
             yield
         finally:
-            for slots, short, tensor in before:
+            # Backwards: a module with two names has its slot here twice, first with what was there.
+            for slots, short, tensor in reversed(before):
                 slots[short] = tensor  # type: ignore[assignment]

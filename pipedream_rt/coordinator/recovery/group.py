@@ -458,7 +458,7 @@ class WorkerGroup:
             threading.Event().wait(pauses.after("", time.monotonic() - began))
         restart = Restart(
             generation=self.generation,
-            reason=str(error).splitlines()[0],
+            reason=(str(error) or type(error).__name__).splitlines()[0],
             seconds=time.monotonic() - noticed,
             replayed=replayed,
         )

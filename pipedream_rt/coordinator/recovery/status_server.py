@@ -48,9 +48,10 @@ class StatusServer:
         self._listener = socket.socket(socket.AF_UNIX)
         try:
             where = folder()
-            number = 1 + sum(1 for _ in where.glob(f"{os.getpid()}-*"))
-            self._path = where / f"{os.getpid()}-{number}"
-            self._path.unlink(missing_ok=True)  # a dead process may have had this number
+            # The highest and one, not their count: an earlier pipeline may have closed.
+            names = [path.name.split("-")[1] for path in where.glob(f"{os.getpid()}-*")]
+            numbers = [int(name) for name in names if name.isdecimal()]
+            self._path = where / f"{os.getpid()}-{1 + max(numbers, default=0)}"
             self._listener.bind(str(self._path))
             self._listener.listen()
         except OSError:  # a run must not fail because nobody can look at it

@@ -1,5 +1,6 @@
 """What anybody may have put where `pipedream-rt status` looks."""
 
+import os
 import socket
 import threading
 
@@ -82,3 +83,15 @@ def test_a_folder_of_somebody_else_is_refused_in_words(tmp_path, monkeypatch, ki
     done = CliRunner().invoke(main, ["status"])
     assert done.exit_code == 1
     assert done.output.startswith("Error: the pipelines of this user cannot be found: ")
+
+
+def test_a_pipeline_that_comes_later_takes_the_place_of_no_other(folder):
+    servers = [status_server.StatusServer(lambda name=name: {**RIGHT, "schedule": name})
+               for name in ("first", "second")]  # fmt: skip
+    servers[0].close()
+    (folder / f"{os.getpid()}-of somebody").touch()
+    servers.append(status_server.StatusServer(lambda: {**RIGHT, "schedule": "third"}))
+    found = [record["schedule"] for _, record in status_server.running()]
+    for server in servers:
+        server.close()
+    assert found == ["second", "third"]
