@@ -25,7 +25,7 @@ import click
 from pipedream_rt.cluster.addresses import listening
 from pipedream_rt.cluster.control import Control
 from pipedream_rt.cluster.dial import DialOptions, NoPlace, ask_to_join, connect
-from pipedream_rt.cluster.fork_server import ForkServer
+from pipedream_rt.cluster.forked_workers import ForkServer
 from pipedream_rt.cluster.keys import Secret
 from pipedream_rt.cluster.listener import Listener
 from pipedream_rt.cluster.local_workers import LocalWorkers

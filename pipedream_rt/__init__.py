@@ -155,7 +155,7 @@ def __getattr__(name: str) -> object:
     # A script that asks for Pipeline will need workers: their fork server imports torch meanwhile.
     if name == "Pipeline" and _is_asked_by_program():
         # No other name needs it, and it loads sockets and processes.
-        from pipedream_rt.cluster.fork_server import start_with_program
+        from pipedream_rt.cluster.forked_workers import start_with_program
 
         start_with_program()
     try:

@@ -23,12 +23,12 @@ from pipedream_rt.cluster.launch import starts_here
 from pipedream_rt.coordinator.checkpointing.pipeline_fingerprint import Fingerprint
 from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
 from pipedream_rt.coordinator.feed.epochs import Epoch, say_if_not_drawn
-from pipedream_rt.coordinator.generation import generate
 from pipedream_rt.coordinator.kept_versions import KeptVersion
 from pipedream_rt.coordinator.recovery.decision import Restart
 from pipedream_rt.coordinator.results import PendingStep, StepResult
 from pipedream_rt.coordinator.run import attach, notices_of, start, warm_up, with_stages_chosen
 from pipedream_rt.coordinator.script_environment import resolved, take_place
+from pipedream_rt.coordinator.text_generation import generate
 from pipedream_rt.coordinator.views.attribute_hints import ADVICE, copies_of, require_cpu
 from pipedream_rt.coordinator.views.explanation import explain
 from pipedream_rt.coordinator.views.tracebacks import (
@@ -64,8 +64,8 @@ from pipedream_rt.lifecycle import Life
 from pipedream_rt.messages.message import CommandName
 from pipedream_rt.models import dumps
 from pipedream_rt.notebook import calm_call, calmly, close_earlier, remember
+from pipedream_rt.schedules.custom import WrittenSchedule
 from pipedream_rt.schedules.recipes import ScheduleName
-from pipedream_rt.schedules.written import WrittenSchedule
 from pipedream_rt.stage.evaluation import Metric
 from pipedream_rt.stage.spec import LossFunction
 from pipedream_rt.tracing.summary import Lines

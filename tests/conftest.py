@@ -19,7 +19,7 @@ from support.versions import other_than_tested
 
 from pipedream_rt import Pipeline, Training
 from pipedream_rt.cluster import environment as environment_of_job
-from pipedream_rt.cluster.fork_server import fork_server
+from pipedream_rt.cluster.forked_workers import fork_server
 
 # How long an example takes says something of the machine alone.
 hypothesis.settings.register_profile(

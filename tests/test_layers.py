@@ -156,7 +156,7 @@ def test_the_environment_is_read_at_the_face_alone():
         "pipedream_rt.cli.run",
         "pipedream_rt.cluster.engines.ray_nodes",
         "pipedream_rt.cluster.environment",
-        "pipedream_rt.cluster.fork_server",
+        "pipedream_rt.cluster.forked_workers",
         "pipedream_rt.cluster.launch",
         "pipedream_rt.cluster.supervisor",
         "pipedream_rt.cluster.torchrun",

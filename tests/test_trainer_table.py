@@ -33,7 +33,7 @@ from pipedream_rt import ConfigError  # noqa: E402
 from pipedream_rt.hf import PipelineTrainer  # noqa: E402
 from pipedream_rt.hf.__main__ import page  # noqa: E402
 from pipedream_rt.hf.arguments import known_arguments  # noqa: E402
-from pipedream_rt.hf.methods import NEVER_CALLED, REPLACED, SAME  # noqa: E402
+from pipedream_rt.hf.overrides import NEVER_CALLED, REPLACED, SAME  # noqa: E402
 
 pytestmark = CALM
 

@@ -26,7 +26,7 @@ from pipedream_rt.planning.cuts import Cuts, cuts_of
 from pipedream_rt.planning.machines import LinkCodec, Machines, Worker
 from pipedream_rt.planning.partition import SLOWDOWNS, Slowdown
 from pipedream_rt.planning.planner import CHOICES, partitions
-from pipedream_rt.planning.published import MODELS, Published, solve
+from pipedream_rt.planning.published_planners import MODELS, Published, solve
 from pipedream_rt.simulation.costs import rate, seconds, size
 from pipedream_rt.tracing import timeline
 

@@ -13,7 +13,7 @@ import click
 from pipedream_rt.cli.shared_options import Grouped, options_of_nodes
 from pipedream_rt.cluster.engines import EngineRequest, membership
 from pipedream_rt.cluster.environment import LOG_DIR, MAX_RESTARTS, RECORD, RESUME, TRACE, VERIFY
-from pipedream_rt.cluster.fork_server import imports_of
+from pipedream_rt.cluster.forked_workers import imports_of
 from pipedream_rt.cluster.supervisor import run_first, run_here, run_other
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.schema import is_count, printable

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Sequence
 
 from pipedream_rt.cluster.control import Control
-from pipedream_rt.cluster.fork_server import UNKNOWN, ForkedWorker, ForkServer
+from pipedream_rt.cluster.forked_workers import UNKNOWN, ForkedWorker, ForkServer
 
 
 class LocalWorkers:

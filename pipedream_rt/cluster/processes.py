@@ -9,16 +9,16 @@ from typing import Any
 
 from pipedream_rt.cluster.engines.interface import Keeper
 from pipedream_rt.cluster.environment import memory_is_shared, rpc_of_environment
-from pipedream_rt.cluster.fork_server import fork_server
+from pipedream_rt.cluster.forked_workers import fork_server
 from pipedream_rt.cluster.formation import COORDINATOR_NAME, Formation
 from pipedream_rt.cluster.interface import ClusterSpec, Reference, memoized_error
 from pipedream_rt.cluster.listener import Listener
+from pipedream_rt.cluster.liveness import Watch
 from pipedream_rt.cluster.local_workers import LocalWorkers
 from pipedream_rt.cluster.members import tell
 from pipedream_rt.cluster.rendezvous import Rendezvous
 from pipedream_rt.cluster.subprocesses import end_processes
 from pipedream_rt.cluster.supervision import BY_HAND
-from pipedream_rt.cluster.watch import Watch
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineError
 from pipedream_rt.lifecycle import Lifecycle

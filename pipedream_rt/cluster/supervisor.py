@@ -41,7 +41,7 @@ from pipedream_rt.cluster.environment import (
     secret_pipe,
     tls_of_environment,
 )
-from pipedream_rt.cluster.fork_server import LISTENS_WITHIN, ForkedWorker, ForkServer
+from pipedream_rt.cluster.forked_workers import LISTENS_WITHIN, ForkedWorker, ForkServer
 from pipedream_rt.cluster.keys import Secret
 from pipedream_rt.cluster.subprocesses import Backoff, dies_with_parent, end_processes, shell_code
 from pipedream_rt.cluster.supervision import announce_end

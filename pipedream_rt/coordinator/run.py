@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pipedream_rt.batches.cutting import needs_pairs, samples_of
 from pipedream_rt.batches.items import Batch
 from pipedream_rt.batches.weighing import Weighing
-from pipedream_rt.cluster.fork_server import fork_server, installed_modules
+from pipedream_rt.cluster.forked_workers import fork_server, installed_modules
 from pipedream_rt.cluster.interface import Cluster, ClusterSpec, Fail
 from pipedream_rt.cluster.launch import (
     Launcher,

@@ -8,8 +8,8 @@ from transformers import Trainer, TrainerCallback
 
 from pipedream_rt.hf.arguments import known_arguments
 from pipedream_rt.hf.epoch import EVENTS
-from pipedream_rt.hf.methods import NEVER_CALLED, REPLACED, SAME
-from pipedream_rt.hf.others import UNDERSTOOD
+from pipedream_rt.hf.other_trainers import UNDERSTOOD
+from pipedream_rt.hf.overrides import NEVER_CALLED, REPLACED, SAME
 
 
 def page() -> str:

@@ -30,8 +30,8 @@ from pipedream_rt.errors import CheckpointError, ConfigError
 from pipedream_rt.hf.arguments import asked_of, options_of, refuse_arguments
 from pipedream_rt.hf.epoch import Updates
 from pipedream_rt.hf.live import LiveModel
-from pipedream_rt.hf.methods import problems_of
-from pipedream_rt.hf.others import Understood, understood
+from pipedream_rt.hf.other_trainers import Understood, understood
+from pipedream_rt.hf.overrides import problems_of
 from pipedream_rt.job.given_optimizer import refuse_patched_step
 from pipedream_rt.models.preserving_state import kept_outside
 from pipedream_rt.pipeline import Pipeline

@@ -34,8 +34,8 @@ from pipedream_rt.job.requirements import (
 )
 from pipedream_rt.job.splitting import Stages
 from pipedream_rt.models import refuse_loss
+from pipedream_rt.schedules.custom import WrittenSchedule
 from pipedream_rt.schedules.recipes import ScheduleName
-from pipedream_rt.schedules.written import WrittenSchedule
 from pipedream_rt.stage.rules.clipping import Clip
 from pipedream_rt.stage.rules.scaling import LossScale
 from pipedream_rt.stage.spec import LossFunction, OnNan

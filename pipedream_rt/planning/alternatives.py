@@ -10,7 +10,7 @@ from pipedream_rt.errors import ConfigError
 from pipedream_rt.planning.cuts import Cuts
 from pipedream_rt.planning.machines import MOST_WORKERS, Machines, Worker
 from pipedream_rt.planning.partition import Partition, PlannedStage
-from pipedream_rt.planning.published import Answer, Published
+from pipedream_rt.planning.published_planners import Answer, Published
 from pipedream_rt.schema import printable
 from pipedream_rt.tracing.summary import WIDTH, Lines, bytes_text, seconds_text, table
 

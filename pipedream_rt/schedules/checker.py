@@ -23,11 +23,11 @@ from typing_extensions import assert_never
 
 from pipedream_rt.errors import ConfigError, ScheduleError, VersionError
 from pipedream_rt.schedules.actions import ENDS, OF_UPDATES, Action, Kind
+from pipedream_rt.schedules.custom import plan_written, proof_length
 from pipedream_rt.schedules.edges import COORDINATOR, Address, Edge
 from pipedream_rt.schedules.execution import Execution, deadlock_of
 from pipedream_rt.schedules.ledger import VersionLedger
 from pipedream_rt.schedules.plan import Plan, plan_named, replicas_of
-from pipedream_rt.schedules.written import plan_written, proof_length
 
 
 class _StageState:

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from pipedream_rt.errors import TransportError
 from pipedream_rt.lifecycle import Lifecycle, name_this_thread
-from pipedream_rt.transport.alarm import Alarm
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.link import Connection, Frame, Link
 from pipedream_rt.transport.sharing import SharedEnd
 from pipedream_rt.transport.signing import Signer
+from pipedream_rt.transport.wakeup import Alarm
 
 _LONGEST_S = 86_400.0
 """Longest wait of one poll, in seconds. epoll takes milliseconds as a C integer (24 days)."""

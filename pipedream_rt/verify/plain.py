@@ -32,8 +32,8 @@ from pipedream_rt.stage.optimizer import Hyper, set_hyper
 from pipedream_rt.stage.rules.clipping import Clip
 from pipedream_rt.stage.seeds import layer_seed
 from pipedream_rt.stage.spec import LossFunction, own_loss, total_of
-from pipedream_rt.verify.apart import drawn
 from pipedream_rt.verify.compare import Place, Seen
+from pipedream_rt.verify.isolation import drawn
 
 
 @dataclass(frozen=True, slots=True)

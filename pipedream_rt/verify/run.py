@@ -35,7 +35,6 @@ from pipedream_rt.schedules import Plan
 from pipedream_rt.stage.loss_check import rounding_of
 from pipedream_rt.stage.optimizer import Hyper, set_hyper
 from pipedream_rt.stage.stage import Stage
-from pipedream_rt.verify.apart import LIMIT, apart
 from pipedream_rt.verify.compare import (
     Parted,
     Place,
@@ -45,6 +44,7 @@ from pipedream_rt.verify.compare import (
     compared,
     lacking,
 )
+from pipedream_rt.verify.isolation import LIMIT, apart
 from pipedream_rt.verify.plain import (
     Copies,
     PlainTraining,

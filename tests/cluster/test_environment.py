@@ -17,7 +17,7 @@ from pipedream_rt.cluster.environment import (
     secret_pipe,
     tls_of_environment,
 )
-from pipedream_rt.cluster.fork_server import _environment as fork_server_environment
+from pipedream_rt.cluster.forked_workers import _environment as fork_server_environment
 from pipedream_rt.cluster.keys import Secret
 from pipedream_rt.errors import ConfigError
 

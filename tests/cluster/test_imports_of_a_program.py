@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipedream_rt.cluster.fork_server import imports_of
+from pipedream_rt.cluster.forked_workers import imports_of
 
 pytest.importorskip("transformers", reason="needs the extra hf")
 

@@ -4,7 +4,7 @@ import subprocess
 import pytest
 
 from pipedream_rt.cluster.control import Control
-from pipedream_rt.cluster.fork_server import ForkServer
+from pipedream_rt.cluster.forked_workers import ForkServer
 from pipedream_rt.cluster.local_workers import LocalWorkers
 
 

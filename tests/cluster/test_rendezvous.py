@@ -15,7 +15,7 @@ from support.deadlines import LATEST_S
 
 from pipedream_rt.cluster.addresses import listening
 from pipedream_rt.cluster.control import VERSION, Control
-from pipedream_rt.cluster.fork_server import ForkServer
+from pipedream_rt.cluster.forked_workers import ForkServer
 from pipedream_rt.cluster.keys import COORDINATOR_END, NONCE, WORKER_END, Handshake, JobKey
 from pipedream_rt.cluster.listener import Listener
 from pipedream_rt.cluster.local_workers import LocalWorkers
@@ -386,7 +386,7 @@ import resource, socket, sys, threading, time
 from datetime import timedelta
 from pipedream_rt.cluster.addresses import listening
 from pipedream_rt.cluster.listener import Listener
-from pipedream_rt.cluster.fork_server import ForkServer
+from pipedream_rt.cluster.forked_workers import ForkServer
 from pipedream_rt.cluster.keys import JobKey
 from pipedream_rt.cluster.local_workers import LocalWorkers
 from pipedream_rt.cluster.rendezvous import Rendezvous

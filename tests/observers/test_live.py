@@ -14,7 +14,7 @@ import pytest
 from support.recorded import stepped, whole_run
 
 from pipedream_rt import ConfigError
-from pipedream_rt.observers import answering, live
+from pipedream_rt.observers import live, page_server
 from pipedream_rt.observers.events import unpacked
 from pipedream_rt.observers.folder import Following, RunFolder
 from pipedream_rt.observers.live import LivePage
@@ -181,7 +181,7 @@ def test_a_stranger_who_does_not_end_his_request_does_not_keep_the_page_open(pag
 def test_a_stranger_has_not_for_ever(page, monkeypatch):
     with urllib.request.urlopen(page.address.replace("/?", "/events?"), timeout=30) as stream:
         assert stream.readline()
-        monkeypatch.setattr(answering, "PATIENCE_S", 0.0)
+        monkeypatch.setattr(page_server, "PATIENCE_S", 0.0)
         with stranger_at(page) as stranger:
             stranger.sendall(b"GET")
             assert stranger.recv(1) == b""

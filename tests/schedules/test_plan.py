@@ -16,10 +16,10 @@ from support.written import LaterBackward
 from pipedream_rt.errors import ConfigError, ScheduleError
 from pipedream_rt.schedules import COORDINATOR, RECIPES, Action, EdgeKind, Kind, Plan, plan_named
 from pipedream_rt.schedules.actions import OF_STAGES, OF_UPDATES
+from pipedream_rt.schedules.custom import plan_written
 from pipedream_rt.schedules.edges import Edge, name_of
 from pipedream_rt.schedules.placement import Tie
 from pipedream_rt.schedules.shape import Shape, parse_slack, slack_of
-from pipedream_rt.schedules.written import plan_written
 
 CHAIN = plan_named("1f1b", num_stages=3, per_update=2)
 INTERLEAVED = plan_named("interleaved-1f1b", num_stages=4, per_update=2)

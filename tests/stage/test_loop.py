@@ -30,8 +30,8 @@ from pipedream_rt.messages.message import (
 )
 from pipedream_rt.messages.tree import flat_copy, flatten, own, unflatten
 from pipedream_rt.schedules import COORDINATOR, Action, Plan, Recipe, Shape, plan_named
+from pipedream_rt.schedules.custom import plan_written
 from pipedream_rt.schedules.policies import Flushed
-from pipedream_rt.schedules.written import plan_written
 from pipedream_rt.stage import loop as loop_module
 from pipedream_rt.stage.loop import Loop, LoopOptions
 from pipedream_rt.stage.optimizer import GroupSpec, OptimizerSpec

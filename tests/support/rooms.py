@@ -38,7 +38,7 @@ ROOMS = (
     (("pipeline.py", "the face"),),
     (("planning/link_costs.py", ""), ("doctor", "is the network fit"), ("hf", "the Trainer")),
     (("cli", "the command"), ("__main__.py", "")),
-    (("workers", "starts a worker"),),
+    (("workers", ""),),
 )  # fmt: skip
 """Rows of (folder or file, what it is for): a file imports from its own row and rows above it.
 

@@ -1,6 +1,6 @@
 """The fork server: imports torch once, then forks a worker for each request.
 
-Its client is `pipedream_rt.cluster.fork_server`.
+Its client is `pipedream_rt.cluster.forked_workers`.
 """
 
 from __future__ import annotations

@@ -31,7 +31,6 @@ from datetime import timedelta
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import TransportError
 from pipedream_rt.lifecycle import Lifecycle, close_in_forked_children, name_this_thread
-from pipedream_rt.transport.alarm import Alarm
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.rpc.descriptors import (
     OwnSocket,
@@ -42,6 +41,7 @@ from pipedream_rt.transport.rpc.descriptors import (
     waiting_at,
 )
 from pipedream_rt.transport.rpc.fence import AgentMode, can_filter
+from pipedream_rt.transport.wakeup import Alarm
 
 _log = logging.getLogger(__name__)
 

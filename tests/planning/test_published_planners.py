@@ -13,7 +13,7 @@ from pipedream_rt.planning.cuts import cuts_of
 from pipedream_rt.planning.files import load
 from pipedream_rt.planning.graph_text import parse
 from pipedream_rt.planning.profile import LayerCosts, Profile
-from pipedream_rt.planning.published import Piece, Published, solve
+from pipedream_rt.planning.published_planners import Piece, Published, solve
 
 COMPUTE = ("forward", "backward_input", "backward_weight")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import Trainer, __version__
 
-from pipedream_rt.hf.others import understood
+from pipedream_rt.hf.other_trainers import understood
 
 _LOSS = (
     "the stages compute the loss, and the pipeline does not call it; give "

@@ -16,7 +16,7 @@ from support.deadlines import LATEST_S
 from support.models import mlp, regression
 
 from pipedream_rt import Pipeline, Recovery
-from pipedream_rt.cluster.fork_server import UNKNOWN, ForkServer, fork_server
+from pipedream_rt.cluster.forked_workers import UNKNOWN, ForkServer, fork_server
 from pipedream_rt.errors import PeerLost
 
 
@@ -88,7 +88,7 @@ def test_how_a_worker_ended_is_not_known_without_it(forks):
 
 SCRIPT = """
 import socket, sys
-from pipedream_rt.cluster.fork_server import ForkServer
+from pipedream_rt.cluster.forked_workers import ForkServer
 forks, pairs = ForkServer(), [socket.socketpair() for _ in range(2)]
 workers = [forks.fork("w", 1, theirs) for _, theirs in pairs]
 print(forks.pid, *(worker.pid for worker in workers), flush=True)

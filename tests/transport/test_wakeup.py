@@ -1,7 +1,7 @@
 import os
 import select
 
-from pipedream_rt.transport.alarm import Alarm
+from pipedream_rt.transport.wakeup import Alarm
 
 
 def is_readable(alarm):
