@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import subprocess
 import sys
 import textwrap
@@ -76,7 +77,7 @@ def sources(root: Path) -> dict[str, str]:
 
 
 def kinds_of_lines(text: str) -> tuple[int, int, int]:
-    """The numbers of lines of code, of docs, and of comments that stand alone."""
+    """The numbers of lines of code, of docs, and of lines with a comment that says something."""
     docs: set[int] = set()
     for node in ast.walk(ast.parse(text)):
         body = getattr(node, "body", None)
@@ -90,14 +91,19 @@ def kinds_of_lines(text: str) -> tuple[int, int, int]:
         tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
         tokenize.ENCODING, tokenize.ENDMARKER,
     )  # fmt: skip
+    tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
     used = {
         line
-        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        for token in tokens
         if token.type not in nothing
         for line in range(token.start[0], token.end[0] + 1)
     }
-    comments = sum(line.lstrip().startswith("#") for line in text.splitlines())
-    return len(used - docs), len(docs), comments
+    comments = {
+        token.start[0]
+        for token in tokens
+        if token.type == tokenize.COMMENT and not re.match(r"# (noqa|type:|fmt:|--)", token.string)
+    }
+    return len(used - docs), len(docs), len(comments)
 
 
 def figures(root: Path) -> dict[str, object]:

@@ -7,7 +7,7 @@ In the order of the imports:
 - `forked_workers`, `local_workers`, `members`: the worker processes, as the coordinator knows them;
 - `pending_connections`, `admission`, `handshakes`, `listener`, and `dial` on the worker's side:
   the handshake;
-- `rendezvous`, `unix_links`, `peer_links`, `formation`, `clocks`, `liveness`: the life of a group;
+- `rendezvous`, `unix_links`, `peer_links`, `formation`, `liveness`: the life of a group;
 - `processes` (worker processes), and the room `serial` (one thread): the two kinds of
   `interface.Cluster`;
 - `torchrun`, `engines`, `supervision`, `launch`: which of them a job uses, and who starts workers;

@@ -32,9 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipedream_rt.devices.device import DeferredScalar, accept
+from pipedream_rt.devices.device import DeferredScalar, accept, moved
 from pipedream_rt.devices.events import DeviceEvents
-from pipedream_rt.devices.placing import moved
 from pipedream_rt.lifecycle import name_this_thread
 from pipedream_rt.messages.message import Loss, Message, Payload, Send, Sender
 from pipedream_rt.messages.tree import own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
@@ -10,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from pipedream_rt.devices.events import DeviceEvents
-from pipedream_rt.devices.placing import moved
 from pipedream_rt.messages.message import Message, Send, Sender
 from pipedream_rt.models.program import replaced
-from pipedream_rt.models.tensors import accelerator_here, is_away, named_tensors
+from pipedream_rt.models.tensors import accelerator_here, in_place_of, is_away, named_tensors
+from pipedream_rt.torch_private import shares_type
 
 
 class DeferredScalar(NamedTuple):
@@ -179,3 +180,29 @@ def _nothing() -> None:
 
 HOST = Host()
 """The host, which has no state: one for all workers."""
+
+
+@torch.no_grad()
+def moved(module: nn.Module, device: torch.device) -> None:
+    """Move the parameters and buffers of a module; those that are shared stay shared."""
+    there: dict[int, Tensor] = {}
+    for name, tensor in list(named_tensors(module)):
+        if id(tensor) not in there:
+            there[id(tensor)] = _in_memory_of(tensor, tensor.detach().to(device))
+        if there[id(tensor)] is not tensor:
+            path, _, short = name.rpartition(".")
+            setattr(module.get_submodule(path), short, there[id(tensor)])
+
+
+def _in_memory_of(tensor: Tensor, there: Tensor) -> Tensor:
+    """Return a parameter or buffer that has other memory now; the object itself where possible."""
+    # Not every backend lets its memory be assigned to a tensor of the host.
+    if shares_type(tensor, there):
+        tensor.data = there
+        return tensor
+    made = in_place_of(tensor, there, tensor.requires_grad)
+    # What is referred to weakly, as the weights of an LSTM, cannot be swapped either.
+    if weakref.getweakrefcount(tensor):
+        return made
+    torch.utils.swap_tensors(tensor, made)
+    return tensor
