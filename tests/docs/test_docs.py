@@ -238,6 +238,17 @@ def test_every_file_that_the_reading_order_names_is_there():
     assert not missing
 
 
+@pytest.mark.parametrize(
+    "path", [ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md", *sorted((DOCS / "design").glob("*.md"))],
+    ids=name_of,
+)  # fmt: skip
+def test_every_file_that_is_named_with_its_folder_is_there(path):
+    named = set(re.findall(r"`((?:\w+/)+\w+\.py)[`:]", path.read_text()))
+    roots = (ROOT, ROOT / "pipedream_rt", ROOT / "tests")
+    missing = {name for name in named if not any((root / name).exists() for root in roots)}
+    assert not {name for name in missing if not name.startswith(("optim/", "multiprocessing/"))}
+
+
 def test_the_way_of_a_micro_batch_is_ten_files_at_most():
     steps = [row for row in rows(DOCS / "design" / "reading-order.md") if row[0].isdigit()]
     assert [int(row[0]) for row in steps] == list(range(1, len(steps) + 1))
