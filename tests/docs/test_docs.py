@@ -239,9 +239,10 @@ def test_every_file_that_the_reading_order_names_is_there():
 
 
 @pytest.mark.parametrize(
-    "path", [ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md", *sorted((DOCS / "design").glob("*.md"))],
+    "path",
+    [ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md", *sorted((DOCS / "design").glob("*.md"))],
     ids=name_of,
-)  # fmt: skip
+)
 def test_every_file_that_is_named_with_its_folder_is_there(path):
     named = set(re.findall(r"`((?:\w+/)+\w+\.py)[`:]", path.read_text()))
     roots = (ROOT, ROOT / "pipedream_rt", ROOT / "tests")
