@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from pipedream_rt.devices.hosted import on_host
+from pipedream_rt.devices.randomness import kept_generator_state
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.models.preserving_state import kept_outside
-from pipedream_rt.stage.seeds import kept_generator_state
 
 Prepare: TypeAlias = Callable[[Any], Any]
 """Turns an item of a loader into something that `batch_of` understands."""

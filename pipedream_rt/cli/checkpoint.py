@@ -46,7 +46,7 @@ def inspect(folder: Path) -> None:
     # Checkpoints import torch, which the other verbs start without.
     from pipedream_rt.checkpoint import newest_good
     from pipedream_rt.coordinator.checkpointing.pipeline_fingerprint import Fingerprint
-    from pipedream_rt.stage.optimizer import unpack_hyper
+    from pipedream_rt.stage.hyper import unpack_hyper
 
     found, manifest = newest_good(folder)
     click.echo(

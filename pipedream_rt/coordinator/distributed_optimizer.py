@@ -25,14 +25,8 @@ from pipedream_rt.messages.state_keys import (
 )
 from pipedream_rt.models.code import code_of
 from pipedream_rt.optimizers.stepping import step
-from pipedream_rt.stage.optimizer import (
-    GroupSpec,
-    Hyper,
-    OptimizerSpec,
-    pack_group,
-    pack_hyper,
-    set_hyper,
-)
+from pipedream_rt.stage.hyper import Hyper, pack_group, pack_hyper, set_hyper
+from pipedream_rt.stage.optimizer import GroupSpec, OptimizerSpec
 
 
 class OptimizerLink(Protocol):

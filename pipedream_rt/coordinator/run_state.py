@@ -28,7 +28,7 @@ from pipedream_rt.job.identity import Identity
 from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.messages.message import CommandName
 from pipedream_rt.schema import printable
-from pipedream_rt.stage.optimizer import set_hyper
+from pipedream_rt.stage.hyper import set_hyper
 
 _log = logging.getLogger(__name__)
 

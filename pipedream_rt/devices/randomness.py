@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -49,3 +50,13 @@ def has_drawn(since: Sequence[Tensor]) -> bool:
     """Whether a generator has moved on since `random_state` returned its state."""
     # Not strict: an accelerator that was not in use then has a state only now.
     return any(not torch.equal(a, b) for a, b in zip(since, random_state(), strict=False))
+
+
+@contextmanager
+def kept_generator_state() -> Iterator[None]:
+    """Restore the states of torch's generators after a body that seeds or draws."""
+    state = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(state)

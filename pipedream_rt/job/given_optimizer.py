@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.stage.optimizer import Hyper, own_attributes, pack_group
+from pipedream_rt.stage.hyper import Hyper, pack_group
+from pipedream_rt.stage.optimizer import own_attributes
 
 
 def placeholder() -> Tensor:

@@ -20,7 +20,7 @@ from torch import nn
 
 from pipedream_rt.errors import CheckpointError, ConfigError
 from pipedream_rt.stage.fingerprint import fingerprint
-from pipedream_rt.stage.optimizer import Hyper, unpack_hyper
+from pipedream_rt.stage.hyper import Hyper, unpack_hyper
 
 _log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from pipedream_rt.models.code_reading import names_used
 from pipedream_rt.models.preserving_state import modules_inside
 from pipedream_rt.models.tensors import named_tensors
 from pipedream_rt.schedules.placement import LOSS_LAYER
-from pipedream_rt.stage.optimizer import pack_hyper
+from pipedream_rt.stage.hyper import pack_hyper
 from pipedream_rt.torch_private import NormWithBuffers
 
 

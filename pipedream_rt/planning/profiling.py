@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from pipedream_rt.batches.cutting import cut_batch, micro_batch_sizes, samples_of
 from pipedream_rt.batches.items import Batch, example_of
 from pipedream_rt.batches.recorded_forwards import RecordedForwards
+from pipedream_rt.devices.randomness import kept_generator_state
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.splitting import ForwardOptions, split_model
 from pipedream_rt.job.unsplit_model import UnsplitModel
@@ -41,7 +42,6 @@ from pipedream_rt.planning.meter import SETTLED_S, Meter, Optimizer
 from pipedream_rt.planning.profile import LayerCosts, Profile
 from pipedream_rt.schedules import COORDINATOR
 from pipedream_rt.software import processor
-from pipedream_rt.stage.seeds import kept_generator_state
 from pipedream_rt.stage.spec import LossFunction
 
 _log = logging.getLogger(__name__)

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 import torch
 
 from pipedream_rt.cluster.interface import ClusterSpec
+from pipedream_rt.devices.randomness import kept_generator_state
 from pipedream_rt.lifecycle import Lifecycle
 from pipedream_rt.messages.inbox import Reason
 from pipedream_rt.messages.message import Message
@@ -24,7 +25,6 @@ from pipedream_rt.serial.in_process import ClusterHere
 from pipedream_rt.serial.transport import DirectTransport, ShuffledTransport
 from pipedream_rt.stage.cooperative import Turns
 from pipedream_rt.stage.host import StageHost
-from pipedream_rt.stage.seeds import kept_generator_state
 
 
 class _Worker:

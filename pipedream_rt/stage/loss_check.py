@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from pipedream_rt.devices.randomness import kept_generator_state
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.tree import flatten, unflatten
-from pipedream_rt.stage.seeds import kept_generator_state
 from pipedream_rt.stage.spec import LossFunction, total_of
 
 _log = logging.getLogger(__name__)

@@ -38,7 +38,7 @@ from pipedream_rt.schema import printable
 from pipedream_rt.stage import stage_state
 from pipedream_rt.stage.buffers import buffer_slots
 from pipedream_rt.stage.fingerprint import fingerprints_of
-from pipedream_rt.stage.optimizer import packed_extra, unpack_hyper
+from pipedream_rt.stage.hyper import packed_extra, unpack_hyper
 from pipedream_rt.stage.rules.corrections import Corrections
 from pipedream_rt.stage.stage import Stage
 from pipedream_rt.torch_private import EXTRA_STATE

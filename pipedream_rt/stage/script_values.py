@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.models.captures import GONE, PLAIN, Given, Holder
-from pipedream_rt.stage.optimizer import unpack_hyper
+from pipedream_rt.stage.hyper import unpack_hyper
 
 
 class GivenValues:

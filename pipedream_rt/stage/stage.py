@@ -33,10 +33,11 @@ from pipedream_rt.schedules.edges import Address
 from pipedream_rt.stage.evaluation import measured
 from pipedream_rt.stage.first_micro_batch import FirstMicroBatch
 from pipedream_rt.stage.guards import Guards, telling_changed_inputs
+from pipedream_rt.stage.hyper import Hyper
 from pipedream_rt.stage.in_flight import Flight
 from pipedream_rt.stage.inference import KeptVersions, Passes
 from pipedream_rt.stage.loss_check import LossCheck
-from pipedream_rt.stage.optimizer import Hyper, OptimizerSpec, StageOptimizer
+from pipedream_rt.stage.optimizer import OptimizerSpec, StageOptimizer
 from pipedream_rt.stage.parameters import Adjust
 from pipedream_rt.stage.rules.order import rules_of
 from pipedream_rt.stage.rules.replicas import Replicas

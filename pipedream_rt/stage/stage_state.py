@@ -16,7 +16,7 @@ from pipedream_rt.messages.state_keys import StateKey, StepState
 from pipedream_rt.stage.buffers import load_buffers, names_of_buffers
 from pipedream_rt.stage.buffers import load_state as load_module_state
 from pipedream_rt.stage.fingerprint import fingerprint, fingerprints_of
-from pipedream_rt.stage.optimizer import packed_extra
+from pipedream_rt.stage.hyper import packed_extra
 from pipedream_rt.stage.rules.coding import Coding
 from pipedream_rt.stage.rules.ema import Ema
 from pipedream_rt.stage.rules.scaling import Scaling

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipedream_rt.devices.randomness import kept_generator_state
 from pipedream_rt.dynamo import dynamo_spared
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.job import Job
@@ -26,7 +27,6 @@ from pipedream_rt.models.captures import PLAIN, Holders, attributes_of
 from pipedream_rt.models.code import is_installed
 from pipedream_rt.models.preserving_state import drawn_outside, kept_outside, refill
 from pipedream_rt.models.tensors import named_tensors
-from pipedream_rt.stage.seeds import kept_generator_state
 from pipedream_rt.torch_private import preserve_version_counter
 
 LIMIT = 64 << 20

@@ -28,7 +28,7 @@ from pipedream_rt.models import dumps, loads
 from pipedream_rt.models.program import found
 from pipedream_rt.models.tensors import gradient_hooks, home_of, own_buffers
 from pipedream_rt.schedules.placement import LOSS_LAYER
-from pipedream_rt.stage.optimizer import Hyper, set_hyper
+from pipedream_rt.stage.hyper import Hyper, set_hyper
 from pipedream_rt.stage.rules.clipping import Clip
 from pipedream_rt.stage.seeds import layer_seed
 from pipedream_rt.stage.spec import LossFunction, own_loss, total_of

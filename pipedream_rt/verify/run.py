@@ -32,8 +32,8 @@ from pipedream_rt.models.code import is_installed
 from pipedream_rt.models.code_reading import functions_called, globals_read
 from pipedream_rt.models.preserving_state import drawn_outside
 from pipedream_rt.schedules import Plan
+from pipedream_rt.stage.hyper import Hyper, set_hyper
 from pipedream_rt.stage.loss_check import rounding_of
-from pipedream_rt.stage.optimizer import Hyper, set_hyper
 from pipedream_rt.stage.stage import Stage
 from pipedream_rt.verify.compare import (
     Parted,

@@ -6,13 +6,8 @@ from torch import nn
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.state_keys import StateKey, by_text
-from pipedream_rt.stage.optimizer import (
-    GroupSpec,
-    OptimizerSpec,
-    StageOptimizer,
-    pack_hyper,
-    unpack_hyper,
-)
+from pipedream_rt.stage.hyper import pack_hyper, unpack_hyper
+from pipedream_rt.stage.optimizer import GroupSpec, OptimizerSpec, StageOptimizer
 
 
 def spec(*groups, cls=torch.optim.AdamW, **kwargs):

@@ -51,8 +51,8 @@ from pipedream_rt.stage.evaluation import (
     words_of_bad_metric,
 )
 from pipedream_rt.stage.fingerprint import total as combined
+from pipedream_rt.stage.hyper import Hyper
 from pipedream_rt.stage.loss_check import RANDOM, refuse_no_mean, rounding_of
-from pipedream_rt.stage.optimizer import Hyper
 from pipedream_rt.tracing.spans import NOBODY, Recorder
 from pipedream_rt.tracing.trace import INJECTED, LOSS_CAME
 

@@ -22,7 +22,8 @@ from pipedream_rt.messages.message import CommandName
 from pipedream_rt.messages.state_keys import StepState, by_key
 from pipedream_rt.models import dumps
 from pipedream_rt.schedules import Plan
-from pipedream_rt.stage.optimizer import Hyper, OptimizerSpec
+from pipedream_rt.stage.hyper import Hyper
+from pipedream_rt.stage.optimizer import OptimizerSpec
 from pipedream_rt.transport.rpc.fence import refusal
 
 

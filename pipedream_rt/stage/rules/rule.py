@@ -28,7 +28,7 @@ from torch.autograd.graph import GradientEdge
 from pipedream_rt.messages.state_keys import StateKey, StepState
 from pipedream_rt.schedules import EdgeKind, Plan
 from pipedream_rt.schedules.edges import Address
-from pipedream_rt.stage.optimizer import Hyper
+from pipedream_rt.stage.hyper import Hyper
 from pipedream_rt.stage.parameters import Adjust
 from pipedream_rt.stage.values import Outgoing
 from pipedream_rt.stage.weights import Weights
