@@ -31,6 +31,8 @@ from pipedream_rt.errors import ConfigError
 Code: TypeAlias = dict[str, str]
 """By name of a method or function, where it was written; by "the file of MODULE", a digest."""
 
+_FILE = "the file of "
+
 _INSTALLED = tuple({sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib", "stdlib")})
 _ALWAYS = ("torch.nn.functional",)
 """Installed modules that are compared too, because scripts replace functions in them."""
@@ -79,14 +81,23 @@ def refuse_other_code(here: Code, sent: Code) -> None:
     """Refuse to compute with other code than the script has."""
     # What only one of them has does not count.
     names = [name for name in sorted(here.keys() & sent.keys()) if here[name] != sent[name]]
-    if names:
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    # In another file other things differ too, so the files are the cause.
+    files = [name for name in names if name.startswith(_FILE)]
+    names = files or names
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    listed = f"{', '.join(names[:5])}{more}"
+    if files:
         raise ConfigError(
-            f"this worker has other code than the script of {', '.join(names[:5])}{more}: the "
-            "script has replaced it when it ran, or the file was edited since the script read it, "
-            "or this machine has another file of that name. Make replacements in the module that "
-            "defines what is replaced, or in a class of your own; give all machines the same "
-            "files, and leave them as they are while the run goes on"
+            f"this worker has other code than the script in {listed}: a file was edited since "
+            "the script read it, or this machine has another one of that name. Give all machines "
+            "the same files, and leave them as they are while the run goes on"
+        )
+    if names:
+        raise ConfigError(
+            f"this worker has other code than the script of {listed}: the script has replaced or "
+            "wrapped it when it ran, or this machine has another version of its package. Make "
+            "replacements in the module that defines what is replaced, or in a class of your own; "
+            "install the same packages on all machines"
         )
 
 
@@ -111,7 +122,7 @@ def _functions(module: ModuleType, built: bool) -> Code:
     path = getattr(module, "__file__", None)
     if path and not is_installed(name):
         with suppress(OSError):  # a file that cannot be read now does not count
-            found[f"the file of {name}"] = _digest(path)
+            found[f"{_FILE}{name}"] = _digest(path)
     return found
 
 

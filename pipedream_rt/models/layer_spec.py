@@ -102,8 +102,12 @@ class Blueprint:
             for own, other in spec.tied.items():
                 holder, _, rest = other.partition(".")
                 if holder not in layers or holder == name:
-                    raise ConfigError(f"layer {name} ties {own!r} to {other!r}, no earlier layer")
-                _put_parameter(layers[name], own, _parameter_of(layers[holder], rest, other))
+                    raise ConfigError(
+                        f"layer {name} ties {own!r} to {other!r}, but {holder!r} is not the name "
+                        "of a layer before it"
+                    )
+                parameter = _parameter_of(layers[holder], rest, other)
+                _put_parameter(name, layers[name], own, parameter, other)
         return layers
 
     def build(
@@ -124,7 +128,7 @@ class Blueprint:
             layer = spec.build()  # unwanted ones too: they draw random numbers before the others
             for own, other in spec.tied.items():
                 if other in kept:
-                    _put_parameter(layer, own, kept[other])
+                    _put_parameter(name, layer, own, kept[other], other)
             for other in sources:
                 holder, _, rest = other.partition(".")
                 if holder == name:
@@ -177,13 +181,18 @@ def _parameter_of(layer: nn.Module, name: str, full: str) -> nn.Parameter:
         raise ConfigError(f"there is no parameter {full!r} to tie another one to") from None
 
 
-def _put_parameter(layer: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Replace a parameter of a layer by one of the same shape."""
-    own = _parameter_of(layer, name, name)
-    if own.shape != parameter.shape:
+def _put_parameter(
+    name: str, layer: nn.Module, own: str, parameter: nn.Parameter, other: str
+) -> None:
+    """Replace the parameter ``own`` of a layer by ``other`` of the model, of the same shape."""
+    try:
+        shape = tuple(layer.get_parameter(own).shape)
+    except AttributeError:
+        raise ConfigError(f"layer {name} has no parameter {own!r}, which tied= names") from None
+    if shape != tuple(parameter.shape):
         raise ConfigError(
-            f"a parameter of shape {tuple(own.shape)} is tied to one of shape "
-            f"{tuple(parameter.shape)}"
+            f"layer {name} ties {own!r} of shape {shape} to {other!r} of shape "
+            f"{tuple(parameter.shape)}; tied parameters must have one shape"
         )
-    path, _, short = name.rpartition(".")
+    path, _, short = own.rpartition(".")
     setattr(layer.get_submodule(path), short, parameter)

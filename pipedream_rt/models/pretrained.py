@@ -202,7 +202,10 @@ def _files_in(folder: Path) -> list[str]:
             or Path(file).name != file
             or not file.endswith(".safetensors")
         ):
-            raise ConfigError(f"{folder / INDEX} names the file {printable(repr(file), 100)}")
+            raise ConfigError(
+                f"{folder / INDEX} names the file {printable(repr(file), 100)}, which is not the "
+                "name of a .safetensors file in that folder"
+            )
     return files
 
 

@@ -720,7 +720,8 @@ class _ForwardRecorder(TorchFunctionMode):
             data, tensors = dumps(value)
         except Exception as error:  # a foreign class may raise anything when pickled
             raise refusal(
-                f"a {type(value).__name__} is passed on that cannot be pickled: {error}"
+                f"a {type(value).__name__} is passed on that cannot be pickled: {error}; pass "
+                "tensors, numbers or containers of these between layers, or make it picklable"
             ) from error
         if any(each in self._tags or each in self._made for each in tensors):
             raise refusal(

@@ -147,17 +147,20 @@ def _explicit(names: list[str], stages: Sequence[int | str], elements: Sequence[
     """Return the indices of the layers at the split points; an index counts elements."""
     points = [0]
     for point in listed_points(stages):
-        name = point
-        if isinstance(point, int):
-            name = elements[point] if 0 < point < len(elements) else ""
+        if isinstance(point, int) and not 0 < point < len(elements):
+            raise ConfigError(f"split points lie between 1 and {len(elements) - 1}, found {point}")
+        name = point if isinstance(point, str) else elements[point]
         inside = [i for i, each in enumerate(names) if f"{each}.".startswith(f"{name}.")]
         if not inside and isinstance(point, str):
             raise ConfigError(f"no layer is called {point!r}; the layers are {', '.join(names)}")
-        index = inside[0] if inside else 0
-        if index <= points[-1]:
+        if not inside:
+            raise ConfigError(f"split point {point} is {name!r}, in which there is no layer")
+        index, before = inside[0], points[-1]
+        if index <= before:
             raise ConfigError(
-                f"split points must rise and lie between 1 and {len(elements) - 1}, "
-                f"found {list(stages)}"
+                f"split points must rise: {point!r} begins at layer {names[index]}, which does not "
+                f"come after {names[before]}, where the stage before it begins; found "
+                f"{list(stages)}"
             )
         points.append(index)
     return points

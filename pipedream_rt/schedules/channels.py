@@ -337,7 +337,7 @@ CHANNELS: tuple[Channel, ...] = (
     Channel(
         kind=EdgeKind.STEPPED,
         by=By.UPDATE,
-        ends="from each replica of a stage with a divided optimizer to the others",
+        ends="from each replica of a stage with a sharded optimizer to the others",
         needed=_stepped_needed,
         given=_stepped_given,
     ),

@@ -122,7 +122,10 @@ class _Checker:
                 state.forwards += r
                 in_flight, most = (state.forwards - state.ends) // r, state.most_in_flight
                 if in_flight > most:
-                    raise _RuleBroken(f"{in_flight} in flight, the schedule states {most}")
+                    raise _RuleBroken(
+                        f"{in_flight} micro-batches in flight, but in_flight({state.stage}) of the "
+                        f"plan says {most}"
+                    )
                 version = self._plan.reads(state.stage, m)
                 # A version above `applied` does not exist yet; the ledger refuses that one.
                 if state.whole < version <= state.applied:
@@ -150,9 +153,10 @@ class _Checker:
                     raise _RuleBroken(f"the next weight half should be W{state.ends}")
             case Kind.REDUCE:
                 self._require_whole(state, action)
-                adds = stage in self._plan.contributors(state.stage, m)
-                if not adds or m < state.reduced:
-                    raise _RuleBroken("the replica has nothing to hand over for this update")
+                if stage not in self._plan.contributors(state.stage, m):
+                    raise _RuleBroken(f"this replica has no micro-batch of update {m}")
+                if m < state.reduced:
+                    raise _RuleBroken(f"the gradients of update {m} are handed over twice")
                 state.reduced = m + 1
             case Kind.STEP:
                 if m != state.steps:
@@ -188,7 +192,9 @@ class _Checker:
             state.ends += r
         kept = len(state.ledger.kept)
         if kept > state.most_kept:
-            raise _RuleBroken(f"{kept} versions kept, the schedule states {state.most_kept}")
+            raise _RuleBroken(
+                f"{kept} versions kept, but kept() of the version policy says {state.most_kept}"
+            )
 
     def _apply_update(self, address: Address, state: _StageState, update: int) -> None:
         following = self._plan.oldest_reader(address, state.forwards, update)
@@ -201,15 +207,19 @@ class _Checker:
     def _require_whole(self, state: _StageState, action: Action) -> None:
         """Check that exactly the gradients of an update are summed by now."""
         letter = "W" if state.split else "B"
-        end = (action.index + 1) * self._plan.per_update
-        missing = range(state.ends, end, state.replicas)
+        update, k, r = action.index, self._plan.per_update, state.replicas
+        end = (update + 1) * k
+        missing = range(state.ends, end, r)
         if missing:
             raise _RuleBroken(
                 f"update before its backward {', '.join(f'{letter}{m}' for m in missing)}"
             )
-        too_many = range(end, state.ends - state.replicas + 1)
+        too_many = range(state.ends - r, end - 1, -r)  # from the last one back
         if too_many:
-            raise _RuleBroken(f"update after {letter}{too_many[0]}, which it does not sum")
+            m = too_many[-1]
+            raise _RuleBroken(
+                f"update {update} must come before {letter}{m}, which belongs to update {m // k}"
+            )
 
     def _finish(self) -> None:
         """Refuse a deadlock, and actions that were never done."""

@@ -155,7 +155,10 @@ class Placement:
         if any(not 0 <= host < workers for host in self.hosts):
             raise ConfigError(f"hosts must be workers from 0 to {workers - 1}, found {self.hosts}")
         if self.ties and self.shape.replicas:
-            raise ConfigError(f"{self.ties[0].name} is used on several stages that have replicas")
+            raise ConfigError(
+                f"{self.ties[0].name} is used on several stages, so no stage may have replicas; "
+                "put the layers that use it into one stage, or use no replicas"
+            )
         for link in self.links:
             producer, consumer = link
             if not 0 <= producer < consumer < count:

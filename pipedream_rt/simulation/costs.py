@@ -367,9 +367,11 @@ def _number(what: str, value: str | float) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise ConfigError(f"{printable(str(value), 40)!r} is no {what}") from None
+        shown = repr(printable(str(value), 40))
+        raise ConfigError(f"{shown} is no {what}; expected a finite number") from None
     if isinstance(value, bool) or not math.isfinite(number):
-        raise ConfigError(f"{printable(repr(value), 40)} is no {what}")
+        shown = printable(repr(value), 40)
+        raise ConfigError(f"{shown} is no {what}; expected a finite number")
     return number
 
 

@@ -67,7 +67,10 @@ def _stretches(trace: Trace) -> list[Spans]:
     stages = trace.by_stage()
     first = longest_stretch(stages[0])
     if not len(first):
-        raise TraceError("there is no action in the trace")
+        raise TraceError(
+            "the trace has no update of stage 0, so no costs can be fitted; record a run of at "
+            "least two updates"
+        )
     # All stages are flushed between the same micro-batches, so the limits found on one are those of
     # all.
     forwards = first["index"][first["kind"] == CODES[Kind.FORWARD]]
@@ -229,10 +232,13 @@ def changes_of(text: str) -> dict[str, Any]:
     for part in text.split(","):
         name, equals, value = (p.strip() for p in part.partition("="))
         name = name.replace("-", "_")
-        if not equals or name not in known:
+        if not equals:
             raise ConfigError(
-                f"{part.strip()!r} is no change; write NAME=VALUE with one of {', '.join(known)}"
+                f"{part.strip()!r} has no =; write a change as NAME=VALUE, where NAME is one of "
+                f"{', '.join(known)}"
             )
+        if name not in known:
+            raise ConfigError(f"{name!r} cannot be changed; what can be is {', '.join(known)}")
         if name in _NUMBERS:
             if not is_count(value) or int(value) < 1:
                 raise ConfigError(f"{name} must be an integer of at least 1, not {value!r}")

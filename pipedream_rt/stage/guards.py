@@ -72,11 +72,18 @@ class Guards:
         """Refuse parameters and buffers that the module did not have at the start."""
         now = _kinds(self._module)
         for name, kind in now.items():
-            if self._kinds.get(name) != kind:
+            before = self._kinds.get(name)
+            if before is None:
                 raise ConfigError(
-                    f"stage {self._stage}: a forward has made {name!r} a {kind}, which it was not "
+                    f"stage {self._stage}: a forward has made {name!r} a {kind}; it was not there "
                     "at the start, so it would be missing in state dicts and checkpoints, or never "
-                    "be trained; make it in __init__, a buffer as None if it has no value yet"
+                    "be trained. Make it in __init__, a buffer as None if it has no value yet"
+                )
+            if before != kind:
+                raise ConfigError(
+                    f"stage {self._stage}: a forward has made {name!r} a {kind}; it was a {before} "
+                    "at the start, and optimizer and checkpoints would go on with it as such. Make "
+                    f"it a {kind} before the pipeline starts"
                 )
 
     def _marks_of_shared(self) -> dict[str, tuple[int, int]]:
@@ -115,24 +122,27 @@ class Guards:
         ]
         before = [(n, p, p.data, p.requires_grad) for n, p in self._module.named_parameters()]
         yield
-        wrong = [
-            name
-            for slots, entries in slots_of
-            for name in {**slots, **entries}
-            if slots.get(name) is not entries.get(name)
-        ]
+        wrong = []
+        for slots, entries in slots_of:
+            for name in {**slots, **entries}:
+                if slots.get(name) is not entries.get(name):
+                    replaced = "replaced" if name in slots else "removed"
+                    how = replaced if name in entries else "added"
+                    wrong.append(f"{how} {name!r}")
         for slots, entries in slots_of:
             slots.clear()
             slots.update(entries)
         for name, parameter, data, trained in before:
-            if parameter.data_ptr() != data.data_ptr() or parameter.requires_grad != trained:
-                wrong.append(name)
+            another = parameter.data_ptr() != data.data_ptr()
+            if another or parameter.requires_grad != trained:
+                how = "given another .data to" if another else "changed requires_grad of"
+                wrong.append(f"{how} {name!r}")
                 parameter.data = data
                 parameter.requires_grad_(trained)
         if wrong:
             raise ConfigError(
-                f"stage {self._stage}: the function replaced {wrong[0]!r}, its data or its "
-                "requires_grad, of which the stage would not know; change values in place"
+                f"stage {self._stage}: the function has {wrong[0]}, of which the stage would not "
+                "know; change values in place, or change the model before the pipeline starts"
             )
 
 

@@ -246,7 +246,11 @@ def _spec_of(message: Message, own_process: bool) -> tuple[Start, StageSpec]:
     assert isinstance(start, Start)
     # Before it is loaded, since a pickle may run any code.
     if digest_of(message.tensors) != start.digest:
-        raise TransportError(f"the specification for address {message.to} was changed on its way")
+        raise TransportError(
+            f"the specification for address {message.to} does not match the digest in its start "
+            "message, so it was damaged or changed on its way; start again, and leave "
+            "PIPEDREAM_RT_TLS at its default"
+        )
     if not own_process:  # they are the coordinator's, which keeps them for recoveries
         buffers = [buffer.clone() for buffer in buffers]
     spec: StageSpec = loads(data.numpy().data, buffers=[buffer.numpy().data for buffer in buffers])

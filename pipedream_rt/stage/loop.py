@@ -341,10 +341,18 @@ class Loop:
         """Do a forward and send its output or loss; return the weight version that it read."""
         item, stage = came.messages[0], hosted.stage
         head = item.payload
-        if not isinstance(head, MicroBatch) or head.micro_batch != micro_batch:
+        if not isinstance(head, MicroBatch):
             raise ScheduleError(
-                f"{stage.plan.title_of(stage.address)}: the order says F{micro_batch}, got "
-                f"{item.key.words(self._plan.title_of)}"
+                f"{stage.plan.title_of(stage.address)}: the order says F{micro_batch}, but the "
+                f"feed brings {item.key.words(self._plan.title_of)}, which is not a micro-batch "
+                "(an error of the library)"
+            )
+        if head.micro_batch != micro_batch:
+            raise ScheduleError(
+                f"{stage.plan.title_of(stage.address)}: the order says F{micro_batch}, but the "
+                f"feed brings micro-batch {head.micro_batch} "
+                f"({item.key.words(self._plan.title_of)}); a schedule must do the forwards of a "
+                "stage in the order of the micro-batches, also after those that its proof covers"
             )
         hosted.positions[micro_batch] = item.index
         inputs = None if head.empty else hosted.values_of(came.messages)
@@ -405,7 +413,11 @@ class Loop:
                 self._note(hosted, command.name.value)
                 self._obey(hosted, item, command)
             case other:
-                raise ScheduleError(f"{self._plan.title_of(hosted.address)}: {other!r} in the feed")
+                raise ScheduleError(
+                    f"{self._plan.title_of(hosted.address)}: the feed holds a "
+                    f"{type(other).__name__}, which is neither a micro-batch nor a command (an "
+                    "error of the library)"
+                )
         version = hosted.stage.parameters.ledger.newest
         if self._options.recorder is not None:
             self._record(kind, hosted, item.index, version, came, start, begin)

@@ -84,7 +84,8 @@ class LossCheck:
         target = joined([part.target for part in parts], samples)
         if whole is None or target is None:
             what = "outputs" if whole is None else "targets"
-            self._give_up(_NOT_COMPARED, f"their {what} cannot be put together")
+            why = "they differ in structure or shape, or have no dimension of samples"
+            self._give_up(_NOT_COMPARED, f"their {what} cannot be joined: {why}")
             return
         failure: Exception | None = None
         # Double precision first: hardly anything of a difference is rounding there.

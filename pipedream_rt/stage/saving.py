@@ -329,4 +329,7 @@ def _usable(folder: object) -> Iterator[None]:
     except PipelineError:
         raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
-        raise CheckpointError(f"{folder} cannot be used: {printable(repr(e))}") from e
+        raise CheckpointError(
+            f"{folder} does not fit this pipeline: to load it raised {printable(repr(e))}; was it "
+            "written by another version, or by another model?"
+        ) from e

@@ -68,9 +68,9 @@ class GivenValues:
                 how = "" if holder.kind == "state" else f" ({one!r:.40} became {other!r:.40})"
                 raise ConfigError(
                     f"stage {self._stage} has changed {holder.called(key)}{how}, of which other "
-                    "stages have copies: in plain PyTorch it is one object, and here the copies "
-                    "would part. Keep the layers that share it in one stage, by stages=[first "
-                    "layers], or pass the value along"
+                    "stages have copies: in plain PyTorch it is one object, and here the change "
+                    "would not reach the other stages. Keep the layers that share it in one stage, "
+                    "by stages=[first layers], or pass the value along"
                 )
 
 

@@ -310,7 +310,7 @@ def test_what_cannot_be_compared_is_told(caplog):
 
     model = nn.Sequential(classifier(), Within())
     trained(model, labelled(), lambda output, y: output, micro_batches=4, check_loss=2)
-    assert caplog.text.count("their outputs cannot be put together") == 1
+    assert caplog.text.count("their outputs cannot be joined") == 1
 
 
 def test_replicas_of_the_last_stage_compare_what_they_have():

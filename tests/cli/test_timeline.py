@@ -41,7 +41,7 @@ def test_predictions(call, trace):
     [
         (("--begin", "99s"), "nothing happened"),
         (("--begin", "soon"), "is no time"),
-        (("--what-if", "stages"), "is no change"),
+        (("--what-if", "stages"), "'stages' has no ="),
         (("--what-if", "schedule=zigzag"), "unknown schedule"),
         (("--svg", "none/run.svg"), "cannot write"),
     ],

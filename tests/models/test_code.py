@@ -293,6 +293,9 @@ def test_another_file_of_the_same_name(module, tmp_path, edit, differs):
     code_module._digest.cache_clear()  # as in another process
     found = replaced(before, code_of([module.Layer()]))
     assert found == [f"the file of {module.__name__}"] * differs
+    if differs:
+        with pytest.raises(ConfigError, match=r"in the file of code_\w*: a file was edited"):
+            refuse_other_code(before, code_of([module.Layer()]))
 
 
 def test_a_file_that_cannot_be_read_now_is_not_other_code(module, tmp_path):

@@ -163,8 +163,14 @@ def test_points_in_sequences():
     assert split_points(opened, [1, 2], names) == [0, 1, 4]
     assert split_points(opened, ["1", "1.1", "1.1.1", 2], names) == [0, 1, 2, 3, 4]
     assert split_points(opened, 3, names) == [0, 2, 3]
-    for wrong in ([3], [-1], ["1", "1.0"], ["1.1", 1]):
-        with pytest.raises(ConfigError, match="must rise"):
+    for wrong, words in (
+        ([3], "lie between 1 and 2, found 3"),
+        ([-1], "lie between 1 and 2, found -1"),
+        (["1", "1.0"], "must rise: '1.0' begins at layer 1.0, which does not come after 1.0,"),
+        (["1.1", 1], "must rise: 1 begins at layer 1.0, which does not come after 1.1.0,"),
+        (["0"], "must rise: '0' begins at layer 0, which does not come after 0,"),
+    ):
+        with pytest.raises(ConfigError, match=words):
             split_points(opened, wrong, names)
     with pytest.raises(ConfigError, match=r"no layer is called '1.2'"):
         split_points(opened, ["1.2"], names)

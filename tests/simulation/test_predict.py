@@ -98,12 +98,12 @@ def test_what_if():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("stages", "is no change"),
-        ("colour=red", "is no change"),
+        ("stages", "'stages' has no ="),
+        ("colour=red", "'colour' cannot be changed"),
         ("stages=0", "at least 1"),
         ("stages=many", "at least 1"),
         ("stages=²", "at least 1"),
-        ("", "is no change"),
+        ("", "'' has no ="),
     ],
 )
 def test_what_is_no_change(text, words):
