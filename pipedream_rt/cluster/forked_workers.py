@@ -207,7 +207,8 @@ class ForkServer:
                 except (OSError, PeerLost) as error:
                     gone = error
                     if isinstance(error, OSError):
-                        text = f"the process that forks workers is gone: {error}"
+                        what = "cannot be started" if self._connection is None else "is gone"
+                        text = f"the process that forks workers {what}: {error}"
                         gone = PeerLost(text, peer="fork server")
                     if last or not self._life.is_open:
                         raise gone from error

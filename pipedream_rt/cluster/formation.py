@@ -229,8 +229,12 @@ class Formation:
                 self._nearby[member.name] = set(record["nearby"])
                 return True  # behind it only beats may have come
             if record["type"] != "door":
+                text = record.get("text") or (
+                    f"it sent a {record['type']!r}, where its door was expected; is it "
+                    "pipedream-rt of the same version?"
+                )
                 raise WorkerLost(
-                    f"worker {member.name!r} could not join: {record.get('text', record['type'])}",
+                    f"worker {member.name!r} could not join: {text}",
                     worker=member.name,
                     stage=member.stage,
                 )

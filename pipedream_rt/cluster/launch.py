@@ -214,6 +214,12 @@ def _replace_workers() -> None:
         try:
             supervisor.sendall(b"r")
             answer = supervisor.recv(1)
+        except TimeoutError as error:
+            raise PeerLost(
+                "pipedream-rt run has not replaced its workers within "
+                f"{_REPLACE_TIMEOUT.total_seconds():g} s; is it stopped?",
+                peer="run",
+            ) from error
         except OSError as error:
             raise PeerLost(f"pipedream-rt run is gone: {error}", peer="run") from error
         if answer != b"r":

@@ -19,7 +19,7 @@ from pipedream_rt.cluster.local_workers import LocalWorkers
 from pipedream_rt.cluster.members import Member, tell
 from pipedream_rt.cluster.supervision import BY_HAND
 from pipedream_rt.deadline import Deadline
-from pipedream_rt.errors import MessageTimeout, PipelineError, TransportError, WorkerLost
+from pipedream_rt.errors import MessageTimeout, PeerLost, PipelineError, TransportError, WorkerLost
 from pipedream_rt.tracing.clock import Reading, best
 
 _STORY_TIMEOUT = timedelta(seconds=2)
@@ -93,9 +93,10 @@ class Watch:
         """Read the records of a member; return whether its connection still stands."""
         try:
             records = member.control.receive_all()
-        except TransportError:
+        except TransportError as error:
             if not self.ending:
-                self._fail(self.loss_of(member))
+                note = "" if isinstance(error, PeerLost) else f" ({error})"
+                self._fail(self.loss_of(member, note=note))
             self._note_stopped(member)
             return False
         member.heard = time.monotonic()
@@ -214,7 +215,8 @@ def clock_of(member: Member) -> Reading:
             answered, received = member.clock.get(timeout=deadline.remaining_s())
         except queue.Empty:
             raise MessageTimeout(
-                f"worker {member.name!r} does not answer when asked for its clock"
+                f"worker {member.name!r} did not say within {_TIMEOUT.total_seconds():g} s what "
+                "its clock shows; is it stopped, or its machine overloaded?"
             ) from None
         readings.append(Reading(sent, answered, received))
     found = best(readings)

@@ -87,6 +87,8 @@ class Member:
     def lost(self, ending: str, problem: PipelineError | None = None, note: str = "") -> WorkerLost:
         """Make the error that says that the worker is gone, and how it ended."""
         what = "does not answer" if "still" in ending else "is gone"
+        if problem is not None and not isinstance(problem, PeerLost):
+            note += f" ({problem})"  # its connection was given up for what came over it
         error = WorkerLost(
             f"worker {self.name!r} ({self.hosts}, {self.description}) {what}"
             + (f": {ending}" if ending else "")

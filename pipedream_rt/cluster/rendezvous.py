@@ -12,7 +12,7 @@ from pipedream_rt.cluster.local_workers import LocalWorkers
 from pipedream_rt.cluster.members import Member, WorkerSlot, natural
 from pipedream_rt.cluster.supervision import BY_HAND
 from pipedream_rt.deadline import Deadline
-from pipedream_rt.errors import PipelineClosed, RendezvousTimeout, WorkerLost
+from pipedream_rt.errors import PeerLost, PipelineClosed, RendezvousTimeout, WorkerLost
 from pipedream_rt.job.process_assignment import ProcessAssignment, assignment_for
 from pipedream_rt.schedules import Plan
 
@@ -141,7 +141,9 @@ class Rendezvous:
         else:
             raise WorkerLost(
                 f"worker {name!r} ended before it joined "
-                f"({self._local.ending(name)}); its output says why",
+                f"({self._local.ending(name)}); its output says why"
+                if isinstance(gone.error, PeerLost)
+                else f"worker {name!r} cannot join: {gone.error}",
                 worker=name,
                 stage=None,
             ) from gone.error
@@ -151,8 +153,8 @@ class Rendezvous:
         needed = self._crew.fewest
         members = self._door.members
         came = {m.name for m in members}
-        if len(came) >= needed:  # some of them are not ready
-            came -= {m.name for m in members if not m.ready}
+        unready = {m.name for m in members if not m.ready} if len(came) >= needed else set()
+        came -= unready
         joined = sorted(came, key=natural)
         expected = {*self._local.controls, *(m.name for m in members)}
         absent = sorted(expected - came, key=natural)
@@ -162,6 +164,11 @@ class Rendezvous:
             f"{missing} of {needed} workers did not join within {seconds:g} s"
             + (f": {', '.join(absent)}" if absent else "")
             + f"; joined: {', '.join(joined) or 'none'}"
+            + (
+                f"; still importing torch: {', '.join(sorted(unready, key=natural))}"
+                if unready
+                else ""
+            )
             + "".join(f"; {name!r} was refused: {why}" for name, why in self._door.refused.items())
             + f"; {self._keeper.missing()}, or give Pipeline recovery=Recovery(start=...) with "
             "more time",

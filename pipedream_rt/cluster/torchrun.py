@@ -194,9 +194,15 @@ def _be_handed(store: dist.Store, key: str, deadline: Deadline) -> Secret:
             said = connection.recv(len(_MARK) + 2 * NONCE)
         except (OSError, UnicodeDecodeError) as error:
             raise RendezvousTimeout(f"rank 0 gave no secret: {error}", missing=1) from error
+    if not said:
+        raise RendezvousTimeout(
+            "rank 0 gave no secret: it closed the connection; look at its output", missing=1
+        )
     if not said.startswith(_MARK) or len(said) != len(_MARK) + 2 * NONCE:
         raise RendezvousTimeout(
-            f"rank 0 gave no secret: it sent {len(said)} bytes that are none", missing=1
+            f"rank 0 gave no secret: it sent {len(said)} other bytes than the "
+            f"{len(_MARK) + 2 * NONCE} of one; do all ranks run the same version of pipedream-rt?",
+            missing=1,
         )
     return Secret(said.removeprefix(_MARK).decode("ascii", "replace"))
 
@@ -235,8 +241,16 @@ def _join_rank_0(
         by_itself = _agrees_by_itself()
         secret = _be_handed(store, key, deadline) if by_itself else secret_of_environment()
         address = joined(_host_of_rank_0(), int(store.get(key)))
-    except (dist.DistStoreError, ValueError) as error:
+    except dist.DistStoreError as error:
         raise RendezvousTimeout(f"rank 0 opened no pipeline in time: {error}", missing=1) from error
+    except ConfigError as error:
+        raise RendezvousTimeout(f"rank {rank} cannot join rank 0: {error}", missing=1) from error
+    except ValueError as error:
+        raise RendezvousTimeout(
+            f"torchrun's store has no port of rank 0 under {key!r}: {error}; do all ranks run the "
+            "same version of pipedream-rt?",
+            missing=1,
+        ) from error
     _run_worker(address, rank, threads, secret)
 
 

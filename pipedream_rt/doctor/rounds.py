@@ -246,6 +246,8 @@ def _measure_links(
 
 def _link_of(said: Mapping[str, object]) -> MeasuredLink:
     """Read what a machine says of a link."""
+    if not said["type"]:
+        return MeasuredLink(None, 0.0, str(said["text"]))
     try:
         read = json.loads(str(said["text"]))
         late = read["latency_s"]
@@ -253,7 +255,8 @@ def _link_of(said: Mapping[str, object]) -> MeasuredLink:
             None if late is None else float(late), float(read["bandwidth"]), str(read["problem"])
         )
     except (KeyError, ValueError, TypeError) as error:
-        return MeasuredLink(None, 0.0, f"it does not answer: {error}")
+        problem = f"malformed answer {said['type']!r}: {error!r}"
+        return MeasuredLink(None, 0.0, f"{problem}; is it pipedream-rt of the same version?")
 
 
 def _asked(control: Control, record: Record) -> Record:

@@ -95,18 +95,19 @@ class RunFolder:
     def _refuse_others(self) -> None:
         """Refuse a folder in which something has a name of ours, and no run has written it."""
         path = self.folder / EVENTS
-        found = [self._shown] if self._shown.is_symlink() else []
+        found = [f"{self._shown} is a link"] if self._shown.is_symlink() else []
         try:
             with open_file(path, follow=False) as file:
                 if (begin := file.read(100)) and not _LINE.match(begin):
-                    found.append(path)
+                    found.append(f"{path} was not written by pipedream-rt")
         except FileNotFoundError:  # then no run was here, and what there is belongs to others
-            found += filter(os.path.lexists, [self.folder / TRACE, *self._of_workers()])
-        except OSError:
-            found.append(path)
+            others = filter(os.path.lexists, [self.folder / TRACE, *self._of_workers()])
+            found += [f"{each} is of no run that was recorded there" for each in others]
+        except OSError as error:
+            found.append(f"{path} cannot be read ({error.strerror})")
         if found:
             raise ConfigError(
-                f"{found[0]} is of no run that was recorded there; give the run a folder of its own"
+                f"{found[0]}, and has a name that a record needs; give the run a folder of its own"
             )
 
     def _of_workers(self) -> list[Path]:

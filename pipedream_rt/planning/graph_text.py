@@ -98,7 +98,7 @@ def _leave_out(
 ) -> None:
     """Remove nodes with their edges, if others are left."""
     if len(gone) == len(nodes):
-        raise ConfigError("it has inputs alone")
+        raise ConfigError("every node is an Input or a __getitem__: no layer is left")
     for node in gone:
         del nodes[node]
     edges[:] = [edge for edge in edges if gone.isdisjoint(edge)]

@@ -50,8 +50,13 @@ def measure_codec(
         ConfigError: The codec leaves such values as they are, or a number makes no sense.
     """
     value = torch.randn(shape)
-    if repeats < 1 or not codec.takes(value):
-        raise ConfigError(f"{codec!r} does not take a value of shape {shape}: nothing to measure")
+    if repeats < 1:
+        raise ConfigError(f"repeats must be at least 1, not {repeats}")
+    if not codec.takes(value):
+        raise ConfigError(
+            f"{codec!r} leaves a {value.dtype} value of shape {shape} as it is, so there is "
+            "nothing to measure; give a shape that it codes"
+        )
     used = OutsideGraph(codec) if isinstance(codec, GraphCodec) else codec
     assert isinstance(used, ByteCodec)
     ends = 2 if used.feedback else 1  # for the feedback the sender unpacks too
@@ -102,8 +107,12 @@ def measure_links(
     Raises:
         ConfigError: A number makes no sense, or the workers have no links.
     """
-    if count < 2 or size < 1 << 16 or repeats < 1:
-        raise ConfigError("measure_links needs 2 workers, 64 KiB and 1 repeat at least")
+    if count < 2:
+        raise ConfigError(f"count must be at least 2, not {count}")
+    if size < 1 << 16:
+        raise ConfigError(f"size must be at least {1 << 16}, not {size}")
+    if repeats < 1:
+        raise ConfigError(f"repeats must be at least 1, not {repeats}")
     if workers == "serial":
         raise ConfigError(f"there are no links between workers that are {workers!r}")
     shapes = [(_SMALL,)] * (repeats + 1) + [(size // 4,)] * (repeats + 1)

@@ -86,8 +86,8 @@ def _best(
     }
     if not rough:
         raise ConfigError(
-            f"there is no plan for {' or '.join(map(str, sorted(numbers or ())))} workers, but for "
-            f"{', '.join(map(str, by_workers))}"
+            f"no plan uses {' or '.join(map(str, sorted(numbers or ())))} workers; there are plans "
+            f"for {', '.join(map(str, by_workers))}"
         )
     # Formulas choose the number of workers; only the plans of that number are simulated.
     used = max(rough, key=lambda each: rough[each].worth)

@@ -239,7 +239,7 @@ class Trace:
             raise TraceError(f"the trace {path} is cut or changed: its checksum does not fit")
         try:
             header = msgpack.unpackb(packed)
-            problem = problem_of(header, _HEADER) if isinstance(header, dict) else "it is none"
+            problem = problem_of(header, _HEADER) if isinstance(header, dict) else "it is no map"
             if problem:
                 raise ValueError(problem)
             return fitting(_made(header, np.frombuffer(spans, dtype=SPAN)))

@@ -65,11 +65,10 @@ _CHUNK = 1 << 16
 """Bytes that are read at a time, unless they go straight into a tensor."""
 
 
-_UNREADABLE = (
-    OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError, RuntimeError,
-    msgpack.UnpackException,
+_MALFORMED = (
+    ValueError, TypeError, KeyError, OverflowError, RecursionError, msgpack.UnpackException,
 )  # fmt: skip
-"""Errors of unpacking a malformed meta. torch raises RuntimeError for an impossible tensor."""
+"""Errors of unpacking a malformed meta."""
 
 
 _AT_ONCE = 64
@@ -298,10 +297,22 @@ class Link:
             # A description has dtype, shape and strides; for a slot, also its number and offset.
             data, about = msgpack.unpackb(meta)
             places = [place_for(each) if len(each) == 3 else self._in_slot(each) for each in about]
-        except _UNREADABLE as error:
+        except OSError as error:  # of `_mapped`
+            raise TransportError(
+                f"a tensor of a frame of kind {kind} lies in the other end's shared memory, for "
+                f"which this process has no room: {error}; it needs more address space "
+                "(`ulimit -v`) or mappings (vm.max_map_count)"
+            ) from error
+        except _MALFORMED as error:
             raise TransportError(
                 f"a signed frame of kind {kind}, with {length} bytes of meta and {size} of "
-                f"tensors, cannot be read: {error!r}"
+                f"tensors, has a malformed meta: {error!r}; do all processes run the same version "
+                "of pipedream-rt?"
+            ) from error
+        except RuntimeError as error:  # of torch, whose text says whether it is for want of memory
+            raise TransportError(
+                f"torch cannot make a tensor of a signed frame of kind {kind}: {error!r}; its head "
+                f"announces {size} bytes of tensors, for which this process needs memory"
             ) from error
         if sum(place.room.nbytes for place in places) != size:
             raise TransportError(

@@ -227,5 +227,7 @@ def _forget(events: select.epoll, link: Link) -> None:
 
 
 def text_of(error: Exception) -> str:
-    """Return the text of an error in lower case, without its number."""
-    return (getattr(error, "strerror", None) or str(error)).lower()
+    """Return the text of an error; that of an OSError without its number, in lower case."""
+    told = getattr(error, "strerror", None)
+    # The first letter only: the rest may have names of variables, files or classes in it.
+    return f"{told[0].lower()}{told[1:]}" if told else str(error)

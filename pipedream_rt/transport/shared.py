@@ -207,17 +207,28 @@ class ReceiveBlock:
         name, shape, stride, number, begin = about
         dtype = dtype_of(name)
         size = dtype.itemsize * (1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)))
-        if not (
-            type(number) is type(begin) is type(size) is int
-            and 0 <= number < _MOST_SLOTS
-            and _FIRST <= begin <= begin + size <= self._length
-            and begin % _PAGE == 0
-            and min((1, *shape)) > 0
-            and min((0, *stride)) >= 0
-        ):
+        if not (type(number) is type(begin) is type(size) is int):
+            kinds = ", ".join(type(each).__name__ for each in (number, begin, size))
+            problem = f"number, offset and size of a slot must be plain integers, not {kinds}"
+        elif not 0 <= number < _MOST_SLOTS:
+            problem = f"there is no slot {number}: slots have the numbers 0 to {_MOST_SLOTS - 1}"
+        elif not _FIRST <= begin <= begin + size <= self._length:
+            problem = (
+                f"there is no slot of {size} bytes at {begin}: slots lie between {_FIRST} and the "
+                f"end of the memory, {self._length}"
+            )
+        elif begin % _PAGE:
+            problem = f"there is no slot at {begin}: slots begin at multiples of {_PAGE}, a page"
+        elif min((1, *shape)) <= 0:
+            problem = f"a tensor in a slot must have positive lengths, not the shape {shape}"
+        elif min((0, *stride)) < 0:
+            problem = f"a tensor in a slot must have no negative strides, as in {stride}"
+        else:
+            problem = ""
+        if problem:
             raise TransportError(
-                f"no slot of {size} bytes begins at {begin} in the other end's shared memory of "
-                f"{self._length} bytes"
+                f"a frame describes the other end's shared memory wrongly: {problem}; do all "
+                "processes run the same version of pipedream-rt?"
             )
         memory = self._memory.get(begin)
         if memory is None or len(memory) < size:

@@ -517,7 +517,10 @@ class Watching:
             before = drawn_outside()
             seen = plain.step(0, cut, steps_that_draw(job.forwards), self._hyper[0])
             if drawn_outside() != before:
-                raise ConfigError("the code draws random numbers that nobody seeds")
+                raise ConfigError(
+                    "the model, loss or optimizer draws random numbers of Python or NumPy, which "
+                    "are not seeded per layer; draw them with torch, which is"
+                )
             return seen
 
 

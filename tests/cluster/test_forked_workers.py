@@ -71,7 +71,7 @@ def test_one_that_always_ends_is_told_of_in_words(forks, monkeypatch):
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr("subprocess.Popen", refused)
-    with pytest.raises(PeerLost, match=r"is gone: .*Cannot allocate memory"):
+    with pytest.raises(PeerLost, match=r"cannot be started: .*Cannot allocate memory"):
         forked(forks)
 
 

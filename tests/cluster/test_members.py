@@ -5,7 +5,7 @@ import pytest
 from pipedream_rt.cluster.control import Control
 from pipedream_rt.cluster.members import Member, WorkerSlot, natural, tell
 from pipedream_rt.deadline import Deadline
-from pipedream_rt.errors import MessageTimeout
+from pipedream_rt.errors import PeerLost, TransportError
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_a_lost_member_is_named_with_its_stages_its_process_and_its_end(pair):
         stage=1,
         doing="F4",
     )
-    problem = MessageTimeout("silent")
+    problem = PeerLost("it closed the connection", peer="w1")
     error = member.lost("killed by SIGKILL", problem, " (note)")
     assert str(error) == (
         "worker 'w1' (stages 1, 3, pid 7 on here) is gone: killed by SIGKILL (note)"
@@ -43,6 +43,7 @@ def test_a_lost_member_is_named_with_its_stages_its_process_and_its_end(pair):
     assert (error.worker, error.stage, error.doing, error.crashed) == ("w1", 1, "F4", False)
     assert member.lost("killed by SIGSEGV").crashed
     assert error.__cause__ is problem
+    assert str(member.lost("", TransportError("odd"))).endswith("is gone (odd)")
 
 
 def test_a_member_whose_process_still_runs_does_not_answer(pair):

@@ -1,8 +1,11 @@
 """What findings mean, without any machine."""
 
+import re
+
 import pytest
 
 from pipedream_rt.doctor.judgement import MeasuredLink, judge, options_of_planner
+from pipedream_rt.doctor.rounds import _link_of
 
 FINE = {
     "software": "torch 2", "processor": "a kind", "source": "12ab", "memory": 8 << 30,
@@ -66,3 +69,14 @@ def test_machines_clocks_addresses_and_links():
 
 def test_no_link_says_nothing_to_the_planner():
     assert options_of_planner({("a", "b"): MeasuredLink(None, 0.0, "no")}) == ""
+
+
+@pytest.mark.parametrize(
+    ("said", "problem"),
+    [
+        ({"type": "", "text": "nothing came from worker 'b' in time"}, "nothing came from worker"),
+        ({"type": "clock", "ns": 3}, r"malformed answer 'clock': KeyError\('text'\); is it"),
+    ],
+)
+def test_why_a_machine_says_nothing_of_a_link_is_told(said, problem):
+    assert re.match(problem, _link_of(said).problem)

@@ -213,7 +213,7 @@ def test_what_no_run_has_written_is_left_as_it_is(tmp_path, name, make):
     run.mkdir()
     make(run / name)
     before = what_a_write_changes(run / name)
-    with pytest.raises(ConfigError, match=f"{name} is of no run .* a folder of its own"):
+    with pytest.raises(ConfigError, match=f"{name} .*, and has a name .* a folder of its own"):
         RunFolder(run)
     assert what_a_write_changes(run / name) == before
     assert [path.name for path in run.iterdir()] == [name]

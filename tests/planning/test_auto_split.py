@@ -165,7 +165,7 @@ def test_more_ranks_than_stages_are_refused(monkeypatch):
     for name, value in (("RANK", 0), ("WORLD_SIZE", 9), ("LOCAL_WORLD_SIZE", 9)):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "localhost")
-    with pytest.raises(ConfigError, match="there is no plan for 8 or 9 workers, but for 1, 2"):
+    with pytest.raises(ConfigError, match="no plan uses 8 or 9 workers; there are plans for 1, 2"):
         pipeline(1, 1, workers=None)
 
 

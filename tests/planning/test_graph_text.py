@@ -50,7 +50,7 @@ def test_inputs_and_dangling_items_are_left_out():
         (f"{node(1)}\n\tnode1", "line 2 is no edge"),
         (f"{node(1)}\n\tnode1 -- node2", "line 2 is no edge between two nodes"),
         (f"{node(1)}\n{node(2)}\n\tnode1 -- node2\n\tnode2 -- node1", "circle, in which node1"),
-        (node(1, "Input"), "inputs alone"),
+        (node(1, "Input"), "no layer is left"),
     ],
 )
 def test_what_makes_no_sense_is_refused(text, message):

@@ -16,9 +16,9 @@ def test_links_between_processes_of_this_machine():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"count": 1}, "2 workers"),
-        ({"size": 10}, "64 KiB"),
-        ({"repeats": 0}, "1 repeat"),
+        ({"count": 1}, "count must be at least 2, not 1"),
+        ({"size": 10}, "size must be at least 65536, not 10"),
+        ({"repeats": 0}, "repeats must be at least 1, not 0"),
         ({"workers": "serial"}, "no links between workers that are 'serial'"),
         ({"workers": "serial"}, "no links"),
     ],
@@ -40,5 +40,7 @@ def test_what_a_codec_costs(codec, ratio):
 
 
 def test_a_codec_that_takes_nothing_has_no_costs():
-    with pytest.raises(ConfigError, match="nothing to measure"):
+    with pytest.raises(ConfigError, match=r"float32 value of shape \(4, 16\) as it is"):
         measure_codec(Projection(8, 2), shape=(4, 16))
+    with pytest.raises(ConfigError, match="repeats must be at least 1, not 0"):
+        measure_codec(Int8(), repeats=0)

@@ -3,6 +3,7 @@
 import os
 import queue
 import random
+import re
 import socket
 import struct
 import threading
@@ -14,7 +15,7 @@ import torch
 from pipedream_rt.errors import TransportError
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.link import Connection, Link, link_key
-from pipedream_rt.transport.links import Links
+from pipedream_rt.transport.links import Links, text_of
 from pipedream_rt.transport.signing import Signer
 
 KEY = b"k" * 32
@@ -169,6 +170,40 @@ def test_what_a_member_signs_but_makes_no_sense_ends_the_link(meta):
     frames, error = fed(signature + struct.pack("!BIQ", 0, len(meta), 0) + meta)
     assert frames == []
     assert isinstance(error, TransportError)
+
+
+@pytest.mark.parametrize(
+    ("raised", "words"),
+    [
+        (OSError(12, "no room"), "other end's shared memory, for which this process has no room"),
+        (RecursionError("deep"), r"malformed meta: RecursionError\('deep'\)"),
+        (RuntimeError("can't allocate memory"), "torch cannot make a tensor .* allocate memory"),
+    ],
+    ids=repr,
+)
+def test_what_a_tensor_lacks_is_told(monkeypatch, raised, words):
+    def refused(description):
+        raise raised
+
+    monkeypatch.setattr("pipedream_rt.transport.link.place_for", refused)
+    meta = msgpack.packb([b"", [["float32", [2], [1]]]])
+    signature = Signer(KEY, 1, 0, 1).sign(struct.pack("!BQ", 0, 8), meta)
+    frames, error = fed(signature + struct.pack("!BIQ", 0, len(meta), 8) + meta)
+    assert frames == []
+    assert isinstance(error, TransportError)
+    assert re.search(words, str(error))
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ConnectionResetError(104, "Connection reset by peer"), "connection reset by peer"),
+        (ConnectionError("it closed the connection"), "it closed the connection"),
+        (TransportError("set PIPEDREAM_RT_SECRET"), "set PIPEDREAM_RT_SECRET"),
+    ],
+)
+def test_only_the_words_of_the_system_begin_in_lower_case(error, text):
+    assert text_of(error) == text
 
 
 class Member:

@@ -298,9 +298,29 @@ def test_a_block_that_is_shorter_than_what_is_said_to_lie_in_it_is_refused(block
     os.ftruncate(fd, size)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     views = ReceiveBlock(fd)
-    with pytest.raises(TransportError, match="no slot"):
+    with pytest.raises(TransportError, match=r"no slot of .* at "):
         views.tensor(about)
     views.close()
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({3: "0"}, "plain integers, not str, int, int"),
+        ({3: shared._MOST_SLOTS}, "no slot 4096"),
+        ({4: 0}, "no slot of 131072 bytes at 0: slots lie between"),
+        ({4: shared._FIRST + 1}, "slots begin at multiples of"),
+        ({1: [0]}, "positive lengths"),
+        ({1: [1, COUNT], 2: [-1, 1]}, "negative strides"),
+    ],
+)
+def test_a_slot_that_is_described_wrongly_is_refused(block, changed, words):
+    sends, receives = block
+    about = list(put(sends, torch.rand(COUNT)))
+    for place, value in changed.items():
+        about[place] = value
+    with pytest.raises(TransportError, match=words):
+        receives.tensor(about)
 
 
 def used(slots):

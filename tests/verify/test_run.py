@@ -308,7 +308,7 @@ def test_a_model_that_draws_by_itself_is_left_alone(caplog):
     model = nn.Sequential(Draws(8, 8), nn.Linear(8, 8))
     with caplog.at_level(logging.INFO), opened(model, batches(), training=Training()) as pipe:
         assert len(list(pipe.train_epoch(batches()))) == 3
-    assert "draws random numbers that nobody seeds" in caplog.text
+    assert "draws random numbers of Python or NumPy" in caplog.text
 
 
 def test_samples_that_depend_on_each_other_are_told_of(caplog):
