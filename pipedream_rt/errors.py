@@ -16,7 +16,7 @@ The tree::
     ├── WorkerLost                      a worker process died or was cut off
     ├── StageFailed                     an action raised on a stage; __cause__ is its error
     │   └── NonFiniteLoss               the loss became NaN or infinite
-    ├── PoisonedMicroBatch              the same micro-batch ended its worker again and again
+    ├── PoisonedMicroBatch              the same micro-batch failed again and again
     └── PipelineClosed                  the pipeline was used after its end
 
 A message says where the error happened (stage, action, worker), what was expected, what was found
@@ -173,7 +173,7 @@ class NonFiniteLoss(StageFailed):
 
 
 class PoisonedMicroBatch(PipelineError):
-    """The same micro-batch ended its worker again and again; ``__cause__`` is the last failure.
+    """The same micro-batch failed again and again; ``__cause__`` is the last failure.
 
     Args:
         message: The text of the error.

@@ -110,10 +110,15 @@ class Cutter:
         k = self._per_update
         if isinstance(batch, Batch):
             return self._cut(batch, k, training)
-        if not len(batch.parts) <= batch.of <= k:
+        if len(batch.parts) > batch.of:
             raise ConfigError(
-                f"a mini-batch of {len(batch.parts)} parts, of {batch.of} at most, cannot be cut "
-                f"into {k} micro-batches: give at least as many micro_batches as there are parts"
+                f"an accumulated mini-batch has {len(batch.parts)} parts, and at most {batch.of} "
+                "were announced; give of= the number of its parts"
+            )
+        if batch.of > k:
+            raise ConfigError(
+                f"an accumulated mini-batch of up to {batch.of} parts needs at least {batch.of} "
+                f"micro-batches, and is cut into {k}; give micro_batches={batch.of} or more"
             )
         found = [
             self._cut(part, k // batch.of + (i < k % batch.of), training, adds)

@@ -239,6 +239,6 @@ class RecordedForwards:
             if missing := sorted(used - self._has[stage]):
                 raise ConfigError(
                     f"this mini-batch makes the model use {', '.join(missing)} on stage {stage}, "
-                    "which it did not with the example, so the stage has it not; give such a "
-                    "mini-batch as example="
+                    "which was sent only what the example used there; give an example= that uses "
+                    "it on that stage too"
                 )

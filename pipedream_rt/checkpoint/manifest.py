@@ -234,7 +234,7 @@ def seal(manifest: Manifest) -> bytes:
         ) from error
     # Checked as a reader will check it: else the run would make checkpoints that nobody can load.
     if problem := schema.problem_of(_unpack(packed), _FIELDS):
-        raise CheckpointError(f"the manifest could not be read again: {problem}")
+        raise CheckpointError(f"the manifest was not written, as it would be unreadable: {problem}")
     return bytes(msgpack.packb([_MAGIC, _FORMAT, packed, _checksum(packed)]))
 
 
@@ -251,10 +251,14 @@ def read_manifest(folder: Path) -> Manifest:
                 f"version reads {_FORMAT}"
             )
         if _checksum(packed) != checksum:
-            raise ValueError("its checksum does not fit")
+            raise ValueError(
+                "it is damaged or was changed after it was written: its checksum differs"
+            )
         found = _unpack(packed)
-        if not isinstance(found, dict) or not found.keys() <= _FIELDS.keys():
-            raise ValueError("it has other fields than a manifest")
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds a {type(found).__name__} in place of a dict of fields")
+        if unknown := [repr(key) for key in found if key not in _FIELDS]:
+            raise ValueError(f"it has fields that no manifest has: {', '.join(unknown)}")
         if problem := schema.problem_of(found, _FIELDS):
             raise ValueError(problem)
         return Manifest(**found)

@@ -98,7 +98,9 @@ def _verify_file(path: Path, size: int, digest: bytes) -> None:
         if found != size:
             raise CheckpointError(f"{path} has {found} bytes, it was written with {size}")
         if digest_of(path) != digest:
-            raise CheckpointError(f"{path} was changed: its checksum does not fit")
+            raise CheckpointError(
+                f"{path} is damaged or was changed after it was written: its checksum differs"
+            )
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
 

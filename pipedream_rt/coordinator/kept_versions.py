@@ -53,8 +53,9 @@ class KeptVersion:
             raise ConfigError(f"the version of step {self.step} was dropped; keep another one")
         if self._lease.group.loads != self._loads:
             raise ConfigError(
-                f"the version of step {self.step} is from before other weights were loaded, to "
-                "which a recovery could not go back; keep another one"
+                f"the kept version of step {self.step} was made before load() or "
+                "load_state_dict() replaced the weights, and cannot be read any more; call "
+                "keep_version() again"
             )
         return self._number
 

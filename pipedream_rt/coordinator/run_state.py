@@ -154,7 +154,9 @@ class RunState:
         """Flush, and write a checkpoint; see `Pipeline.save`."""
         root, self.is_read = folder or self._checkpointer.folder, True
         if root is None:
-            raise ConfigError("save needs a folder, here or as checkpoint of the pipeline")
+            raise ConfigError(
+                "save needs a folder: pipe.save(folder), or Pipeline(checkpoint=folder)"
+            )
         self._feeder.flush()
         self.finish_checkpoint()
         self._checkpointer.begin(root, keep, self._manifest(extra), self._epochs.unseen())

@@ -126,10 +126,13 @@ def writable(path: str | os.PathLike[str], what: str = "trace") -> Path:
     if path.is_dir():
         raise ConfigError(f"the {what} must be a file, {path} is a folder")
     if not path.parent.is_dir():
-        raise ConfigError(f"the {what} cannot be written to {path}: there is no such folder")
+        raise ConfigError(
+            f"the {what} cannot be written to {path}: there is no folder {path.parent}"
+        )
     there = path.exists()
     if there and not takes_output(path.stat().st_mode):
-        raise ConfigError(f"the {what} cannot be written to {path}: it is no file")
+        kind = "a socket" if path.is_socket() else "a disk"
+        raise ConfigError(f"the {what} cannot be written to {path}: it is {kind}")
     # A device, or a file that is mounted by itself, is written in place, whatever its folder.
     if not os.access(path.parent, os.W_OK) and not (there and os.access(path, os.W_OK)):
         raise ConfigError(f"the {what} cannot be written to {path}: no permission in its folder")

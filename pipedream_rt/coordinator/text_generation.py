@@ -26,11 +26,7 @@ from pipedream_rt.errors import ConfigError, PipelineError
 _CACHE = "past_key_values"
 """The keyword argument under which models of transformers take a cache."""
 
-_OWN_WEIGHTS = (
-    "the model's own generate, or what it prepares for a forward, computes with the weights of the "
-    "script's model, which are not those of the stages; load pipe.state_dict() into a model of its "
-    "class, and generate with that"
-)
+_BY_ITSELF = "load pipe.state_dict() into a model of its class, and generate with that"
 
 
 @dataclass(slots=True)
@@ -88,9 +84,17 @@ class _Generation:
         """Refuse inputs that no stage can take, or outputs that none gives."""
         for name in ("output_attentions", "output_hidden_states"):
             if inputs.get(name):
-                raise ConfigError(f"{name} is not available: the stages give the scores alone")
-        if any(isinstance(value, Tensor) and value.is_meta for value in inputs.values()):
-            raise ConfigError(_OWN_WEIGHTS)
+                raise ConfigError(
+                    f"the last stage returns only the scores: leave {name} out, in "
+                    "generation_config too"
+                )
+        for name, value in inputs.items():
+            if isinstance(value, Tensor) and value.is_meta:
+                raise ConfigError(
+                    f"generate calls the forward with {name} on the meta device, without values: "
+                    "what a model computes from its weights before the forward has none, as the "
+                    f"weights are on the stages; {_BY_ITSELF}"
+                )
         ids = inputs.get("input_ids")
         tokens = getattr(self.config.get_text_config(), "vocab_size", None)
         if isinstance(ids, Tensor) and ids.numel() and isinstance(tokens, int):
@@ -140,7 +144,11 @@ def generate(
     except (RuntimeError, NotImplementedError) as error:
         # The loop has computed with weights of the stand-in, which have no values.
         if "meta" in str(error) and not isinstance(error, PipelineError):
-            raise ConfigError(_OWN_WEIGHTS) from error
+            text = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"generate has failed on a tensor without values ({text}): outside of the forward "
+                f"the weights have none, as they are on the stages; {_BY_ITSELF}"
+            ) from error
         raise
     finally:
         numbers = [number for _, number in generation.caches.values()]
@@ -157,8 +165,8 @@ def _refuse_model(model: nn.Module) -> None:
         )
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(
-            f"{type(model).__name__} has an encoder, which generate would run by itself; load "
-            "pipe.state_dict() into a model of its class, and generate with that"
+            f"{type(model).__name__} has an encoder, which generate would run by itself; "
+            f"{_BY_ITSELF}"
         )
 
 

@@ -33,7 +33,10 @@ def device_named(name: str) -> torch.device:
         text = str(error).partition("\n")[0]
         raise ConfigError(f"{name!r} is no device: {text}; {_there()}") from error
     if device.type == "meta":
-        raise ConfigError("devices: on the device meta nothing is computed")
+        raise ConfigError(
+            f"the device {name!r} cannot be used: nothing is computed on the meta device; give "
+            "'cpu' or an accelerator"
+        )
     return device
 
 
@@ -45,12 +48,17 @@ def device_there(name: str, number: int = 0) -> torch.device:
     kind = _kind()
     count = torch.accelerator.device_count()
     if kind != device.type or not count:
-        raise ConfigError(f"the device {name!r} is not there: {_there()}")
+        raise ConfigError(
+            f"the device {name!r} cannot be used: there is no accelerator of kind "
+            f"{device.type!r}; {_there()}"
+        )
     index: int | None = device.index
     if index is None:
         return torch.device(device.type, number % count)
     if not 0 <= index < count:
-        raise ConfigError(f"the device {name!r} is not there: {_there()}")
+        raise ConfigError(
+            f"the device {name!r} cannot be used: its number must be less than {count}; {_there()}"
+        )
     return device
 
 

@@ -188,9 +188,15 @@ class UnsplitModel:
         if not (differing := sorted(there.items() ^ expected.items())):
             return ""
         key = differing[0][0]
+        name = printable(key, 100)
+        if key not in expected:
+            return f"weight {name} (shape {there[key]}) is in the checkpoint and not in the model"
+        if key not in there:
+            return (
+                f"weight {name} (shape {expected[key]}) is in the model and not in the checkpoint"
+            )
         return (
-            f"{printable(key, 100)} has the shape {there.get(key)} in the checkpoint and "
-            f"{expected.get(key)} in the model"
+            f"{name} has the shape {there[key]} in the checkpoint and {expected[key]} in the model"
         )
 
     def copy_with(self, state_dict: dict[str, Tensor]) -> nn.Module:

@@ -1,4 +1,5 @@
 from dataclasses import asdict
+from hashlib import blake2b
 
 import msgpack
 import pytest
@@ -57,6 +58,8 @@ def test_what_a_manifest_cannot_hold_is_refused_by_name_or_when_it_is_sealed():
         seal(manifest(extra=object()))
     with pytest.raises(CheckpointError, match="extra, attached objects and loaders can hold"):
         seal(manifest(extra=1 << 70))
+    with pytest.raises(CheckpointError, match=r"was not written, .* unreadable: its 'slack' is"):
+        seal(manifest(slack=[-1]))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +92,7 @@ def test_a_manifest_of_another_format_is_named(tmp_path):
         (b"", "the manifest of .* cannot be used"),
         (b"junk", "the manifest of .* cannot be used"),
         (msgpack.packb(["another program", 2, b"", b""]), "it is no manifest of pipedream-rt"),
-        (msgpack.packb(["pipedream-rt checkpoint", 5, b"", b""]), "its checksum does not fit"),
+        (msgpack.packb(["pipedream-rt checkpoint", 5, b"", b""]), "its checksum differs"),
     ],
 )
 def test_what_is_no_manifest_is_refused(tmp_path, data, reason):
@@ -101,5 +104,20 @@ def test_a_manifest_whose_packed_part_was_changed_is_refused(tmp_path):
     magic, version, packed, checksum = msgpack.unpackb(seal(manifest()))
     changed = bytes([packed[0] ^ 1]) + packed[1:]
     data = msgpack.packb([magic, version, changed, checksum])
-    with pytest.raises(CheckpointError, match="its checksum does not fit"):
+    with pytest.raises(CheckpointError, match=r"was changed after .*: its checksum differs"):
+        read_manifest(written(tmp_path, data))
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ([1], "it holds a list in place of a dict of fields"),
+        ({"step": 3, "height": 1, 7: 2}, "it has fields that no manifest has: 'height', 7"),
+    ],
+)
+def test_sealed_fields_that_are_not_those_of_a_manifest_are_refused(value, reason, tmp_path):
+    magic, version, *_ = msgpack.unpackb(seal(manifest()))
+    packed = msgpack.packb(value)
+    data = msgpack.packb([magic, version, packed, blake2b(packed, digest_size=16).digest()])
+    with pytest.raises(CheckpointError, match=reason):
         read_manifest(written(tmp_path, data))

@@ -106,13 +106,19 @@ def test_a_short_mini_batch_has_empty_micro_batches_at_its_end():
         assert torch.equal(weights[key], value), key
 
 
-@pytest.mark.parametrize(("count", "of"), [(3, 3), (3, 2)])
-def test_parts_that_do_not_fit_are_refused(count, of):
+@pytest.mark.parametrize(
+    ("count", "of", "words"),
+    [
+        (3, 3, "up to 3 parts needs at least 3 micro-batches, and is cut into 2; give micro_b"),
+        (3, 2, "has 3 parts, and at most 2 were announced; give of="),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(count, of, words):
     parts = parts_of([2] * 3)
     with Pipeline(
         Net(False), stages=2, example=parts[0], optimizer=(torch.optim.SGD, {"lr": 0.1}),
         schedule="1f1b", micro_batches=2, workers="serial",
     ) as pipe:  # fmt: skip
-        with pytest.raises(ConfigError, match=f"a mini-batch of {count} parts, of {of} at most"):
+        with pytest.raises(ConfigError, match=words):
             pipe.submit(Accumulated(tuple(map(batch_of, parts[:count])), of))
         assert pipe.submit(parts[0]).result().loss > 0

@@ -20,7 +20,7 @@ def test_a_device_in_a_folder_of_somebody_elses_may_be_written_to(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("folder", "is a folder"), ("no/file", "no such folder"), ("socket", "it is no file")],
+    [("folder", "is a folder"), ("no/file", "no folder .*no$"), ("socket", "it is a socket")],
 )
 def test_what_can_be_no_file_is_refused(name, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -193,7 +193,7 @@ def test_a_forked_child_writes_no_trace(tmp_path):
 @pytest.mark.parametrize(
     ("where", "words"),
     [
-        ("none/run.trace", "no such folder"),
+        ("none/run.trace", "there is no folder "),
         ("", "is a folder"),
         (7, "must be a file, True or False"),
     ],

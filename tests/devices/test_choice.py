@@ -62,9 +62,14 @@ def test_stages_of_one_worker_have_one_device(two):
 def test_a_device_is_chosen_by_the_number_of_a_process(two):
     assert choice.device_there("xpu", 3) == torch.device("xpu:1")
     assert choice.device_there("xpu:0", 3) == torch.device("xpu:0")
-    for name in ("xpu:2", "cuda", "cuda:0"):
-        with pytest.raises(ConfigError, match=f"'{name}' is not there: .* cpu, xpu:0, xpu:1"):
+    for name in ("cuda", "cuda:0"):
+        words = f"'{name}' cannot be used: .* of kind 'cuda'; .* cpu, xpu:0, xpu:1"
+        with pytest.raises(ConfigError, match=words):
             choice.device_there(name)
+    with pytest.raises(ConfigError, match=r"'xpu:2' cannot be used: .* less than 2; .* xpu:1"):
+        choice.device_there("xpu:2")
+    with pytest.raises(ConfigError, match="'meta:0' cannot be used: nothing is computed on"):
+        choice.device_there("meta:0")
 
 
 def test_workers_on_one_accelerator_share_a_process():

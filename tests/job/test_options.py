@@ -133,7 +133,7 @@ def test_a_trace_that_could_not_be_written_at_the_end_is_refused_at_the_start(
 ):
     with pytest.raises(ConfigError, match=r"trace .* folder"):
         writable(tmp_path)
-    with pytest.raises(ConfigError, match=r"trace .* no such folder"):
+    with pytest.raises(ConfigError, match=r"trace .* there is no folder "):
         writable(tmp_path / "missing" / "t")
     # Not by its mode: root may write everywhere.
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)

@@ -115,9 +115,9 @@ class Failures:
         times = self._by_action[action] + min(unexplained, 1)
         if times >= _MOST_OF_ONE:
             raise PoisonedMicroBatch(
-                f"micro-batch {number} has ended its worker {times} times, in {action}; it is not "
-                "tried again. Look at its data and at the layers of that stage: the last failure "
-                f"was: {error}",
+                f"micro-batch {number} has failed {times} times, the last time in {action}; it is "
+                "not tried again. Look at its data and at the layers of that stage: the last "
+                f"failure was: {error}",
                 micro_batch=number,
                 stage=action.stage or 0,
             ) from error

@@ -71,6 +71,7 @@ def require_cpu(*args: Any, **kwargs: Any) -> None:
     """Refuse what ``to`` is given, unless it is the CPU."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.dtype | Tensor):
-            raise ConfigError(f"pipe.to({value}) is not there: {_DTYPE}")
+            given = "tensor" if isinstance(value, Tensor) else value
+            raise ConfigError(f"pipe.to({given}) does not convert the stages: {_DTYPE}")
         if isinstance(value, str | torch.device) and torch.device(value).type != "cpu":
-            raise ConfigError(f"pipe.to({str(value)!r}) is not there: {_CPU}")
+            raise ConfigError(f"pipe.to({str(value)!r}) does not move the stages: {_CPU}")

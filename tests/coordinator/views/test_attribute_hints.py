@@ -76,10 +76,12 @@ def test_whoever_wants_the_gradients_of_copies_is_told_where_they_are(pipe):
 def test_it_is_on_the_cpu(pipe):
     assert pipe.to("cpu") is pipe.cpu() is pipe.to(torch.device("cpu")) is pipe.to(device="cpu")
     for other in ("cuda", torch.device("cuda:1"), "meta"):
-        with pytest.raises(ConfigError, match=r"pipe\.to\('.*'\).*devices="):
+        with pytest.raises(ConfigError, match=r"pipe\.to\('.*'\) does not move .*devices="):
             pipe.to(other)
-    with pytest.raises(ConfigError, match="give Pipeline the model in that dtype"):
+    with pytest.raises(ConfigError, match=r"64\) does not convert .* in that dtype"):
         pipe.to(torch.float64)
+    with pytest.raises(ConfigError, match=r"pipe\.to\(tensor\) does not convert"):
+        pipe.to(torch.ones(2))
 
 
 @pytest.mark.parametrize("loader", [5, None, len, nn.Linear(1, 1)])

@@ -246,7 +246,7 @@ def test_without_a_record_there_is_no_report(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (lambda: {"report": "missing/report.html"}, "no such folder"),
+        (lambda: {"report": "missing/report.html"}, "there is no folder "),
         (lambda: {"report": 5}, "report must be a file"),
         (lambda: {"observe": Observe(record=5)}, "record must be a folder"),
         (lambda: {"observe": Observe(to=print)}, "to must be a list of observers"),
