@@ -32,7 +32,7 @@ class ClusterSpec:
     """What every kind of cluster is told.
 
     Attributes:
-        crew: How many worker processes do the work of the plan's workers.
+        assignment: How many worker processes do the work of the plan's workers.
         generation: Number of this group of workers, counted over all pipelines of the process.
         timeout: How long to wait for a message that is sure to come.
         start_timeout: How long to wait until all workers have joined.

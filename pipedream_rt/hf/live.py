@@ -49,7 +49,7 @@ class LiveModel:
     """A model that is up to date when it is read.
 
     Attributes:
-        is_old: Whether the stages may have newer weights than the model.
+        is_stale: Whether the stages may have newer weights than the model.
         lock: Held while weights are fetched, and while the stages are given something.
     """
 

@@ -40,7 +40,7 @@ class Facts:
         half: A parameter in float16.
         sparse: A layer of a stage with replicas whose gradients are sparse.
         renormed: A layer that changes its weight in its forward (``max_norm``).
-        renormed_often: One of a stage with replicas.
+        renormed_replicated: One of a stage with replicas.
     """
 
     schedule: str = ""
@@ -143,7 +143,7 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict(
         "replicas", "embeddings with max_norm",
-        "{renormed_often} has max_norm, which changes its weight in forward, on each replica "
+        "{renormed_replicated} has max_norm, which changes its weight in forward, on each replica "
         "otherwise",
         "use no replicas, or normalise the rows that were looked up",
         lambda f: f.replicated and f.renormed_replicated,

@@ -47,7 +47,7 @@ def assignment_for(
     wait: timedelta,
     seats: tuple[tuple[int, ...], ...] = (),
 ) -> ProcessAssignment:
-    """Return the crew of a plan: one process for each worker, unless elastic or seated.
+    """Return how many processes do the work of a plan: one for each worker as a rule.
 
     ``elastic`` is the fewest and the most processes.
     """

@@ -30,7 +30,7 @@ class Shaped(NamedTuple):
     Attributes:
         result: What it has returned, with zeros in the place of tensors.
         changed: The given tensors that it has changed in place.
-        moved: Whether it has changed its buffers.
+        changed_buffers: Whether it has changed its buffers.
         views: Tensors of the result that lie over the memory of a given one, each with that one.
     """
 

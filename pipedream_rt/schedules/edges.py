@@ -98,7 +98,7 @@ class Need(NamedTuple):
 
 
 class EdgeRule(NamedTuple):
-    """A need, or a gift, of the actions of one kind at an address.
+    """A need, or an output, of the actions of one kind at an address.
 
     Attributes:
         number: Maps the index of an action to the number of the last message; None where it is one

@@ -71,7 +71,7 @@ class VersionedParameters:
 
     Attributes:
         allocated: Number of sets of buffers that were allocated, including the module's own.
-        looks_ahead: Whether corrections make views of every version that a step makes.
+        has_views: Whether corrections make views of every version that a step makes.
         loaded: The newest version that was loaded without views, not made by a step.
     """
 

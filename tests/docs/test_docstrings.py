@@ -31,6 +31,18 @@ class Sums:
     Attributes:
         at: In seconds.
     """
+
+    at: float
+'''
+LISTED = '''
+class Sums:
+    """Sums.
+
+    Attributes:
+        before: In seconds.
+    """
+
+    after: float
 '''
 BARE = """
 def add(a, b):
@@ -52,6 +64,7 @@ class Pipeline:
         (REFERS, "add: what it overrides has the docs"),
         (REPEATS, "close_link: its docs say no more than its name"),
         (FACE, "Pipeline.step is public and has no docs"),
+        (LISTED, "Sums: its docs list before, which is not there"),
         (UNIT, None),
         (BARE, None),
     ],

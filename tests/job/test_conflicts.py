@@ -32,7 +32,7 @@ CASES = [
     ({"tied": "0.weight"}, REPLICAS),
     ({"hooked": "0.weight", "sum_hooked": "0.weight"}, {**REPLICAS, **FLUSHES}),
     ({"sparse": "0"}, {**REPLICAS, **FLUSHES}),
-    ({"renormed": "0", "renormed_often": "0"}, {**REPLICAS, **FLUSHES}),
+    ({"renormed": "0", "renormed_replicated": "0"}, {**REPLICAS, **FLUSHES}),
     (DELAYED, REPLICAS),
     (NORM, REPLICAS),
     ({"scaled": True, **FLUSHES}, {"replicas": 3, "per_update": 2, **FLUSHES}),
@@ -76,7 +76,7 @@ def test_what_may_have_replicas_is_what_no_row_speaks_against():
     assert may_replicate(Facts(**ASYNC, num_stages=2))
     assert may_replicate(Facts(**FLUSHES, **NORM))
     assert not may_replicate(Facts(**ASYNC, **NORM))
-    for name in ("tied", "sum_hooked", "sparse", "renormed_often"):
+    for name in ("tied", "sum_hooked", "sparse", "renormed_replicated"):
         assert not may_replicate(Facts(**FLUSHES, **{name: "0.weight"}))
 
 

@@ -125,10 +125,12 @@ def complaints():
             if node.name == "__init__":
                 if docs is not None:
                     yield path, node.lineno, f"{name}: its class has the docs"
-            elif docs is None:
-                if is_public and not _has_its_docs_elsewhere(node):
-                    yield path, node.lineno, f"{name} is public and has no docs"
-            elif not is_public and path != errors:
+            elif docs is None and is_public and not _has_its_docs_elsewhere(node):
+                yield path, node.lineno, f"{name} is public and has no docs"
+            if docs is not None and isinstance(node, ast.ClassDef):
+                for listed in sorted(_listed_attributes(docs) - _attributes(node)):
+                    yield path, node.lineno, f"{name}: its docs list {listed}, which is not there"
+            if docs is not None and not is_public and path != errors and node.name != "__init__":
                 sections = set(SECTION.findall(docs))
                 if isinstance(node, ast.ClassDef):
                     sections.discard("Attributes")
@@ -138,6 +140,19 @@ def complaints():
                     yield path, node.lineno, f"{name}: what it overrides has the docs"
                 if _stems(docs) - _stems(_FILLERS) <= _stems(name):
                     yield path, node.lineno, f"{name}: its docs say no more than its name"
+
+
+def _listed_attributes(docs):
+    """Return the names in the section of attributes of a docstring."""
+    section = re.search(r"^Attributes:\n((?:    .*\n?|\n)*)", docs, re.MULTILINE)
+    return set(re.findall(r"^    (\w+):", section[1], re.MULTILINE)) if section else set()
+
+
+def _attributes(node):
+    """Return the names that the body of a class assigns, defines, or uses as attributes."""
+    found = {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)}
+    found |= {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+    return found | {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
 
 
 def _has_its_docs_elsewhere(node):

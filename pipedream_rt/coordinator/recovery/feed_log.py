@@ -1,9 +1,9 @@
-"""The log of the feed since the origins, from which a recovery replays it.
+"""The log of the feed since the restore points, from which a recovery replays it.
 
-The coordinator gives everything that it feeds a position. Stages that start from the state at an
-origin, and are fed what came after it in the same order, compute the same bits as before. So the
-coordinator keeps what it has fed since the oldest origin, and a recovery is: new workers, the state
-at an origin, the feed since.
+The coordinator gives everything that it feeds a position. Stages that start from the state of a
+restore point, and are fed what came after it in the same order, compute the same bits as before.
+So the coordinator keeps what it has fed since the oldest restore point, and a recovery is: new
+workers, the state of a restore point, the feed since.
 
 An entry names the role of the stages that it is for, not their numbers, so that a later generation
 may have another plan.
@@ -73,11 +73,11 @@ class Entry(NamedTuple):
 
 
 class FeedLog:
-    """The feed since the oldest origin.
+    """The feed since the oldest restore point.
 
     Attributes:
         on: Whether entries are kept; not if the run recovers from no failure.
-        origins: The origins, oldest first.
+        restore_points: The restore points, oldest first.
     """
 
     def __init__(self, on: bool) -> None:
@@ -89,11 +89,11 @@ class FeedLog:
         self._next: RestorePoint | None = None
 
     def hold(self) -> None:
-        """Add no newer origin until `release` was called as often."""
+        """Add no newer restore point until `release` was called as often."""
         self._holds += 1
 
     def release(self) -> None:
-        """Undo one `hold`; after the last one the newest origin that came meanwhile is added."""
+        """Undo one `hold`; after the last, add the newest restore point that came meanwhile."""
         self._holds -= 1
         if not self._holds and self._next is not None:
             restore_point, self._next = self._next, None
@@ -105,7 +105,7 @@ class FeedLog:
             self._entries.append(entry)
 
     def begin(self, restore_point: RestorePoint) -> None:
-        """Add a newer origin, and forget the entries that no origin needs any more."""
+        """Add a newer restore point, and forget the entries that none needs any more."""
         if self._holds:
             # No checkpoint has what is held, such as a kept version: a recovery must go back to
             # before it was made, and make it again from the feed.
@@ -131,5 +131,5 @@ class FeedLog:
         self._entries.clear()
 
     def since(self, restore_point: RestorePoint) -> Iterator[Entry]:
-        """Return the entries that were fed after an origin, in order."""
+        """Return the entries that were fed after a restore point, in order."""
         return (entry for entry in self._entries if entry.position >= restore_point.position)

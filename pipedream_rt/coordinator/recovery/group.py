@@ -1,9 +1,9 @@
 """The workers that host a pipeline's stages, one generation after another.
 
 `take` waits for a message from a stage. When a worker fails meanwhile, the group ends the workers
-that are left, starts new ones, gives them the state at the newest origin, feeds them what was fed
-since (`feed_log.py`), and goes on waiting. The same feed gives the same bits, and the inbox drops
-messages that the coordinator has already taken, so the caller notices nothing but the time.
+that are left, starts new ones, gives them the state of the newest restore point, feeds them what
+was fed since (`feed_log.py`), and goes on waiting. The same feed gives the same bits, and the inbox
+drops messages that the coordinator has already taken, so the caller notices nothing but the time.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class WorkerGroup:
 
     Attributes:
         life: The life of the pipeline. An error that the group does not recover from ends it.
-        at_end: Functions to call when the pipeline ends, before the workers do.
-        at_last: Functions to call when the workers have ended.
+        before_workers_end: Functions to call when the pipeline ends, before the workers do.
+        after_workers_end: Functions to call when the workers have ended.
         position: Position of the next item of the feed.
         next_micro_batch: Number of the next micro-batch to be fed for training.
         next_loss: Number of the next micro-batch whose loss is to be taken.
@@ -146,7 +146,7 @@ class WorkerGroup:
         self._recovers = False
         self.log = FeedLog(on=failures.left > 0)
         self.restarts: list[Restart] = []
-        self._reception = CoordinatorInbox(plan)
+        self._coordinator_inbox = CoordinatorInbox(plan)
         self._cluster: Cluster | None = None
         self._send: Send = lambda *_: None
         self._status_server: StatusServer | None = None
@@ -315,7 +315,7 @@ class WorkerGroup:
             return self._recovering(waiting)
 
     def restore_point(self) -> RestorePoint:
-        """Return an origin behind what was fed last, without a folder."""
+        """Return a restore point behind what was fed last, without a folder."""
         return RestorePoint(
             position=self.position,
             optimizer=self._optimizer,
@@ -325,11 +325,11 @@ class WorkerGroup:
 
     @property
     def inbox(self) -> Inbox:
-        return self._reception.inbox
+        return self._coordinator_inbox.inbox
 
     @property
     def generation(self) -> int:
-        return self._reception.generation
+        return self._coordinator_inbox.generation
 
     @property
     def cluster(self) -> Cluster:
@@ -392,10 +392,10 @@ class WorkerGroup:
             except Exception as error:
                 if self.life.is_over:
                     raise
-                known = self._reception.failure
+                known = self._coordinator_inbox.failure
                 self._recovers = True  # so that a signal handler that closes waits for nothing
                 try:
-                    # The reception knows what failed; the error only tells how it was noticed.
+                    # The inbox knows what failed; the error only tells how it was noticed.
                     self._recover(known if known is not None and is_passing(error) else error)
                 finally:
                     self._recovers = False
@@ -409,7 +409,7 @@ class WorkerGroup:
             if restore_point is self._looked_at:
                 return
             self._looked_at = restore_point
-            # A recovery without a failure: right behind a new origin, so little is fed again.
+            # A recovery without a failure, right behind a new restore point: little is fed again.
             if count and self._can_go_back():
                 self._recovers = True
                 try:
@@ -453,7 +453,7 @@ class WorkerGroup:
             except Exception as again:
                 if self.life.is_over:
                     raise PipelineClosed("the pipeline was closed") from again
-                failure = self._reception.failure or again
+                failure = self._coordinator_inbox.failure or again
             # What makes the system refuse, or workers end at once, may take a while to pass.
             threading.Event().wait(pauses.after("", time.monotonic() - began))
         restart = Restart(
@@ -473,7 +473,7 @@ class WorkerGroup:
         )
 
     def _start_again(self) -> int:
-        """End the workers, start others, and feed them what was fed since the newest origin."""
+        """End the workers, start others, and feed them again since the newest restore point."""
         self._refuse_if_over()
         restore_point, manifest = self._origin_to_use()
         self.cluster.kill()
@@ -485,7 +485,7 @@ class WorkerGroup:
         return replayed
 
     def _origin_to_use(self) -> tuple[RestorePoint, Manifest | None]:
-        """Return the newest origin whose checkpoint is whole, with the checkpoint's manifest."""
+        """Return the newest restore point with a whole checkpoint, and that one's manifest."""
         while True:
             restore_point = self.log.restore_points[-1]
             if restore_point.folder is None:
@@ -500,7 +500,7 @@ class WorkerGroup:
             except CheckpointError as error:
                 if len(self.log.restore_points) == 1:
                     raise
-                _log.warning("%s; the run goes back to the origin before it", error)
+                _log.warning("%s; the run goes back to the restore point before it", error)
                 self.log.restore_points.pop()
 
     def _refuse_if_over(self) -> None:
@@ -509,20 +509,18 @@ class WorkerGroup:
             raise PipelineClosed("the pipeline was closed")
 
     def _begin(self, restore_point: RestorePoint, manifest: Manifest | None = None) -> None:
-        """Start the workers of a generation, and wait until stages have the state at an origin."""
+        """Start a generation of workers, and wait until stages have the state of a restore point."""
         self._refuse_if_over()
         generation = next(_generations)
-        reception = self._reception
-        reception.begin(generation)
-        self._cluster = self._start_cluster(
-            reception.receive, reception.fail_of(generation), generation
-        )
+        inbox = self._coordinator_inbox
+        inbox.begin(generation)
+        self._cluster = self._start_cluster(inbox.receive, inbox.fail_of(generation), generation)
         try:
             self._refuse_if_over()  # what ended the pipeline meanwhile did not know these workers
         except PipelineClosed:
             self._cluster.close()
             raise
-        reception.cluster = self._cluster
+        inbox.cluster = self._cluster
         self._send = Sender(self._cluster.transport, COORDINATOR, generation)
         self._turns = [0] * len(self.plan.addresses)
         begun = range(len(self._forwards.definitions))

@@ -219,7 +219,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, caplog):
         assert_same(pipe.state_dict(), weights)
         assert len(pipe.restarts) == 1
     assert found == expected
-    assert "the run goes back to the origin before it" in caplog.text
+    assert "the run goes back to the restore point before it" in caplog.text
 
 
 @pytest.mark.threads
