@@ -509,7 +509,7 @@ class WorkerGroup:
             raise PipelineClosed("the pipeline was closed")
 
     def _begin(self, restore_point: RestorePoint, manifest: Manifest | None = None) -> None:
-        """Start a generation of workers, and wait until stages have the state of a restore point."""
+        """Start a generation of workers; wait until stages have the state of a restore point."""
         self._refuse_if_over()
         generation = next(_generations)
         inbox = self._coordinator_inbox
