@@ -46,12 +46,10 @@ def _signature(value: Any) -> str:
 
 
 def _members(cls: type) -> Iterator[str]:
-    """Yield the public members of a class: its own, and those of public classes that it extends."""
-    public = {
-        each for p in PACKAGES for n in sys.modules[p].__all__
-        if isinstance(each := getattr(sys.modules[p], n), type)
-    }  # fmt: skip
-    for base in public.intersection(cls.__mro__):
+    """Yield the public members of a class, its own and those that it inherits in this library."""
+    for base in cls.__mro__:
+        if not base.__module__.startswith("pipedream_rt"):
+            continue
         for name, value in vars(base).items():
             if not name.startswith("_"):
                 plain = value.__func__ if isinstance(value, classmethod | staticmethod) else value

@@ -41,7 +41,7 @@ def is_name(value: Any) -> bool:
 
 
 _DOOR = row(line(255), whole(1, 65535), is_token, is_token)
-"""Where the door of a member is; see `DoorAt`."""
+"""Where the door of a member is: the fields of `UnixAddress`, or of an address with a port."""
 
 
 _LONG = 1 << 20

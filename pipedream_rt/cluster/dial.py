@@ -207,10 +207,7 @@ def ask_to_join(
     except PeerLost as error:
         raise NoPlace(f"the coordinator ended before it admitted this worker: {error}") from error
     except (TransportError, MessageTimeout) as error:  # somebody else may have the port now
-        raise NoPlace(
-            f"the handshake with {control.peer} failed: {error} (a wrong port, a wrong secret, or "
-            "another service?)"
-        ) from error
+        raise NoPlace(f"the handshake with {control.peer} failed: {error}") from error
     control.secure(talk.session_key(), WORKER_END, COORDINATOR_END)
     return bytes(key)
 

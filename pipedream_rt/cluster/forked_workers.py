@@ -198,8 +198,9 @@ class ForkServer:
                     request = msgpack.packb({**wanted, **self._changes()})
                     if len(request) > _LARGEST_REQUEST:
                         raise PeerLost(
-                            f"the environment has changed by {len(request)} bytes, of which "
-                            f"{_LARGEST_REQUEST} fit; unset large variables",
+                            f"the request for a worker has {len(request)} bytes, most of them "
+                            f"changed environment variables, and {_LARGEST_REQUEST} fit; unset "
+                            "large ones",
                             peer="fork server",
                         )
                     socket.send_fds(connection, [request], [fd, *_outputs()])

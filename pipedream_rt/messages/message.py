@@ -248,7 +248,7 @@ class Loss(Payload):
 
     Attributes:
         loss: The loss, not multiplied by its weight; None for an empty micro-batch and in
-            inference. Inside a worker with an accelerator it may be a `Late` of ``devices``.
+            inference. Inside a worker with an accelerator it may be a `DeferredScalar`.
         trail: That of `MicroBatch`, with the last stage.
         metrics: By name, parts of the loss, and what the functions beside it returned, or the text
             of their errors.

@@ -28,6 +28,7 @@ class AdamWBeside(torch.optim.Optimizer):
         super().__init__(params, {"matrices": False, **defaults})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; ValueError for an option that makes no sense, or a matrix that is none."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         self.check(group)
@@ -101,7 +102,10 @@ class AdamWBeside(torch.optim.Optimizer):
         return state
 
     def expected_step(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """Return what the next step subtracts if no gradient comes, for `WeightPrediction`."""
+        """Return what the next step subtracts from a parameter of a group if no gradient comes.
+
+        `WeightPrediction` asks for it, once the parameter has a state.
+        """
         if group["matrices"]:
             return self.expected_step_of_matrix(parameter, group)
         return step_of_moments(group, self.state[parameter], parameter, decays=True)

@@ -203,14 +203,14 @@ def _weights_needed(
     """A user of a weight needs the version that its owner reads; a flush needs all versions."""
     if kind is not Kind.FORWARD and kind is not Kind.DRAIN:
         return
-    for edge in plan.tied_in(plan.stage_of(address)):
+    for edge in plan.borrows(plan.stage_of(address)):
         reads = functools.partial(plan.reads, plan.stage_of(edge.source))
         yield EdgeRule(edge, reads if kind is Kind.FORWARD else _itself)
 
 
 def _weights_given(plan: Placement, kind: Kind, address: Address, index: int) -> Iterator[EdgeRule]:
     if kind is plan.applied_by(address):
-        for edge in plan.tied_out(plan.stage_of(address)):
+        for edge in plan.lends(plan.stage_of(address)):
             yield EdgeRule(edge, _one_more)
 
 

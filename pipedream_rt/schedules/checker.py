@@ -197,7 +197,7 @@ class _Checker:
             )
 
     def _apply_update(self, address: Address, state: _StageState, update: int) -> None:
-        following = self._plan.oldest_reader(address, state.forwards, update)
+        following = self._plan.next_of_stage(address, state.forwards, update)
         state.ledger.update(self._plan.reads(state.stage, following))
         state.applied += 1
         # With a sharded optimizer, a version is whole only after its T.

@@ -210,7 +210,7 @@ class Placement:
         # With replicas, the shape counts workers as addresses are counted here.
         return self.shape.first_own(address, micro_batch)
 
-    def oldest_reader(self, address: Address, next_own: int, update: int) -> int:
+    def next_of_stage(self, address: Address, next_own: int, update: int) -> int:
         """Return the oldest micro-batch that may still read a version, after a replica's update.
 
         ``next_own`` is the next forward of the replica itself.
@@ -314,11 +314,11 @@ class Placement:
             return math.lcm(*(self.replicas[s] for s in (*self.entries, *self.exits)))
         return self._cycles[self._stages[address]]
 
-    def tied_in(self, stage: int) -> dict[Edge, tuple[Tie, ...]]:
+    def borrows(self, stage: int) -> dict[Edge, tuple[Tie, ...]]:
         """Return the edges on which a stage gets new versions of weights that others own."""
         return {edge: ties for edge, ties in self._weights.items() if edge.target == stage}
 
-    def tied_out(self, stage: int) -> dict[Edge, tuple[Tie, ...]]:
+    def lends(self, stage: int) -> dict[Edge, tuple[Tie, ...]]:
         """Return the edges on which a stage sends new versions of weights that it owns."""
         return {edge: ties for edge, ties in self._weights.items() if edge.source == stage}
 

@@ -376,7 +376,7 @@ class _Run:
         if kind is _BACKWARD or kind is _WEIGHT:
             return ledger.unpin(index)
         if kind is self._applied_by[address]:
-            following = plan.oldest_reader(address, self._next[address], index)
+            following = plan.next_of_stage(address, self._next[address], index)
             ledger.update(plan.reads(self._stage_of[address], following))
             return ledger.newest
         if kind is _INPUT:

@@ -103,7 +103,7 @@ def _shares_in(plan: Plan, message: Message) -> dict[str, Tensor]:
 
 def _weights_in(plan: Plan, message: Message) -> dict[str, Tensor]:
     edge = message.key.edge
-    ties = plan.tied_in(plan.stage_of(edge.target))[edge]
+    ties = plan.borrows(plan.stage_of(edge.target))[edge]
     return dict(zip((tie.name for tie in ties), message.tensors, strict=True))
 
 
@@ -145,7 +145,7 @@ def _packed_stepped(plan: Plan, edge: Edge, tensors: tuple[Tensor, ...]) -> Pack
 
 
 def _packed_weights(plan: Plan, edge: Edge, weights: Mapping[str, Tensor]) -> Packed:
-    ties = plan.tied_out(plan.stage_of(edge.source))[edge]
+    ties = plan.lends(plan.stage_of(edge.source))[edge]
     return Weight(), tuple(weights[tie.name] for tie in ties)
 
 

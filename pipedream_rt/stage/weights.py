@@ -37,7 +37,7 @@ class Weights:
         self.next_forward = plan.next_own(address, 0)
         self.names = dict(names) or {name: name for name, _ in module.named_parameters()}
         owners = {
-            tie.name: edge.source for edge, ties in plan.tied_in(stage).items() for tie in ties
+            tie.name: edge.source for edge, ties in plan.borrows(stage).items() for tie in ties
         }
         held: dict[int, dict[str, str]] = {stage: {}}
         for here, name in self.names.items():
@@ -75,7 +75,7 @@ class Weights:
 
     def next_read(self, update: int) -> int:
         """Return the oldest version of its own that the stage reads once an update is made."""
-        following = self._plan.oldest_reader(self._address, self.next_forward, update)
+        following = self._plan.next_of_stage(self._address, self.next_forward, update)
         return self._plan.reads(self._stage, following)
 
     def receive(self, owner: int, named: Mapping[str, Tensor]) -> None:

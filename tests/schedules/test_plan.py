@@ -170,8 +170,8 @@ def test_tied_weights_go_from_their_owner_and_shares_of_gradients_back_from_stag
     plan = dataclasses.replace(CHAIN, ties=(Tie("w", (0, 1, 2)), Tie("v", (0, 2))))
     weight, share = EdgeKind.WEIGHT, EdgeKind.SHARE
     w, v = plan.ties
-    assert plan.tied_out(0) == {Edge(weight, 0, 1): (w,), Edge(weight, 0, 2): (w, v)}
-    assert plan.tied_in(2) == {Edge(weight, 0, 2): (w, v)}
+    assert plan.lends(0) == {Edge(weight, 0, 1): (w,), Edge(weight, 0, 2): (w, v)}
+    assert plan.borrows(2) == {Edge(weight, 0, 2): (w, v)}
     assert plan.shares_of(2) == {Edge(share, 2, 1): (w,), Edge(share, 2, 0): (v,)}
     assert plan.shares_for(0) == {Edge(share, 1, 0): (w,), Edge(share, 2, 0): (v,)}
     assert Plan.unpacked(msgpack.unpackb(msgpack.packb(plan.packed()))) == plan

@@ -28,7 +28,7 @@ class Ties(UpdateRule, MicroBatchRule):
     def __init__(self, context: Context) -> None:
         plan, stage = context.plan, context.stage
         self._weights, self._per_update = context.weights, plan.per_update
-        self._lent = _names(plan.tied_out(stage))
+        self._lent = _names(plan.lends(stage))
         self._passed_on = _names(plan.shares_of(stage))
         self._shares: dict[str, Tensor] = {}
 
