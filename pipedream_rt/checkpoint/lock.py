@@ -135,6 +135,8 @@ def _owner_of(root: Path) -> str:
     with suppress(OSError, ValueError, IndexError):
         place = os.stat(root)
         for entry in read_file("/proc/locks", 1 << 24).decode().splitlines():
+            if "->" in entry:  # somebody waits for a lock, and has none
+                continue
             kind, _, _, pid, where = entry.split()[1:6]
             major, minor, inode = where.split(":")
             device = os.makedev(int(major, 16), int(minor, 16))

@@ -122,9 +122,9 @@ class Holder:
         value, seen, kind = self.value, self._seen, self.kind
         if kind == "object":
             held = attributes_of(value)
-            return len(held) == self._size and all(map(is_, map(held.get, seen), seen.values()))
+            return len(held) == self._size and _holds(held, seen)
         if kind in ("dict", "list") and len(value) == self._size <= _MOST:
-            return all(map(is_, value if kind == "list" else value.values(), seen.values()))
+            return all(map(is_, value, seen.values())) if kind == "list" else _holds(value, seen)
         return False
 
     def changes(self) -> Iterator[tuple[Any, Any, Any]]:
@@ -168,6 +168,14 @@ class Holder:
         if self.kind in ("cell", "state"):
             return self.where
         return f"{key!r} of {self.where}"
+
+
+def _holds(held: Mapping[Any, Any], seen: Mapping[Any, Any]) -> bool:
+    """Whether a mapping has the very same objects under the keys that were seen."""
+    # By key: None may have gone while another key came, and an object may have another key now.
+    # A subclass of dict may do more when it is asked.
+    get = functools.partial(dict.get, held) if isinstance(held, dict) else held.get
+    return all(map(is_, map(get, seen, itertools.repeat(GONE)), seen.values()))
 
 
 def _state_of(value: Any) -> Any:

@@ -127,7 +127,12 @@ class Plan(Placement):
     @property
     def cuts_backward(self) -> bool:
         """Whether backwards are computed in two halves, for the inputs and for the weights."""
-        return any(action.kind is Kind.INPUT for action in self.order(0, 0, self.per_update))
+        # Each stage may do it or not: an order that a user wrote need not cut all of them.
+        return any(
+            action.kind is Kind.INPUT
+            for worker in range(self.workers)
+            for action in self.order(worker, 0, self.per_update)
+        )
 
     def order(self, worker: int, start: int = 0, stop: int | None = None) -> Iterator[Action]:
         """Return an iterator over the actions of a worker, in order.

@@ -14,6 +14,7 @@ from support.deadlines import LATEST_S
 
 from pipedream_rt import CheckpointError
 from pipedream_rt.checkpoint import RunLock, checkpoints
+from pipedream_rt.schema import read_file
 
 HOLDER = r"""
 import os, sys
@@ -48,6 +49,17 @@ def test_a_second_run_is_told_who_has_the_folder(tmp_path):
     first.release()
     RunLock(tmp_path).release()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_who_waits_for_another_lock_does_not_hide_the_owner(tmp_path, monkeypatch):
+    def with_a_waiter(*arguments):
+        return b"1: -> FLOCK  ADVISORY  WRITE 7 00:01:2 0 EOF\n" + read_file(*arguments)
+
+    monkeypatch.setattr("pipedream_rt.checkpoint.lock.read_file", with_a_waiter)
+    first = RunLock(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"in use by process {os.getpid()}, "):
+        RunLock(tmp_path)
+    first.release()
 
 
 @pytest.mark.processes

@@ -223,7 +223,8 @@ def test_marks_beyond_the_axis_are_left_out():
 @pytest.mark.parametrize(
     ("value", "text"),
     [(0.0, "0"), (1.0, "1"), (0.25, "0.25"), (1234.0, "1.23k"), (2.5e6, "2.5M"), (3e-5, "3e-5"),
-     (-0.5, "-0.5"), (999_999.6, "1M"), (1e12, "1e+03G"), (math.nan, "nan")],
+     (-0.5, "-0.5"), (999_999.6, "1M"), (999.6, "1k"), (999.4, "999"),
+     (1e12, "1e+03G"), (math.nan, "nan")],
 )  # fmt: skip
 def test_numbers_are_short(value, text):
     assert number_text(value) == text

@@ -175,6 +175,22 @@ class SecondStageLate:
     versions = Late([0, 1])
 
 
+class SecondStageInHalves:
+    """Two stages, of which the second alone splits its backwards."""
+
+    def order(self, worker, shape, start):
+        halves = (Kind.INPUT, Kind.WEIGHT) if worker else (Kind.BACKWARD,)
+        for m in itertools.count(start):
+            yield from (Action(kind, m) for kind in (Kind.FORWARD, *halves, Kind.STEP))
+
+    versions = Late([0, 0])
+
+
+def test_a_plan_cuts_backwards_if_one_of_its_stages_does():
+    assert plan_for(SecondStageInHalves(), num_stages=2).cuts_backward
+    assert plan_for(SecondStageLate(), num_stages=2).cuts_backward
+
+
 def test_a_written_schedule_that_deadlocks_for_a_tie_alone_is_refused():
     plan = plan_for(SecondStageLate(), num_stages=2)
     tied = dataclasses.replace(plan, ties=(Tie("a.weight", (0, 1)),))

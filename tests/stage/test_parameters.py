@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pipedream_rt.errors import ConfigError, VersionError
-from pipedream_rt.stage.parameters import VersionedParameters
+from pipedream_rt.stage.parameters import VersionedParameters, same
 
 
 def make(parameters, next_read, step):
@@ -205,3 +205,12 @@ def test_reset_replaces_the_weights_and_forgets_the_rest():
     parameters.ledger.pin(5, 1)
     with parameters.reading(5):
         assert module.weight.tolist() == [[1, 1], [1, 1]]
+
+
+def test_nan_is_the_same_as_nan_alone():
+    nan, one = torch.tensor([1.0, float("nan")]), torch.tensor([1.0, 0.0])
+    assert same(nan, nan.clone())
+    assert not same(nan, one)
+    assert not same(torch.tensor([float("inf")]), torch.tensor([torch.finfo().max]))
+    assert not same(torch.zeros(2), torch.zeros(1))
+    assert same(torch.tensor([1, 2]), torch.tensor([1, 2]))

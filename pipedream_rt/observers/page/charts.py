@@ -99,7 +99,7 @@ def number_text(value: float, digits: int = 3) -> str:
     if not math.isfinite(value):
         return str(value)
     for unit, suffix in _SUFFIXES:
-        if abs(value) >= unit * 0.9999995:  # what six digits round to the unit
+        if abs(value) >= unit * (1 - 0.5 * 10**-digits):  # what the digits round to the unit
             return f"{value / unit:.{digits}g}{suffix}"
     if value and abs(value) < 1e-3:
         return f"{value:.{digits - 3}e}".replace("e-0", "e-")
