@@ -19,7 +19,7 @@ $(VENV)/installed: setup.cfg pyproject.toml constraints.txt
 lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/python tests/support/docstrings.py
+	PYTHONPATH=tests $(BIN)/python -m support.docstrings
 
 types: $(VENV)/installed
 	$(BIN)/mypy

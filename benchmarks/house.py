@@ -29,7 +29,7 @@ import click
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
-from support.rooms import ROOMS  # noqa: E402
+from support.rooms import ROOMS, library_files  # noqa: E402
 
 WITHIN = ("stage.py", "loop.py", "hosted.py", "exchange.py", "values.py")
 """The files between a message and a stage, whose conditions are counted together."""
@@ -72,8 +72,7 @@ def drawn_map(root: Path = ROOT) -> str:
 
 def sources(root: Path) -> dict[str, str]:
     """The text of every file of the library, by its path from the root."""
-    files = [*(root / "pipedream_rt").rglob("*.py"), *(root / "workers").rglob("*.py")]
-    return {str(path.relative_to(root)): path.read_text() for path in sorted(files)}
+    return {str(path.relative_to(root)): path.read_text() for path in library_files(root)}
 
 
 def kinds_of_lines(text: str) -> tuple[int, int, int]:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("pipedream_rt", "workers")
+sys.path.insert(0, str(ROOT / "tests"))
+from support.rooms import library_files  # noqa: E402
 
 
 class _Bare(ast.NodeTransformer):
@@ -59,13 +60,7 @@ def bare(source: str, *, texts: bool = False) -> tuple[str, list[str]]:
 
 def main(old: Path) -> int:
     """Compare; return the exit code."""
-    names = {
-        str(path.relative_to(root))
-        for root in (ROOT, old)
-        for folder in FOLDERS
-        for path in (root / folder).rglob("*.py")
-        if not any(parent.is_symlink() for parent in path.relative_to(root).parents)
-    }
+    names = {str(path.relative_to(root)) for root in (ROOT, old) for path in library_files(root)}
     same, worded, differ = 0, 0, 0
     for name in sorted(names):
         if not ((ROOT / name).exists() and (old / name).exists()):
@@ -73,11 +68,11 @@ def main(old: Path) -> int:
             print(f"{name}: only in one of them")
             continue
         before, after = (old / name).read_text(), (ROOT / name).read_text()
-        if bare(before)[0] == bare(after)[0]:
+        (code, was), (code_now, is_now) = bare(before), bare(after)
+        if code == code_now:
             same += 1
         elif bare(before, texts=True)[0] == bare(after, texts=True)[0]:
             worded += 1
-            was, is_now = bare(before)[1], bare(after)[1]
             print(f"{name}: the texts differ")
             print(*(f"  - {text!r}" for text in was if text not in is_now), sep="\n")
             print(*(f"  + {text!r}" for text in is_now if text not in was), sep="\n")

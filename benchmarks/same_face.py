@@ -24,6 +24,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+from support.rooms import library_files  # noqa: E402
+
 PACKAGES = (
     "pipedream_rt", "pipedream_rt.codecs", "pipedream_rt.corrections", "pipedream_rt.observe",
     "pipedream_rt.observers", "pipedream_rt.optimizers", "pipedream_rt.schedules",
@@ -97,8 +100,8 @@ def commands() -> dict[str, Any]:
 
 def variables(root: Path) -> list[str]:
     """Return the environment variables that the code names."""
-    files = [*(root / "pipedream_rt").rglob("*.py"), *(root / "workers").rglob("*.py")]
-    return sorted({name for f in files for name in re.findall(r"PIPEDREAM_RT_\w+", f.read_text())})
+    texts = (path.read_text() for path in library_files(root))
+    return sorted({name for text in texts for name in re.findall(r"PIPEDREAM_RT_\w+", text)})
 
 
 def _keys(value: Any) -> Any:

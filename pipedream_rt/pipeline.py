@@ -201,7 +201,7 @@ class Pipeline:
         job = prepare(unsplit, options, options.workers == "serial" or starts_here(options.workers))
         self._job, self.plan = job.without_start_data, job.plan
         take_place(given)
-        self._publisher = _telling_of(options)
+        self._publisher = _publisher_of(options)
         if job.chosen:
             _log.info("%s", job.chosen)
         for text in notices_of(job):
@@ -1004,7 +1004,7 @@ class Pipeline:
             self._group.life.close()
 
 
-def _telling_of(options: Options) -> EventPublisher | None:
+def _publisher_of(options: Options) -> EventPublisher | None:
     """Return what reports the run to observers; None if there are none."""
     if not options.is_told:
         return None

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.rooms import layers
+from support.rooms import layers, library_files
 
 import pipedream_rt
 from pipedream_rt import torch_private
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = layers()
-FILES = sorted([*(ROOT / "pipedream_rt").rglob("*.py"), *(ROOT / "workers").rglob("*.py")])
+FILES = library_files(ROOT)
 
 
 def module_of(path):

@@ -413,8 +413,7 @@ class _Reading(AbstractContextManager[None]):
 
 def same(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have the same values, where NaN is the same as NaN."""
-    if torch.equal(one, other):
-        return True
+    if one.shape != other.shape:
+        return False
     # Not by `nan_to_num`: a layer that puts 0 into the place of NaN has changed its weights.
-    both_nan = one.isnan() & other.isnan() if one.shape == other.shape else None
-    return both_nan is not None and bool(((one == other) | both_nan).all())
+    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())

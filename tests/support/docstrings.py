@@ -5,7 +5,7 @@ commands. There everything has docs. Inside, a docstring says more than the name
 sections of arguments are for users, and a class may list the attributes whose unit, shape,
 invariant or owner their type does not show. Reasons stand as comments beside their lines.
 
-    python tests/support/docstrings.py     # prints what breaks the rule
+    PYTHONPATH=tests python -m support.docstrings     # prints what breaks the rule
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import re
 import sys
 from functools import cache
 from pathlib import Path
+
+from support.rooms import library_files
 
 ROOT = Path(__file__).resolve().parents[2]
 INNER = {"cli", "cluster.engines", "checkpoint", "models"}
@@ -30,7 +32,7 @@ _FILLERS = """
 
 def sources():
     """Return the files of the library."""
-    return sorted([*(ROOT / "pipedream_rt").rglob("*.py"), *(ROOT / "workers").rglob("*.py")])
+    return library_files(ROOT)
 
 
 @cache
@@ -69,11 +71,7 @@ def public():
     """Return (file, name) of what users call, each name as at the top level of its file."""
     found = set()
     for path in sources():
-        room = (
-            ".".join(path.relative_to(ROOT / "pipedream_rt").parts[:-1])
-            if (path.is_relative_to(ROOT / "pipedream_rt"))
-            else "workers"
-        )
+        room = ".".join(path.relative_to(ROOT).parts[1:-1])  # below the package; workers/ has none
         if path.name == "__init__.py" and room not in INNER:
             found |= {(_home(path, name), name) for name in _listed(path)}
     for page in (ROOT / "docs" / "reference").glob("*.md"):

@@ -46,6 +46,11 @@ A file with a row of its own, and no words, stands in the drawing with its folde
 """
 
 
+def library_files(root):
+    """Return the files of the library in a checkout."""
+    return sorted([*(root / "pipedream_rt").rglob("*.py"), *(root / "workers").rglob("*.py")])
+
+
 def layers():
     """Return the rows as sets of module names."""
     return [
