@@ -6,13 +6,14 @@ a waiting worker save.
 
 from __future__ import annotations
 
-import sys
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pipedream_rt.batches.cutting import Along, Whole
     from pipedream_rt.cluster.engines.ray import RayWorkers
+    from pipedream_rt.cluster.forked_workers import prepare
     from pipedream_rt.coordinator.checkpointing.pipeline_fingerprint import Fingerprint
     from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
     from pipedream_rt.coordinator.kept_versions import KeptVersion
@@ -103,6 +104,7 @@ __all__ = [
     "measure_codec",
     "measure_links",
     "plan_for",
+    "prepare",
     "profile",
     "simulate",
     "without_values",
@@ -142,6 +144,7 @@ _HOMES = {
     "measure_codec": "pipedream_rt.planning.link_costs",
     "measure_links": "pipedream_rt.planning.link_costs",
     "plan_for": "pipedream_rt.schedules",
+    "prepare": "pipedream_rt.cluster.forked_workers",
     "profile": "pipedream_rt.planning.profiling",
     "simulate": "pipedream_rt.simulation",
     "without_values": "pipedream_rt.models.pretrained",
@@ -152,12 +155,6 @@ def __getattr__(name: str) -> object:
     """Import a public name on first use."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # A script that asks for Pipeline will need workers: their fork server imports torch meanwhile.
-    if name == "Pipeline" and _is_asked_by_program():
-        # No other name needs it, and it loads sockets and processes.
-        from pipedream_rt.cluster.forked_workers import start_with_program
-
-        start_with_program()
     try:
         return getattr(import_module(_HOMES.get(name, "pipedream_rt.errors")), name)
     except AttributeError as error:
@@ -165,14 +162,12 @@ def __getattr__(name: str) -> object:
         raise ImportError(f"pipedream_rt.{name} cannot be loaded: {error}") from error
 
 
-def _is_asked_by_program() -> bool:
-    """Whether the script itself asks for a name, and no module that it imports."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("importlib"):
-        frame = frame.f_back
-    return frame.f_globals.get("__name__") == "__main__"
-
-
 def __dir__() -> list[str]:
     """Return the public names, though most are not imported yet."""
     return [*__all__, "__version__"]
+
+
+# `pipedream-rt run` asks for it, on behalf of the script: nothing else starts at an import. No
+# process that the script starts is to do it again.
+if os.environ.pop("PIPEDREAM_RT_PREPARE", ""):
+    __getattr__("prepare")()  # type: ignore[operator]

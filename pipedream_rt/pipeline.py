@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from pipedream_rt.batches.items import Accumulated, Batch, Prepare, batch_of, require_loader
 from pipedream_rt.checkpoint import Manifest
 from pipedream_rt.cluster.environment import VERIFY, count_of_environment
+from pipedream_rt.cluster.generations import starts_here
 from pipedream_rt.cluster.interface import Reference
-from pipedream_rt.cluster.launch import starts_here
 from pipedream_rt.coordinator.checkpointing.pipeline_fingerprint import Fingerprint
 from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
 from pipedream_rt.coordinator.feed.epochs import Epoch, say_if_not_drawn

@@ -7,14 +7,17 @@ import os
 import sys
 from dataclasses import asdict
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import click
 
 from pipedream_rt.cli.shared_options import options_of_nodes
-from pipedream_rt.cluster.engines import EngineRequest, membership
+from pipedream_rt.cluster.engines import EngineRequest, node_job
 from pipedream_rt.doctor.judgement import judge, options_of_planner
-from pipedream_rt.doctor.rounds import Found, answer_examiner, examine_self, look_at_all
 from pipedream_rt.tracing.summary import table
+
+if TYPE_CHECKING:
+    from pipedream_rt.doctor.rounds import Found
 
 _MARKS = {"ok": "ok", "note": "--", "warn": "!!", "fail": "XX"}
 
@@ -35,7 +38,10 @@ def doctor(asked: EngineRequest, folder: str, source: str, patience: float, as_j
     where Kubeflow sets PET_ variables. The first one prints what was found. The exit code is 1 if a
     job would not run.
     """
-    job, wait = membership(os.environ, asked), timedelta(seconds=patience)
+    # They import torch, for which the other verbs have no use.
+    from pipedream_rt.doctor.rounds import answer_examiner, examine_self, look_at_all
+
+    job, wait = node_job(os.environ, asked), timedelta(seconds=patience)
     if job is not None and not job.node.is_first:
         if why := answer_examiner(job, source, wait):
             click.echo(why, err=True)

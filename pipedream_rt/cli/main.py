@@ -5,7 +5,6 @@ from __future__ import annotations
 import click
 
 from pipedream_rt import __version__
-from pipedream_rt.cli.certificate import certificate
 from pipedream_rt.cli.checkpoint import checkpoint
 from pipedream_rt.cli.doctor import doctor
 from pipedream_rt.cli.init import init
@@ -37,7 +36,6 @@ def main() -> None:
 
 
 for _command in (
-    certificate,
     checkpoint,
     doctor,
     init,

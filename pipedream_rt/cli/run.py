@@ -11,10 +11,20 @@ from datetime import timedelta
 import click
 
 from pipedream_rt.cli.shared_options import Grouped, options_of_nodes
-from pipedream_rt.cluster.engines import EngineRequest, membership
-from pipedream_rt.cluster.environment import LOG_DIR, MAX_RESTARTS, RECORD, RESUME, TRACE, VERIFY
+from pipedream_rt.cluster.engines import EngineRequest, node_job
+from pipedream_rt.cluster.environment import (
+    LOG_DIR,
+    MAX_RESTARTS,
+    NPROC,
+    PREPARE,
+    RECORD,
+    RESUME,
+    THREADS,
+    TRACE,
+    VERIFY,
+)
 from pipedream_rt.cluster.forked_workers import imports_of
-from pipedream_rt.cluster.supervisor import run_first, run_here, run_other
+from pipedream_rt.cluster.nodes import run_first, run_other
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.schema import is_count, printable
 
@@ -111,7 +121,7 @@ def run(
         options += ["--resume"] * resume + ["--verify"] * verify + ["--module"] * module
         on_nodes = [script if module else os.path.abspath(script), *arguments]
         sys.exit(run_on_ray(ray_nodes, options, on_nodes, Deadline(wait), _say))
-    job = membership(os.environ, asked)
+    job = node_job(os.environ, asked)
     if job is None and nproc_per_node is None and threads > 1:
         raise click.UsageError(
             "--threads is for workers that are started here, so give --nproc-per-node too; or "
@@ -119,9 +129,9 @@ def run(
         )
     if log_dir is not None:
         os.environ[LOG_DIR] = _folder(log_dir)  # for the workers that are started here
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    imports = [] if module else imports_of(script)
     if job is not None and not job.node.is_first:
+        imports = [] if module else imports_of(script)
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         logging.basicConfig(format="%(message)s", level=logging.INFO)
         sys.exit(run_other(job, count, threads, imports, wait, timedelta(seconds=grace)))
     if not module and not os.path.isfile(script):
@@ -134,13 +144,13 @@ def run(
         **({VERIFY: "3"} if verify else {}),
     }
     command = [sys.executable, *(["-m", script] if module else [script]), *arguments]
-    if job is None and nproc_per_node is None:
-        # In this process, so that signals and exit codes are the script's own.
-        os.execve(sys.executable, command, {**os.environ, **settings})
     if job is None:
-        code = run_here(command, count, threads, imports, settings, _say)
-    else:
-        code = run_first(job, command, count, settings, _say, wait)
+        if nproc_per_node is not None:
+            settings |= {NPROC: str(nproc_per_node), THREADS: str(threads)}
+        # In this process, so that signals and exit codes are the script's own.
+        os.execve(sys.executable, command, {**os.environ, **settings, PREPARE: "1"})
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    code = run_first(job, command, count, settings, _say, wait)
     sys.exit(code)
 
 

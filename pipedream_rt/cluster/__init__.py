@@ -2,15 +2,14 @@
 
 In the order of the imports:
 
-- `keys`, `addresses`, `environment`, `subprocesses`, `control_records`, `control`: what the
-  coordinator, workers and the command line share;
-- `forked_workers`, `local_workers`, `members`: the worker processes, as the coordinator knows them;
-- `pending_connections`, `admission`, `handshakes`, `listener`, and `dial` on the worker's side:
-  the handshake;
-- `rendezvous`, `unix_links`, `peer_links`, `formation`, `liveness`: the life of a group;
+- `identity`, `addresses`, `environment`, `subprocesses`, `records`: what the coordinator, workers
+  and the command line share;
+- `control`, `dial`: the worker's end of a control connection, and how it comes to be;
+- `stream`, `reception`, `doors`, `peer_links`: who is at the other end, and how members meet;
+- `members`, `listener`, `generation`, `control_loop`: the control plane, one event loop;
+- `forked_workers`, `local`, `elsewhere`, `torchrun`, `engines`: who starts the workers;
 - `processes` (worker processes), and the room `serial` (one thread): the two kinds of
-  `interface.Cluster`;
-- `torchrun`, `engines`, `supervision`, `launch`: which of them a job uses, and who starts workers;
-- `supervisor`: `pipedream-rt run`;
+  `interface.Cluster`; `generations`: which of them a job uses;
+- `nodes`: `pipedream-rt run` on several nodes;
 - `worker`: what a worker process runs.
 """

@@ -20,6 +20,9 @@ from pipedream_rt.schema import is_count, printable
 BACKLOG = 4096
 """Length of the accept queue: all workers of a large job connect at once."""
 
+UNIX = "unix:"
+"""What the address of a Unix socket begins with; its path is behind it."""
+
 _NO_PORT_LEFT = (
     "; every port that this machine gives out by itself is taken at that address: see which "
     "connections hold them (ss -tan), or widen net.ipv4.ip_local_port_range"

@@ -1,21 +1,19 @@
-"""The worker's side of a coordinator's door: connect to it, and prove the secret of the job."""
+"""The worker's side of joining: connect to a coordinator, and become a member of its group."""
 
 from __future__ import annotations
 
-import hmac
 import logging
 import os
-import secrets
 import socket
+import ssl
 import threading
 from dataclasses import dataclass
 from datetime import timedelta
 
-from pipedream_rt.cluster.addresses import boot_id, parse_address
-from pipedream_rt.cluster.control import VERSION, Control
-from pipedream_rt.cluster.control_records import Record
-from pipedream_rt.cluster.environment import TLS
-from pipedream_rt.cluster.keys import COORDINATOR_END, NONCE, WORKER_END, Handshake, Secret
+from pipedream_rt.cluster.addresses import UNIX, boot_id, parse_address
+from pipedream_rt.cluster.control import Control
+from pipedream_rt.cluster.identity import Secret, is_same_user
+from pipedream_rt.cluster.records import VERSION, Record
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import (
     ConfigError,
@@ -27,7 +25,7 @@ from pipedream_rt.errors import (
 from pipedream_rt.schema import printable
 from pipedream_rt.software import software
 from pipedream_rt.transport.tcp import prepare
-from pipedream_rt.transport.tls import HANDSHAKE_TIMEOUT_S, Tls, wrapped
+from pipedream_rt.transport.tls import problem_of_tls
 
 _log = logging.getLogger("pipedream_rt.worker")
 
@@ -43,8 +41,7 @@ _ANSWER_TIMEOUT = timedelta(seconds=60)
 """For a coordinator to answer a hello, which it does at once."""
 
 CALL_TIMEOUT = timedelta(seconds=30)
-"""For a coordinator to call a worker that has connected: at once, but for a TLS handshake of up to
-20 s."""
+"""For a coordinator to shake hands with a worker that has connected."""
 
 
 class JobOver(PipelineError):
@@ -59,19 +56,15 @@ class NoPlace(PipelineError):
     """The coordinator had no place for this worker now, or gave up before the job began."""
 
 
-class Unproven(NoPlace):
-    """Refused by somebody who did not prove the secret, so perhaps by no coordinator."""
-
-
 @dataclass(frozen=True, slots=True)
 class DialOptions:
     """Where a worker finds its coordinators, and how long it waits there.
 
     Attributes:
-        address: ``HOST:PORT`` of the coordinator.
+        address: ``HOST:PORT`` of the coordinator, or ``unix:`` and the path of its Unix socket.
         timeout_s: Seconds to wait for a coordinator to listen.
         persist: Whether to try again where the job has no place for the worker.
-        call_timeout: For whoever listens there to call; None to wait for ever.
+        call_timeout: For whoever listens there to shake hands; None to wait for ever.
         known: Whether the host is known to exist, though its name may not resolve for a while.
         longest_pause_s: Limit of the backoff in seconds. It is short where somebody may be waiting
             to say that the job is over.
@@ -90,16 +83,14 @@ class DialOptions:
 def connect(place: DialOptions) -> socket.socket:
     """Connect to a coordinator that may not listen yet, with backoff until the time is over."""
     address = place.address
-    host, port = parse_address(address)
+    path = address.removeprefix(UNIX) if address.startswith(UNIX) else ""
+    host, port = ("", 0) if path else parse_address(address)
     deadline = Deadline(timedelta(seconds=place.timeout_s))
     pause_s, before = _SHORTEST_PAUSE_S, ""
     _log.info("joining the coordinator at %s", address)
     while True:
         try:
-            connection = socket.create_connection((host, port), timeout=_ATTEMPT_S)
-            connection.settimeout(None)
-            prepare(connection)
-            return connection
+            return _connected_at(path) if path else _connected_to(host, port)
         except OSError as error:
             if isinstance(error, socket.gaierror):
                 if not place.known:
@@ -122,20 +113,53 @@ def connect(place: DialOptions) -> socket.socket:
             pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_OF_CONNECT_S)
 
 
-def reached(place: DialOptions, who: str, tls: Tls | None) -> Control:
-    """Connect as `connect` does, and return the control connection."""
-    connection = connect(place)
-    here = str(connection.getsockname()[0])
-    below = connection.dup()
+def _connected_to(host: str, port: int) -> socket.socket:
+    connection = socket.create_connection((host, port), timeout=_ATTEMPT_S)
     try:
-        # Who waits for hours for a call also waits as long for the handshake before it.
-        waits = None if place.call_timeout is None else HANDSHAKE_TIMEOUT_S
-        connection, channel = wrapped(tls, connection, True, waits)
-    except OSError as error:
+        prepare(connection)
+    except BaseException:
         connection.close()
-        below.close()
-        raise PeerLost(f"{who} at {place.address} is gone: {error}", peer=place.address) from error
-    return Control(connection, who, here, channel, below)
+        raise
+    return connection
+
+
+def _connected_at(path: str) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.settimeout(_ATTEMPT_S)
+        connection.connect(path)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def reached(place: DialOptions, who: str, secret: Secret | None) -> Control:
+    """Connect as `connect` does; return the control connection, to a member of this job."""
+    connection = connect(place)
+    # Who waits for hours for a coordinator to attend also waits as long for the handshake.
+    deadline = Deadline(place.call_timeout)
+    if connection.family == socket.AF_UNIX:
+        if not is_same_user(connection):
+            connection.close()
+            raise ConfigError(f"{place.address} is the socket of another user")
+        return Control(connection, who)
+    assert secret is not None  # whoever dials a port was given one
+    control = Control(connection, who, local_host=str(connection.getsockname()[0]))
+    try:
+        control.encrypt(secret.tls(called=False), deadline)
+    except ssl.SSLError as error:
+        control.close()
+        raise NoPlace(
+            f"the TLS handshake with {who} at {place.address} failed: {problem_of_tls(error)}"
+        ) from error
+    except MessageTimeout as error:
+        control.close()
+        raise NoPlace(f"the handshake with {who} failed: {error}") from error
+    except (OSError, PeerLost) as error:
+        control.close()
+        raise NoPlace(f"{who} at {place.address} ended before it shook hands: {error}") from error
+    return control
 
 
 def pause(seconds: float) -> None:
@@ -144,87 +168,40 @@ def pause(seconds: float) -> None:
 
 
 def ask_to_join(
-    control: Control,
-    name: str,
-    secret: Secret | None,
-    call_timeout: timedelta | None,
-    returns: bool = False,
-) -> bytes:
-    """Answer a coordinator's call, become a member of its group, and return the key of the job."""
+    control: Control, name: str, secret: Secret | None, returns: bool = False, job: str = ""
+) -> Secret:
+    """Become a member of a coordinator's group, and return the secret of the job.
+
+    It comes with the admission where the connection does not leave the machine; ``secret`` is what
+    this worker was given, None for nothing.
+    """
+    hello = {
+        "type": "hello",
+        "job": job if secret is None else secret.job,
+        "name": name,
+        "pid": os.getpid(),
+        "host": printable(socket.gethostname(), 200),
+        "boot": boot_id(),
+        "software": software(),
+        "returns": returns,
+        "version": VERSION,
+    }
     try:
-        call = _call_of(control, call_timeout)
-        # Nobody else can read an inherited connection, so the call itself brings the key.
-        if control.is_local:
-            key = call.get("key")
-        else:
-            key = None if secret is None else secret.key(call["salt"])
-        if key is None and control.is_local:
-            raise TransportError("the call over an inherited connection has brought no key")
-        if key is None:
-            raise TransportError(
-                "this worker has not been given the secret of the job; set PIPEDREAM_RT_SECRET to "
-                "the same text here and where the script runs"
-            )
-        nonce = secrets.token_bytes(NONCE)
-        hello = {
-            "type": "hello",
-            "name": name,
-            "pid": os.getpid(),
-            "host": printable(socket.gethostname(), 200),
-            "boot": boot_id(),
-            "software": software(),
-            "returns": returns,
-            "version": VERSION,
-            "nonce": nonce,
-        }
-        talk = Handshake(key, call["nonce"], nonce, control.channel)
-        control.send({**hello, "proof": talk.prove(hello)})
+        control.send(hello)
         answer = control.receive(Deadline(_ANSWER_TIMEOUT))
         if answer["type"] == "over":
-            if not hmac.compare_digest(talk.prove_over(answer["code"]), answer["proof"]):
-                raise TransportError(
-                    "it says that the job is over, and does not know the secret that this worker "
-                    "has; is PIPEDREAM_RT_SECRET the same on both sides?"
-                )
             raise JobOver(answer["code"])
         if answer["type"] == "refused":
-            reason = printable(answer["reason"])
-            right = talk.prove_refusal(answer)
-            if not hmac.compare_digest(right, answer.get("proof") or b""):
-                raise Unproven(
-                    "the coordinator refused this worker, and does not show that it knows the "
-                    f"secret that the worker has: {reason}"
-                )
-            # Final only with a proof: else whoever has the port could send a worker away for good.
             kind = NoPlace if answer["passing"] else PipelineError
-            raise kind(f"the coordinator refused this worker: {reason}")
+            raise kind(f"the coordinator refused this worker: {printable(answer['reason'])}")
         expect(answer, "admitted")
-        if not hmac.compare_digest(talk.prove_admission(), answer["proof"]):
-            raise TransportError(
-                "its proof at the admission is wrong: it does not know the job's secret, or "
-                "somebody is in between"
-            )
+        if secret is None and not answer.get("secret"):
+            raise TransportError("the admission has brought no secret")
     except PeerLost as error:
         raise NoPlace(f"the coordinator ended before it admitted this worker: {error}") from error
     except (TransportError, MessageTimeout) as error:  # somebody else may have the port now
         raise NoPlace(f"the handshake with {control.peer} failed: {error}") from error
-    control.secure(talk.session_key(), WORKER_END, COORDINATOR_END)
-    return bytes(key)
-
-
-def _call_of(control: Control, timeout: timedelta | None) -> Record:
-    """Wait for the call of a coordinator."""
-    try:
-        call = control.receive(Deadline(timeout))
-    except MessageTimeout as error:
-        assert timeout is not None
-        raise MessageTimeout(
-            f"it has taken the connection, and has said nothing for {timeout.total_seconds():g} s; "
-            "it may be another program, or one end encrypts and the other does not: "
-            f"{TLS} must be the same for the script and its workers"
-        ) from error
-    expect(call, "call")
-    return call
+    return secret or Secret(answer["secret"])
 
 
 def expect(record: Record, kind: str) -> None:

@@ -6,25 +6,30 @@ Imports no torch: the command line and a waiting worker use this module too.
 from __future__ import annotations
 
 import os
-import re
 import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipedream_rt.cluster.keys import Secret
+from pipedream_rt.cluster.identity import MAKE_SECRET, Secret
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.lifecycle import close_in_forked_children
 from pipedream_rt.schema import is_count, open_file, printable
 from pipedream_rt.transport.rpc.fence import Wish
-from pipedream_rt.transport.tls import Tls
 
 LISTEN_FD = "PIPEDREAM_RT_LISTEN_FD"
 """`pipedream-rt run` sets it for the script: descriptor of the socket at which its workers join."""
 
 NPROC = "PIPEDREAM_RT_NPROC"
 """`pipedream-rt run` sets it for the script: number of workers, in a job of nodes that of all."""
+
+THREADS = "PIPEDREAM_RT_THREADS"
+"""`pipedream-rt run` sets it for the script beside `NPROC`: threads of each worker."""
+
+PREPARE = "PIPEDREAM_RT_PREPARE"
+"""`pipedream-rt run` sets it for the script, which calls `pipedream_rt.prepare` then when it
+imports the package."""
 
 NPROC_HERE = "PIPEDREAM_RT_NPROC_HERE"
 """`pipedream-rt run` sets it in a job of several nodes: how many workers the script starts."""
@@ -63,15 +68,6 @@ SECRET_FILE = "PIPEDREAM_RT_SECRET_FILE"
 SECRET_FD = "PIPEDREAM_RT_SECRET_FD"
 """`pipedream-rt run` sets it for the script: descriptor of a pipe that holds the secret."""
 
-SUPERVISOR_FD = "PIPEDREAM_RT_SUPERVISOR_FD"
-"""`pipedream-rt run` sets it for the script: descriptor of the socket over which the script asks
-for all workers to be replaced."""
-
-TLS = "PIPEDREAM_RT_TLS"
-"""The user sets it for the script and for the workers that are started elsewhere: ``off`` not to
-encrypt what passes between them, ``on`` to encrypt also what stays on one machine, or the folder
-with the certificate and the key with which to encrypt all of it."""
-
 DEVICE = "PIPEDREAM_RT_DEVICE"
 """`pipedream-rt worker --device` or the user sets it: what this worker computes on, whatever the
 script says."""
@@ -82,14 +78,6 @@ LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID")
 RPC = "PIPEDREAM_RT_RPC"
 """The user sets it for the script: ``off`` to leave torch RPC out, ``on`` to use it even where it
 cannot be fenced off."""
-
-_TOKEN = re.compile(r"[0-9A-Za-z+/=_-]{32,}")
-"""A secret of the user's: a random text as programs print it, in hexadecimal or base64."""
-
-_FEWEST = 8
-"""Least number of different characters in a secret of the user's."""
-
-_MAKE_ONE = 'python -c "import secrets; print(secrets.token_hex(32))"'
 
 
 def own_device() -> tuple[str | None, int]:
@@ -202,23 +190,13 @@ def secret_of_file(place: Path, *, private: bool = False) -> Secret:
 
 
 def _checked(text: str, *, keeps: bool) -> Secret:
-    """Return a secret that looks random; with ``keeps`` take it out of the environment."""
-    if not is_token(text):
-        raise ConfigError(
-            f"the secret of the job must be a random token of at least 32 characters, found "
-            f"{len(text)} characters that are none; make one with: {_MAKE_ONE}"
-        )
+    """Return a secret that is one; with ``keeps`` take it out of the environment."""
+    secret = Secret(text)
     if keeps:
         _taken[:] = [text]
         # No child inherits it then.
         os.environ.pop(SECRET, None)
-    return Secret(text)
-
-
-def is_token(text: str) -> bool:
-    """Whether a secret looks as if a program has drawn it, not as if a person chose it."""
-    repeats = any(text[n:] == text[:-n] for n in range(1, len(text) // 2 + 1))
-    return bool(_TOKEN.fullmatch(text)) and len(set(text)) >= _FEWEST and not repeats
+    return secret
 
 
 def rpc_of_environment() -> Wish:
@@ -232,26 +210,13 @@ def rpc_of_environment() -> Wish:
             raise ConfigError(f"{RPC} must be on or off, not {said!r}")
 
 
-def tls_of_environment() -> Tls | None:
-    """Return what encrypts the connections of this process; None if nothing is to."""
-    said = os.environ.get(TLS, "")
-    match said.lower():
-        case "off":
-            return None
-        case "" | "on":
-            # By default, what leaves this machine is encrypted.
-            return Tls.of_process(always=said != "")
-        case _:
-            return Tls.of_folder(Path(said))
-
-
 def secret_of_environment() -> Secret:
     """Read the secret that the user has given to the script and to the workers."""
     secret = read_secret(None)
     if secret is None:
         raise ConfigError(
             f"workers that are started elsewhere must know the job's secret: set {SECRET} to the "
-            f"same random text here and for them. Make one with: {_MAKE_ONE}"
+            f"same 64 hexadecimal digits here and for them. Make them with: {MAKE_SECRET}"
         )
     return secret
 

@@ -52,10 +52,6 @@ _REPORT_TIMEOUT = timedelta(seconds=1)
 _EXIT_TIMEOUT = timedelta(seconds=5)
 """For a killed server to be gone."""
 
-LISTENS_WITHIN = timedelta(seconds=5)
-"""For workers of `pipedream-rt run` to be accepted: its socket listens as long as the job lives,
-but strangers may fill the accept queue."""
-
 UNKNOWN = 1000
 """Stands for the exit code of a worker whose server ended before it could report it."""
 
@@ -174,9 +170,8 @@ class ForkServer:
         threads: int,
         secret: int,
         *,
-        bind: str | None,
+        bind: str,
         timeout: timedelta,
-        stays: bool,
         number: int,
     ) -> ForkedWorker:
         """Fork a worker that joins one coordinator after another; ``secret`` is a descriptor."""
@@ -184,7 +179,6 @@ class ForkServer:
             "address": address,
             "bind": bind,
             "timeout_s": timeout.total_seconds(),
-            "stays": stays,
         }
         wanted = {"name": name, "threads": threads, "join": join, "number": number}
         return self._fork(wanted, secret)
@@ -375,10 +369,14 @@ def fork_server() -> ForkServer:
     return _of_process[1]
 
 
-def start_with_program() -> None:
-    """Start the fork server, so that it imports torch while the program does.
+def prepare() -> None:
+    """Start the process that forks local workers, so that it imports torch while the script does.
 
-    It does nothing where a launcher starts the workers.
+    The first pipeline on local workers opens by about a second sooner then, which is the time that
+    it takes to import torch, and what else the script imports of installed packages that build on
+    it. Call it at the top of the script, before those imports. `pipedream-rt run` and
+    `PipelineTrainer` do it by themselves. It does nothing where workers are started elsewhere. The
+    process ends with the script.
     """
     launched = (LISTEN_FD, PROFILE, "RANK", "SLURM_PROCID")
     if not any(name in os.environ for name in launched):

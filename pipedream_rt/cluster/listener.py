@@ -1,34 +1,49 @@
-"""The door of a pipeline: where workers join, before a generation begins and while one runs."""
+"""Where workers join: before a generation begins, and in an elastic job while one runs."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import selectors
 import socket
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pipedream_rt.cluster.addresses import joined
-from pipedream_rt.cluster.admission import Refusal, admit, refusal_of
-from pipedream_rt.cluster.control import Control
-from pipedream_rt.cluster.handshakes import Handshakes
-from pipedream_rt.cluster.keys import JobKey
+from pipedream_rt.cluster.addresses import boot_id, joined
+from pipedream_rt.cluster.control_loop import within
+from pipedream_rt.cluster.identity import Secret
 from pipedream_rt.cluster.members import Member
-from pipedream_rt.errors import PeerLost, TransportError
-from pipedream_rt.schema import printable
-from pipedream_rt.transport.tls import Tls
+from pipedream_rt.cluster.reception import Reception
+from pipedream_rt.cluster.records import HELLO, VERSION, Record, is_name
+from pipedream_rt.cluster.stream import Stream
+from pipedream_rt.deadline import Deadline
+from pipedream_rt.errors import TransportError
+from pipedream_rt.schema import printable, problem_of
+from pipedream_rt.software import software
 
 _log = logging.getLogger(__name__)
 
 
-class Gone(NamedTuple):
-    """A connection that has ended.
+class Refusal(NamedTuple):
+    """Why a worker cannot become a member.
 
     Attributes:
-        member: Whose it was; None if nobody was admitted on it.
+        passing: Whether the worker may try again later.
     """
 
-    control: Control
+    reason: str
+    passing: bool = False
+
+
+class Gone(NamedTuple):
+    """A worker that is gone before its generation has begun.
+
+    Attributes:
+        name: Empty for one that was not started here and has not said its name.
+        member: None if it was not admitted yet.
+    """
+
+    name: str
+    is_local: bool
     error: TransportError
     member: Member | None = None
 
@@ -36,155 +51,246 @@ class Gone(NamedTuple):
 class Listener:
     """Where workers become members of the next generation.
 
-    Every connection is called with a nonce. Whoever answers with a proof of the job's secret, the
-    right versions and a name that is free becomes a member; others are refused with the reason.
+    Whoever is of this job (`Reception`), has the right versions and a name that is free becomes a
+    member; others are refused with the reason. Its methods are for the event loop of the control
+    plane.
 
     Attributes:
-        listener: Where workers that were started elsewhere connect; None if there are none.
+        secret: The secret of the job.
+        listeners: Where workers that were started elsewhere connect; empty if there are none.
         members: Those that have come for the next generation.
-        refused: By name, why a worker that knows the secret was refused for good.
+        running: Those of the generation that runs, whose names are taken.
+        most: How many may come for the next generation.
+        refused: By name, why a worker was refused for good.
+        gone: Those that have gone since somebody took them out of this list.
         expected: How many members the next generation will have if nobody is lost meanwhile; 0 if
             that is not known.
+        over: The exit code of a script that has ended for good, which all who come are told.
+        told: The names of those that were told.
+        changed: Set when any of this has changed.
     """
 
-    def __init__(
-        self, key: JobKey, listener: socket.socket | None = None, tls: Tls | None = None
-    ) -> None:
-        self.key = key
-        self.listener = listener
-        self.tls = tls
+    def __init__(self, secret: Secret, *listeners: socket.socket) -> None:
+        self.secret = secret
+        self.listeners: Sequence[socket.socket] = listeners
         self.members: list[Member] = []
+        self.running: Sequence[Member] = ()
+        self.most = 0
         self.refused: dict[str, str] = {}
+        self.gone: list[Gone] = []
         self.expected = 0
+        self.over: int | None = None
+        self.told: set[str] = set()
+        self.changed = asyncio.Event()
         self.is_closed = False
-        self._opened: tuple[selectors.BaseSelector, Handshakes] | None = None
+        self._reception: Reception | None = None
+        self._unheard: dict[str, Stream] = {}  # connections of workers started here, by name
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def address(self) -> str:
-        """``HOST:PORT`` at which workers join that were started elsewhere."""
-        assert self.listener is not None
-        host, port = self.listener.getsockname()[:2]
-        return joined(host, port)
+        """``HOST:PORT`` or the path at which workers join that were started elsewhere."""
+        at = self.listeners[0].getsockname()
+        return at if isinstance(at, str) else joined(*at[:2])
 
-    def call_local(self, control: Control) -> None:
-        """Call a worker that was started here."""
-        self._open()[1].call_local(control)
+    def take(self, connection: socket.socket, name: str) -> None:
+        """Serve a worker that was started here, whose name is known before its first word."""
+        stream = Stream(connection, f"worker {name!r}")
+        self._unheard[name] = stream
+        task = asyncio.get_running_loop().create_task(self._arrive_here(stream, name))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-    def attend(self, seconds: float, most: int, running: Sequence[Member] = ()) -> list[Gone]:
-        """Accept connections and read what workers say, after a wait; return what has ended."""
-        gone: list[Gone | None] = []
-        # A signal handler may close the door before this loop, or while it runs.
-        for key, _ in () if self.is_closed else self._open()[0].select(seconds):
-            if self.is_closed:
-                break
-            callers = self._open()[1]
-            if key.fileobj is self.listener:
-                assert self.listener is not None
-                callers.accept(self.listener)
-            elif isinstance(key.fileobj, Control) and key.fileobj in callers:
-                gone.append(self._hear(key.fileobj, most, running))
-            elif key.data is not None:
-                gone.append(self._hear_member(key.data))
-        return [each for each in gone if each is not None]
+    def unheard(self) -> list[str]:
+        """The names of workers started here that have not got ready yet."""
+        silent = [m.name for m in self.members if m.is_local and not m.ready]
+        return [*self._unheard, *silent]
 
-    def unheard(self) -> list[Control]:
-        """The inherited connections over which no worker has sent a signed record yet."""
-        silent = [m.control for m in self.members if m.control.is_local and not m.ready]
-        return silent + (self._opened[1].local() if self._opened else [])
+    def open(self) -> None:
+        """Begin to accept connections. Idempotent."""
+        if self._reception is None and self.listeners and not self.is_closed:
+            self._reception = Reception(self.secret, self.listeners, self._receive, logging.WARNING)
 
-    def note(self, gone: Gone) -> None:
-        """Log the end of a connection of a worker that was started elsewhere, or of a stranger."""
-        if (member := gone.member) is not None:
-            _log.warning(
-                "worker %r (%s) left before all had come: %s; waiting for it or for another",
-                member.name, member.description, gone.error,
-            )  # fmt: skip
-            return
-        text = "a connection that is no worker was dropped: %s"
-        self._open()[1].note(logging.WARNING, text, gone.error)
+    async def rest(self) -> None:
+        """Accept nobody until `open`; callers wait in the kernel's queue. Idempotent."""
+        if self._reception is not None:
+            reception, self._reception = self._reception, None
+            await reception.close()
 
     def taken(self) -> list[Member]:
         """Return the members, whom the caller owns from now on, and begin to gather others."""
-        if self._opened is not None:
-            for member in self.members:
-                self._opened[0].unregister(member.control)
         members, self.members = self.members, []
         self.expected, self.refused = 0, {}
         return members
 
-    def rest(self) -> None:
-        """Drop the connections that are no members', and watch none until `attend`. Idempotent."""
-        if self._opened is not None:
-            selector, callers = self._opened
-            self._opened = None
-            callers.close()
-            selector.close()
+    def note(self, gone: Gone) -> None:
+        """Log that a worker which was started elsewhere has left."""
+        if gone.member is not None:
+            _log.warning(
+                "worker %r (%s) left before all had come: %s; waiting for it or for another",
+                gone.name, gone.member.description, gone.error,
+            )  # fmt: skip
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Let nobody join any more, and send away the members that have come. Idempotent."""
         self.is_closed = True
+        self.changed.set()
+        await self.rest()
         for member in self.taken():
-            try:
-                member.control.send({"type": "exit", "failed": False})
-            except PeerLost:
-                pass
-            member.control.close()
-        self.rest()
+            member.stream.send({"type": "exit", "failed": False})
+            member.stream.close()
+        self.drop_unheard()
 
-    def _open(self) -> tuple[selectors.BaseSelector, Handshakes]:
-        """Return the selector and the callers, made if there are none."""
-        if self._opened is None:
-            selector = selectors.DefaultSelector()
-            self._opened = selector, Handshakes(self.key, selector, self.tls)
-            if self.listener is not None:
-                self.listener.setblocking(False)
-                selector.register(self.listener, selectors.EVENT_READ)
-            for member in self.members:
-                selector.register(member.control, selectors.EVENT_READ, member)
-        return self._opened
+    def drop_unheard(self) -> None:
+        """Close the connections of workers started here that have said nothing."""
+        dropped, self._unheard = self._unheard, {}
+        for stream in dropped.values():
+            stream.close()
 
-    def _hear(self, control: Control, most: int, running: Sequence[Member]) -> Gone | None:
-        """Read a hello once all of it has come; admit its worker, or refuse it."""
-        selector, callers = self._open()
+    async def _arrive_here(self, stream: Stream, name: str) -> None:
+        """The way of a worker that was started here."""
         try:
-            heard = callers.hear(control)
+            await self._serve(stream, await stream.read(), name)
         except TransportError as error:
-            return Gone(control, error)
-        if heard is None:
-            return None
-        hello, talk = heard
-        refusal = refusal_of(hello, talk, (*running, *self.members))
-        full = len(self.members) >= most
-        if refusal is None and full:
-            reason = f"the job has its {most + len(running)} workers"
-            refusal = Refusal(reason, passing=True, proven=True)
-        if refusal is not None:
-            # Where the job has what it needs, a refused worker is nothing to act upon.
-            level = logging.INFO if full or running else logging.WARNING
-            callers.refuse(control, talk, hello, refusal, level)
-            if refusal.proven and not refusal.passing:
-                self.refused[printable(str(hello.get("name")), 100)] = refusal.reason
-            return None
+            stream.close()
+            if self._unheard.get(name) is stream:  # else it was dropped here
+                self.gone.append(Gone(name, True, error))
+        finally:
+            if self._unheard.get(name) is stream:
+                del self._unheard[name]
+            self.changed.set()
+
+    async def _receive(self, stream: Stream, hello: Record) -> None:
+        """The way of a worker that was started elsewhere, from its hello on."""
         try:
-            member = admit(control, hello, talk)
-        except PeerLost as error:
-            control.close()
-            return Gone(control, error)
+            await self._serve(stream, hello)
+        except TransportError as error:
+            stream.close()
+            if self._reception is not None:
+                self._reception.note("a connection that is no worker was dropped: %s", error)
+
+    async def _serve(self, stream: Stream, hello: Record, own_name: str = "") -> None:
+        """The life of a worker from its hello on: it is refused, or becomes a member."""
+        if hello["type"] != "hello":  # as a member's that was led here
+            raise TransportError(
+                f"the first record of {stream.peer} is {hello['type']!r}, where 'hello' was "
+                "expected"
+            )
+        if self.over is not None and is_name(hello.get("name")):
+            stream.send({"type": "over", "code": self.over})
+            self.told.add(hello["name"])
+            self.changed.set()
+        elif (refusal := self._refusal_of(hello, own_name)) is not None:
+            self._refuse(stream, hello, refusal)
+        else:
+            await self._admit(stream, hello, is_local=bool(own_name)).live()
+        await stream.sent()
+        stream.close()
+
+    def _refusal_of(self, hello: Record, own_name: str) -> Refusal | None:
+        """Why a worker cannot become a member; None if it can."""
+        # The version comes first: which fields a hello has depends on it.
+        if hello.get("version") != VERSION:
+            spoken = printable(repr(hello.get("version")), 20)
+            return Refusal(
+                f"it speaks protocol {spoken}, the coordinator {VERSION}; install the same "
+                "pipedream-rt on all machines"
+            )
+        if problem := problem_of(hello, HELLO):
+            return Refusal(f"its hello makes no sense: {problem}")
+        name = hello["name"]
+        if own_name and name != own_name:
+            return Refusal(f"it says that it is {name!r}, and was started as {own_name!r}")
+        if not own_name and hello["job"] != self.secret.job:
+            return Refusal("it belongs to another job, whose coordinator is at another address")
+        everybody = (*self.running, *self.members)
+        twin = next((member for member in everybody if member.name == name), None)
+        if twin is not None:
+            reason = f"the name {name!r} is taken by {twin.description}; give each worker its own"
+            return Refusal(reason, passing=True)
+        if hello["software"] != software():
+            return Refusal(
+                f"it has {hello['software']}, and the script {software()}; its stages might "
+                "compute other bits, so install the same on all machines"
+            )
+        if len(self.members) >= self.most:
+            count = self.most + len(self.running)
+            return Refusal(f"the job has its {count} workers", passing=True)
+        return None
+
+    def _refuse(self, stream: Stream, hello: Record, refusal: Refusal) -> None:
+        """Tell a worker why it cannot become a member."""
+        name = printable(str(hello.get("name")), 100)
+        stream.send({"type": "refused", "reason": refusal.reason, "passing": refusal.passing})
+        # Where the job has what it needs, a refused worker is nothing to act upon.
+        full = len(self.members) >= self.most or self.running
+        level = logging.INFO if full else logging.WARNING
+        _log.log(level, "refused worker %r (%s): %s", name, process_of(hello), refusal.reason)
+        if not refusal.passing:
+            self.refused[name] = refusal.reason
+            self.changed.set()
+
+    def _admit(self, stream: Stream, hello: Record, *, is_local: bool) -> Member:
+        """Make a worker a member, and tell it so."""
+        name, nearby = hello["name"], stream.engine is None
+        stream.admit(f"worker {name!r}")
+        # What does not leave the machine needs no secret to get in, and brings it.
+        stream.send({"type": "admitted", "secret": self.secret.text if nearby else None})
+        member = Member(
+            name,
+            process_of(hello),
+            stream,
+            is_local=is_local,
+            nearby=nearby,
+            # Where the kernel has no id, both are empty, which shows nothing.
+            same_clock=hello["boot"] == boot_id() != "",
+            returns=is_local or hello["returns"],  # workers started here are started again
+        )
+        member.changed = lambda: self._member_changed(member)
+        self._unheard.pop(name, None)
         self.members.append(member)
-        selector.register(control, selectors.EVENT_READ, member)
-        return None
+        self.changed.set()
+        return member
 
-    def _hear_member(self, member: Member) -> Gone | None:
-        """Read a member's `ready`; one that is gone makes room for another."""
-        try:
-            records = member.control.receive_all()
-        except TransportError as error:
-            self._open()[0].unregister(member.control)
+    def _member_changed(self, member: Member) -> None:
+        """Take out a member that is gone before its generation has begun."""
+        if member.ended is not None and member in self.members:
             self.members.remove(member)
-            member.control.close()
-            return Gone(member.control, error, member)
-        for record in records:
-            if record["type"] == "ready":
-                member.ready, member.processor = True, record["processor"]
-                member.obstacle = record["obstacle"]
-        return None
+            gone = Gone(member.name, member.is_local, member.ended, member)
+            if self.running:  # nobody gathers now
+                self.note(gone)
+            else:
+                self.gone.append(gone)
+        self.changed.set()
+
+
+def process_of(hello: Record) -> str:
+    """Process number and machine of a worker, in words; escaped, as it may be of any version."""
+    return printable(f"pid {hello.get('pid')} on {hello.get('host')}", 100)
+
+
+def announce_end(
+    listener: socket.socket, secret: Secret, code: int, count: int, deadline: Deadline
+) -> int:
+    """Tell workers that the script has ended for good, until ``count`` nodes have heard it.
+
+    Returns how many nodes have.
+    """
+
+    async def announce() -> int:
+        door = Listener(secret, listener)
+        door.over = code
+        door.open()
+        nodes: set[str] = set()
+        while len(nodes) < count and not deadline.expired():
+            door.changed.clear()
+            try:
+                await within(door.changed.wait(), deadline.remaining_s())
+            except asyncio.TimeoutError:
+                break
+            # The name of a worker is that of its node, and a number.
+            nodes = {name.rpartition("-")[0] for name in door.told}
+        await door.close()
+        return len(nodes)
+
+    return asyncio.run(announce())

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import queue
+import asyncio
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pipedream_rt.cluster.control import Control
-from pipedream_rt.cluster.control_records import Record
-from pipedream_rt.errors import PeerLost, PipelineError, WorkerLost
+from pipedream_rt.cluster.control_loop import within
+from pipedream_rt.cluster.doors import DoorAddress
+from pipedream_rt.cluster.records import Record
+from pipedream_rt.cluster.stream import Stream
+from pipedream_rt.errors import PeerLost, PipelineError, TransportError, WorkerLost
 from pipedream_rt.schedules.edges import Address
 from pipedream_rt.transport.rpc.fence import Obstacle
 
@@ -33,46 +35,57 @@ class WorkerSlot(NamedTuple):
         return f"stages {', '.join(map(str, self.stages))}" if several else self.title
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Member:
     """A worker process that has said hello.
 
-    The thread that gathers the workers fills it in; from then on the thread of `Watch` owns
-    ``stopped``, ``heard``, ``doing`` and ``beat``, which other threads only read.
+    The event loop of the control plane owns it; other threads only read ``heard``, ``doing`` and
+    ``beat``.
 
     Attributes:
         name: Unique in the group.
+        is_local: Whether this process has started it.
+        nearby: Whether its control connection does not leave the machine.
         same_clock: Whether it runs on the coordinator's kernel.
         returns: Whether it joins again by itself when a generation ends.
+        changed: Called when a record has come, and when its connection has ended.
         seats: The workers of the plan whose work it does; empty until all have said hello.
         stage: The first stage that it hosts.
         ready: Whether it has imported torch.
         processor: Its kind of processor; empty until it is ready.
         obstacle: What keeps torch RPC from being fenced off there; empty for nothing.
+        door: Where it listens for other members of the group that forms; None if not known.
+        met: Once it has joined, the ranks that it has met at Unix sockets.
         stopped: Whether its stages compute no more, or its connection has ended.
+        ended: Why its connection has ended; None while it stands.
         heard: When it last sent anything, in seconds of the monotonic clock.
         doing: Text form of the action that it announced last; empty where a job asks for none.
         beat: Its last heartbeat.
-        story: Its answers to what it waits for.
-        clock: Its clock and when that came, in nanoseconds.
+        answers: What it answers to questions, by type of record, with the time (monotonic, ns);
+            None once its connection has ended.
     """
 
     name: str
     description: str
-    control: Control
+    stream: Stream
+    is_local: bool = False
+    nearby: bool = False
     same_clock: bool = False
     returns: bool = True
+    changed: Callable[[], object] = lambda: None
     seats: list[WorkerSlot] = field(default_factory=list)
     stage: int | None = None
     ready: bool = False
     processor: str = ""
     obstacle: Obstacle = ""
+    door: DoorAddress | None = None
+    met: set[int] | None = None
     stopped: bool = False
+    ended: TransportError | None = None
     heard: float = field(default_factory=time.monotonic)
     doing: str = ""
     beat: Record = field(default_factory=dict)
-    story: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
-    clock: queue.SimpleQueue[tuple[int, int]] = field(default_factory=queue.SimpleQueue)
+    answers: dict[str, asyncio.Queue[tuple[Record, int] | None]] = field(default_factory=dict)
 
     @property
     def stages(self) -> tuple[Address, ...]:
@@ -83,6 +96,62 @@ class Member:
     def hosts(self) -> str:
         """The stages that the worker hosts, in words."""
         return " and ".join(seat.hosts for seat in self.seats) or "no stage yet"
+
+    async def live(self) -> None:
+        """Read what the worker says, until its connection ends."""
+        try:
+            while True:
+                record = await self.stream.read()
+                self.heard = time.monotonic()
+                self._take(record)
+                self.changed()
+        except TransportError as error:
+            self.ended, self.stopped = error, True
+        finally:
+            self.stream.close()
+            for queue in self.answers.values():
+                queue.put_nowait(None)
+            self.changed()
+
+    def _take(self, record: Record) -> None:
+        match record["type"]:
+            case "doing":
+                self.doing = str(record["action"])
+            case "beat":
+                self.beat = record
+            case "ready":
+                self.ready, self.processor = True, record["processor"]
+                self.obstacle = record["obstacle"]
+            case "door":
+                self.door = DoorAddress(*record["at"])
+            case "joined":
+                self.met = set(record["nearby"])
+            case "failed":
+                raise JoiningFailed(str(record["text"]))
+            case "stopped":
+                self.stopped = True
+            case "story" | "clock" | "findings" as kind:
+                self.answers.setdefault(kind, asyncio.Queue()).put_nowait(
+                    (record, time.monotonic_ns())
+                )
+            case kind:
+                raise TransportError(
+                    f"worker {self.name!r} sent a {kind!r}, which only a coordinator sends; is it "
+                    "pipedream-rt of the same version?"
+                )
+
+    async def ask(self, record: Record, kind: str, seconds: float) -> tuple[Record, int] | None:
+        """Send a question; return the answer and when it came (monotonic, ns), None for none."""
+        if self.ended is not None:
+            return None
+        queue = self.answers.setdefault(kind, asyncio.Queue())
+        while not queue.empty():  # an answer to an earlier question, which came too late
+            queue.get_nowait()
+        self.stream.send(record)
+        try:
+            return await within(queue.get(), seconds)
+        except asyncio.TimeoutError:
+            return None
 
     def lost(self, ending: str, problem: PipelineError | None = None, note: str = "") -> WorkerLost:
         """Make the error that says that the worker is gone, and how it ended."""
@@ -102,13 +171,8 @@ class Member:
         return error
 
 
-def tell(members: Iterable[Member], record: Record) -> None:
-    """Send a record to every member whose connection still stands."""
-    for member in members:
-        try:
-            member.control.send(record)
-        except PeerLost:
-            pass
+class JoiningFailed(TransportError):
+    """What a worker says of why it could not join the group."""
 
 
 def natural(name: str) -> list[tuple[int, str]]:

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
-from pipedream_rt.cluster.engines.interface import Keeper
+from pipedream_rt.cluster.control_loop import ControlLoop
+from pipedream_rt.cluster.elsewhere import Elsewhere
 from pipedream_rt.cluster.environment import memory_is_shared, rpc_of_environment
 from pipedream_rt.cluster.forked_workers import fork_server
-from pipedream_rt.cluster.formation import COORDINATOR_NAME, Formation
+from pipedream_rt.cluster.generation import COORDINATOR_NAME, Generation, status_of
 from pipedream_rt.cluster.interface import ClusterSpec, Reference, memoized_error
 from pipedream_rt.cluster.listener import Listener
-from pipedream_rt.cluster.liveness import Watch
-from pipedream_rt.cluster.local_workers import LocalWorkers
-from pipedream_rt.cluster.members import tell
-from pipedream_rt.cluster.rendezvous import Rendezvous
+from pipedream_rt.cluster.local import Local
 from pipedream_rt.cluster.subprocesses import end_processes
-from pipedream_rt.cluster.supervision import BY_HAND
 from pipedream_rt.deadline import Deadline
-from pipedream_rt.errors import PipelineError
+from pipedream_rt.errors import PipelineClosed, PipelineError, TransportError
 from pipedream_rt.lifecycle import Lifecycle
 from pipedream_rt.schedules import COORDINATOR
 from pipedream_rt.tracing.clock import Reading
@@ -33,9 +31,6 @@ from pipedream_rt.transport.sockets import SocketTransport
 _STOP_TIMEOUT = timedelta(seconds=5)
 """For the stages to end the action at hand when told to stop."""
 
-_SENT_TIMEOUT = timedelta(seconds=2)
-"""For the last records to the workers to be sent, where they are encrypted."""
-
 _EXIT_TIMEOUT = timedelta(seconds=3)
 """For the processes to end after that, before they are killed."""
 
@@ -47,9 +42,10 @@ class ProcessCluster:
         self,
         spec: ClusterSpec,
         *,
+        loop: ControlLoop,
         door: Listener,
-        own: Sequence[str] = (),
-        keeper: Keeper = BY_HAND,
+        own: Sequence[str],
+        elsewhere: Elsewhere,
     ) -> None:
         wish = rpc_of_environment()
         ensure_descriptors(spec.assignment.most)
@@ -65,63 +61,67 @@ class ProcessCluster:
         self._life = Lifecycle("the cluster")
         self._fail = spec.fail
         self._crew = spec.assignment
+        self._loop = loop
         self._door = door
         self._killed = False
         self._rpc: Endpoint | NoEndpoint = NoEndpoint()
         self._sockets: SocketTransport | None = None
-        self._local = LocalWorkers(spec.threads, fork_server())
-        self._keeper = keeper
-        rendezvous = Rendezvous(
-            spec.plan,
-            self._local,
-            door,
-            spec.heartbeat,
-            keeper,
-            spec.assignment,
-        )
-        self._members = rendezvous.members
-        self._watch = Watch(self._members, self._local, spec.fail, spec.heartbeat, keeper)
+        self._local = Local(spec.threads, fork_server())
+        self._elsewhere = elsewhere
+        workers = self._workers = Generation(spec, door, self._local, elsewhere)
         try:
             deadline = Deadline(spec.start_timeout)
-            every = [f"worker-{i}" for i in range(spec.assignment.most)]
-            self._local.start(every if door.listener is None else own)
-            rendezvous.gather(deadline)
+            self._local.start(own)
+            loop.run(workers.gather(deadline))
+            self._members = workers.members
             self.names = tuple(member.name for member in self._members for _ in member.seats)
             obstacles.update((member.name, member.obstacle) for member in self._members)
             mode = fence.decided(wish, obstacles)
             self.without_rpc = fence.why_left_out(wish, obstacles)
             self.endpoints = fence.in_words(wish, obstacles)
             fence.tell(wish, obstacles)
-            formation = Formation(
-                spec.plan, self._members, self._local, deadline, spec.heartbeat, door.tls
-            )
-            group = formation.welcome(
-                generation=spec.generation, timeout=spec.timeout, key=door.key.key,
-                rpc=mode,
-            )  # fmt: skip
-            self._sockets = SocketTransport(group, gives=memory_is_shared())
-            self.transport: Transport = self._sockets
-            self._rpc = (
-                NoEndpoint(self.without_rpc)
-                if mode == "off"
-                else Endpoint(group, self._sockets.tunnel, spec.timeout, mode)
-            )
-            self._sockets.open(COORDINATOR, spec.receive, self._peer_lost)
-            formation.join(group, self._sockets, self._rpc)
-            places = formation.places()
+            self._form(spec, mode, deadline)
+            places = workers.places() if memory_is_shared() else {}
             self.places = tuple(
-                places[member.name] for member in self._members for _ in member.seats
+                places.get(member.name, "") for member in self._members for _ in member.seats
             )
-            self._watch.start()
+            loop.run(workers.watch())
         except BaseException:
             self.close()
             raise
+
+    def _form(self, spec: ClusterSpec, mode: fence.AgentMode, deadline: Deadline) -> None:
+        """Connect to all members, and join torch RPC with them; nothing listens afterwards."""
+        loop, workers = self._loop, self._workers
+        group = loop.run(workers.welcome(mode, deadline))
+        transport = self._sockets = SocketTransport(group, gives=memory_is_shared())
+        self.transport: Transport = transport
+        if mode == "off":
+            self._rpc = NoEndpoint(self.without_rpc)
+        else:
+            self._rpc = Endpoint(group, transport.tunnel, spec.timeout, mode)
+        transport.open(COORDINATOR, spec.receive, self._peer_lost)
+        transport.connect(loop.run(workers.connect(group, deadline)))
+        # To join torch RPC blocks until all members do the same, so it has a thread of its own: a
+        # worker that dies meanwhile is noticed, and ends it.
+        with ThreadPoolExecutor(1, thread_name_prefix="join") as thread:
+            try:
+                loop.run(workers.all_joined(thread.submit(self._rpc.join, deadline), deadline))
+            except BaseException as error:
+                self._rpc.close()  # ends the calls to other members that are under way
+                if isinstance(error, RuntimeError):
+                    raise TransportError(f"joining the RPC group failed: {error}") from error
+                raise
+        if isinstance(self._rpc, Endpoint):
+            # TensorPipe's listener: a stranger's bytes would abort the process.
+            transport.tunnel.shut()
+            loop.run(workers.tell({"type": "shut"}))
 
     def _peer_lost(self, error: PipelineError) -> None:
         """Report that a message of the coordinator could not be handed over."""
         # The thread of the links is here, which must not wait for a process to end: so the cause
         # is found by whoever asks for the error.
-        if not self._watch.ending:
+        if not self._workers.ending:
             self._fail(memoized_error(lambda: self.name_loss(error)))
 
     def check_settings_unchanged(self) -> None: ...
@@ -131,16 +131,18 @@ class ProcessCluster:
         return nullcontext()
 
     def name_loss(self, error: PipelineError) -> PipelineError:
-        return self._watch.name_loss(error)
+        peer = getattr(error, "peer", "")
+        member = next((member for member in self._members if member.name == peer), None)
+        return error if member is None else self._workers.loss_of(member, error)
 
     def stories(self) -> list[str]:
-        return self._watch.stories()
+        return self._loop.run(self._workers.stories())
 
     def status(self) -> list[dict[str, Any]]:
-        return self._watch.status()
+        return status_of(self._members)
 
     def clocks(self) -> list[Reading]:
-        readings = self._watch.clocks()
+        readings = self._loop.run(self._workers.clocks())
         return [r for r, m in zip(readings, self._members, strict=True) for _ in m.seats]
 
     def newcomers(self) -> int:
@@ -149,9 +151,7 @@ class ProcessCluster:
         # The generation would end for them, and lose members that do not come back.
         if not free or not self._crew.stays_open or not all(m.returns for m in members):
             return 0
-        for gone in door.attend(0, free, members):
-            door.note(gone)
-        ready = sum(member.ready for member in door.members)
+        ready = sum(member.ready for member in list(door.members))
         door.expected = len(members) + ready
         return ready
 
@@ -162,32 +162,31 @@ class ProcessCluster:
         return list(self._rpc.parameter_references(stage))
 
     def kill(self) -> None:
-        self._watch.ending = self._killed = True
+        self._workers.ending = self._killed = True
         for process in self._local.processes.values():
             process.kill()
-        self._watch.stop_waiting()
-        self._keeper.replace(self._watch.silent)
+        self._in_loop(self._workers.give_up())
+        self._elsewhere.replace(self._workers.silent)
         self.close()
 
     def close(self) -> None:
         if not self._life.begin_closing():
             return
-        self._watch.ending = True
+        workers = self._workers
+        workers.ending = True
         # On an ExitStack each step runs even if Ctrl-C interrupts the one before it. The last line
         # runs first: read upwards.
         with ExitStack() as steps:
             steps.callback(self._life.close)
-            steps.callback(self._watch.close)
             processes = self._local.processes.values()
             steps.callback(lambda: end_processes(processes, Deadline(_EXIT_TIMEOUT)))
-            if (tls := self._door.tls) is not None:
-                steps.callback(lambda: tls.finish(Deadline(_SENT_TIMEOUT)))
-            for control in (*(m.control for m in self._members), *self._local.controls.values()):
-                steps.callback(control.close)
-            steps.callback(tell, self._members, {"type": "exit", "failed": self._killed})
+            steps.callback(self._in_loop, workers.leave(failed=self._killed))
             if self._sockets is not None:
                 steps.callback(self._sockets.close)
             steps.callback(self._rpc.close)
-            steps.callback(self._watch.end)
-            steps.callback(self._watch.wait_until_stopped, _STOP_TIMEOUT)
-            steps.callback(tell, self._members, {"type": "stop"})
+            steps.callback(self._in_loop, workers.stop(_STOP_TIMEOUT))
+
+    def _in_loop(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a step of the end in the loop, unless that was closed: then all connections are."""
+        with suppress(PipelineClosed):
+            self._loop.run(coroutine)

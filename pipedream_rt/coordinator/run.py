@@ -13,15 +13,15 @@ from pipedream_rt.batches.cutting import needs_pairs, samples_of
 from pipedream_rt.batches.items import Batch
 from pipedream_rt.batches.weighing import Weighing
 from pipedream_rt.cluster.forked_workers import fork_server, installed_modules
-from pipedream_rt.cluster.interface import Cluster, ClusterSpec, Fail
-from pipedream_rt.cluster.launch import (
-    Launcher,
+from pipedream_rt.cluster.generations import (
+    Generations,
     cores_for,
     leave_to_rank_0,
     numbers_of_workers,
     starts_here,
     workers_of_run,
 )
+from pipedream_rt.cluster.interface import Cluster, ClusterSpec, Fail
 from pipedream_rt.coordinator.checkpointing.checkpointer import Checkpointer
 from pipedream_rt.coordinator.checkpointing.preemption import Preemption
 from pipedream_rt.coordinator.feed.epochs import Epochs
@@ -106,13 +106,13 @@ def start(job: Job, publisher: EventPublisher | None) -> WorkerGroup:
     assert most is not None
     # Until the group is there, an error undoes this; afterwards, the end of the group does.
     with ExitStack() as undo:
-        launcher = Launcher(job.options.workers)
-        undo.callback(launcher.close)
+        generations = Generations(job.options.workers)
+        undo.callback(generations.close)
         if publisher is not None:
             undo.callback(publisher.end)
         group = WorkerGroup(
             job.plan,
-            functools.partial(_start_cluster, job=job.without_start_data, launcher=launcher),
+            functools.partial(_start_cluster, job=job.without_start_data, generations=generations),
             list(job.specs),
             job.forwards,
             job.options.recovery.answer,
@@ -123,7 +123,7 @@ def start(job: Job, publisher: EventPublisher | None) -> WorkerGroup:
 
 
 def _start_cluster(
-    receive: Receive, fail: Fail, generation: int, *, job: Job, launcher: Launcher
+    receive: Receive, fail: Fail, generation: int, *, job: Job, generations: Generations
 ) -> Cluster:
     """Start the workers of a generation."""
     recovery = job.options.recovery
@@ -139,7 +139,7 @@ def _start_cluster(
         heartbeat=recovery.heartbeat,
         around=job.script_values.stages_may_change_shared,
     )
-    return launcher.start(spec)
+    return generations.start(spec)
 
 
 def attach(job: Job, group: WorkerGroup, publisher: EventPublisher | None) -> Run:

@@ -25,6 +25,7 @@ from pipedream_rt.batches.cutting import samples_in
 from pipedream_rt.batches.forwards import TOTAL
 from pipedream_rt.batches.items import Accumulated, batch_of
 from pipedream_rt.checkpoint import newest_good
+from pipedream_rt.cluster.forked_workers import prepare
 from pipedream_rt.coordinator.results import PendingStep
 from pipedream_rt.errors import CheckpointError, ConfigError
 from pipedream_rt.hf.arguments import asked_of, options_of, refuse_arguments
@@ -83,6 +84,7 @@ class PipelineMixin(Trainer):
         for each in arguments:  # first, since transformers has errors of its own for some
             refuse_arguments(each, self._given)
         self._refuse_methods()
+        prepare()  # workers import torch and transformers while the script loads its data
         self._pipe: Pipeline | None = None
         self._end: weakref.finalize[Any, Any] | None = None
         # The optimizer that the Trainer has made, whose groups are those of `Pipeline.optimizer`

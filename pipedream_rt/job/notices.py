@@ -153,11 +153,11 @@ def about_cores(workers: int, threads: int, cores: int) -> list[str]:
 
 
 def about_workers(used: int, started: int) -> list[str]:
-    """Say if more workers were started than the stages need."""
+    """Say if there may be more workers than the stages need."""
     if started <= used:
         return []
     return [
-        f"{started} workers were started, and the stages use {used}: give Pipeline more stages, or "
+        f"there may be {started} workers, and the stages use {used}: give Pipeline more stages, or "
         f"--nproc-per-node {used}"
     ]
 

@@ -1,19 +1,17 @@
-"""A link: one connection between two members, with its frames, signatures and shared memory.
+"""A link: one connection between two members, with its frames, encryption and shared memory.
 
 A frame on a link is
 
-    32 bytes   signature of kind, length of the body, and meta (see `Signer`)
     1 byte     kind
     4 bytes    length of meta
     8 bytes    length of the body
     ...        meta: plain data, with the dtype and the shape of every tensor in the body
-    ...        body: the bytes of the tensors, which are not signed
+    ...        body: the bytes of the tensors
 
 For a tensor in memory that both ends share (`shared.py`), meta has its place and body has nothing.
 
-The signature is checked before meta is parsed, and a wrong one ends the link. A meta of more than
-64 KiB is announced by a signed frame before it: so nobody without the key can make this end keep
-more than that in memory.
+A link within a machine is a Unix socket, and what passes over it is plain. A link by TCP is
+encrypted (`tls.py`), so whatever comes is from the member at its other end, whole and in its turn.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -34,31 +32,17 @@ from pipedream_rt.lifecycle import close_in_forked_children
 from pipedream_rt.messages.wire import TensorSlot, bytes_of, described, place_for
 from pipedream_rt.transport.shared import SMALLEST
 from pipedream_rt.transport.sharing import SharedEnd
-from pipedream_rt.transport.signing import DIGEST, Signer, proof
+from pipedream_rt.transport.tls import TlsEngine
 
-_HEAD = struct.Struct(f"!{DIGEST}sBIQ")
-
-
-_KIND_AND_SIZE = struct.Struct("!BQ")  # what is signed beside meta
+_HEAD = struct.Struct("!BIQ")
 
 
 _LARGEST_META = 1 << 28
 """Bytes that meta may have. Tensors are in the body."""
 
 
-_LARGEST_UNANNOUNCED = 1 << 16
-"""Bytes that meta may have without an announcement."""
-
-
-_ANNOUNCES = 255
-"""The kind of a frame that announces the length of the next frame's meta."""
-
-
 _SHARES = 254
 """The kind of a frame that comes with the descriptor of shared memory."""
-
-
-_LENGTH = struct.Struct("!I")
 
 
 _CHUNK = 1 << 16
@@ -75,17 +59,25 @@ _AT_ONCE = 64
 """Buffers that the kernel gets in one call."""
 
 
+_ENCRYPTED_AT_ONCE = 1 << 18
+"""Bytes that are encrypted before they are sent, or read before they are decrypted."""
+
+
+_TLS_RECORD = 1 << 14
+"""Bytes of a full record of TLS: buffers that are smaller share one."""
+
+
 class Connection(NamedTuple):
     """What a link is made of.
 
     Attributes:
-        key: The key of the link, as `link_key` makes it.
+        engine: Encrypts it; None for a Unix socket.
         carries_descriptors: Whether it is a Unix socket between two processes, over which they can
             share memory.
     """
 
     socket: socket.socket
-    key: bytes
+    engine: TlsEngine | None = None
     carries_descriptors: bool = False
 
 
@@ -101,15 +93,6 @@ class Frame(NamedTuple):
     tensors: list[Tensor]
 
 
-def link_key(key: bytes, one: int, other: int, *nonces: bytes) -> bytes:
-    """Derive the key of the link between two ranks from the key of their group.
-
-    The nonces are those that both ends have drawn; none if one process made both ends.
-    """
-    low, high = sorted((one, other))
-    return proof(key, b"link", struct.pack("!II", low, high), *nonces)
-
-
 class Link:
     """One end of a link. Any thread sends; one thread at a time receives. Nothing blocks.
 
@@ -117,25 +100,18 @@ class Link:
         reading: Lock to hold while receiving, flushing or closing.
     """
 
-    def __init__(
-        self,
-        connection: socket.socket,
-        sends: Signer,
-        receives: Signer,
-        sharing: SharedEnd | None = None,
-    ) -> None:
-        connection.setblocking(False)
-        close_in_forked_children(connection)
-        self._socket = connection
-        self._sends = sends
-        self._receives = receives
+    def __init__(self, connection: Connection, sharing: SharedEnd | None = None) -> None:
+        connection.socket.setblocking(False)
+        close_in_forked_children(connection.socket)
+        self._socket = connection.socket
+        self._engine = connection.engine
+        self._sealed = memoryview(b"")  # encrypted, and not sent yet
         self.reading = threading.Lock()
         self._lock = threading.Lock()
         self._queue: deque[memoryview] = deque()
         self._chunk = memoryview(bytearray(_CHUNK))
         self._buffer = bytearray()
         self._coming: Frame | None = None  # its body has not come yet
-        self._announced = 0  # bytes of the next frame's meta
         self._room: deque[memoryview] = deque()  # memory for the rest of the body, in order
         self._sharing = sharing
 
@@ -163,10 +139,9 @@ class Link:
             )
         size = sum([body.nbytes for body in bodies])
         with self._lock:
-            idle = not self._queue  # else a `flush` is due, which sends this frame too
-            if len(meta) > _LARGEST_UNANNOUNCED:
-                self._queue.append(self._framed(_ANNOUNCES, 0, _LENGTH.pack(len(meta))))
-            self._queue.append(self._framed(kind, size, meta))
+            # Else a `flush` is due, which sends this frame too.
+            idle = not self._queue and not self._sealed
+            self._queue.append(_framed(kind, size, meta))
             self._queue.extend([body for body in bodies if body.nbytes])
             return self._write() if idle else False
 
@@ -175,9 +150,9 @@ class Link:
         for number, body in enumerate(bodies):
             if body.nbytes < SMALLEST:
                 continue
-            with self._lock:  # signatures count frames, so they are made in the order of the queue
+            with self._lock:
                 if (slots := sharing.new_slots()) is not None:
-                    sharing.announce(slots, self._framed(_SHARES, 0, b""), self._queue)
+                    sharing.announce(slots, _framed(_SHARES, 0, b""), self._queue)
                 taken = sharing.take(body.nbytes)
             if taken is None:
                 return
@@ -190,11 +165,6 @@ class Link:
             about[number].extend(at)
             bodies[number] = memoryview(b"")
 
-    def _framed(self, kind: int, size: int, meta: bytes) -> memoryview:
-        """Return the signed head and the meta of a frame. Call in the order of sending."""
-        signature = self._sends.sign(_KIND_AND_SIZE.pack(kind, size), meta)
-        return memoryview(_HEAD.pack(signature, kind, len(meta), size) + meta)
-
     def flush(self) -> bool:
         """Send what was left over; return whether nothing is left now."""
         with self._lock:
@@ -202,6 +172,8 @@ class Link:
 
     def _write(self) -> bool:
         """Write to the socket until it takes no more; return whether nothing is left."""
+        if self._engine is not None:
+            return self._write_encrypted(self._engine)
         queue, sharing = self._queue, self._sharing
         while queue:
             try:
@@ -217,8 +189,44 @@ class Link:
                 queue[0] = queue[0][sent:]
         return True
 
+    def _write_encrypted(self, engine: TlsEngine) -> bool:
+        """Write as `_write` does, through TLS."""
+        while self._sealed or self._queue:
+            if not self._sealed:
+                for piece in self._pieces(_ENCRYPTED_AT_ONCE):
+                    engine.write(piece)
+                self._sealed = memoryview(engine.sealed())
+            try:
+                sent = self._socket.send(self._sealed, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return False
+            self._sealed = self._sealed[sent:]
+        return True
+
+    def _pieces(self, most: int) -> Iterator[bytes | memoryview]:
+        """Take so many bytes from the queue; small buffers, as heads are, come joined."""
+        queue, small, left = self._queue, bytearray(), most
+        while queue and left > 0:
+            piece, rest = queue[0][:left], queue[0][left:]
+            left -= piece.nbytes
+            if rest.nbytes:
+                queue[0] = rest
+            else:
+                queue.popleft()
+            if len(small) + piece.nbytes <= _TLS_RECORD:
+                small += piece
+                continue
+            if small:
+                yield bytes(small)
+                small.clear()
+            yield piece
+        if small:
+            yield bytes(small)
+
     def receive(self, take: Callable[[Frame], object]) -> bool:
         """Read once and hand over complete frames; return whether the socket was read empty."""
+        if self._engine is not None:
+            return self._receive_encrypted(self._engine, take)
         room, sharing = self._room[0] if self._room else self._chunk, self._sharing
         try:
             if sharing is None:
@@ -230,13 +238,42 @@ class Link:
         if not count:
             raise ConnectionError("it closed the connection")
         is_all = count < room.nbytes
+        self._take_in(room, count, take)
+        return is_all
+
+    def _receive_encrypted(self, engine: TlsEngine, take: Callable[[Frame], object]) -> bool:
+        """Receive as `receive` does, through TLS; nothing that is decrypted stays behind."""
+        data = b""
+        end: OSError | None = None
+        try:
+            data = self._socket.recv(_ENCRYPTED_AT_ONCE)
+            if not data:
+                end = ConnectionError("it closed the connection")
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            end = error
+        with self._lock:  # another thread may be sending
+            engine.take(data)
+        while True:
+            room = self._room[0] if self._room else self._chunk
+            with self._lock:
+                count = engine.read_into(room)
+            if not count:
+                break
+            self._take_in(room, count, take)
+        if end is not None:  # only now: the first frames may have come with the first record
+            raise end
+        return len(data) < _ENCRYPTED_AT_ONCE
+
+    def _take_in(self, room: memoryview, count: int, take: Callable[[Frame], object]) -> None:
+        """Note so many bytes that have come into a buffer, and hand over complete frames."""
         if self._room:  # the bytes came straight into a tensor
             self._fill(count)
         else:
             self._buffer += room[:count]
         while (frame := self._next()) is not None:
             take(frame)
-        return is_all
 
     def _fill(self, count: int) -> None:
         """Note that so many bytes have come into the memory of the body."""
@@ -249,7 +286,7 @@ class Link:
     def _next(self) -> Frame | None:
         """Take the next frame from the buffer; None if it is not complete."""
         while self._coming is None and self._begin():
-            pass  # it was an announcement; the frame behind it may have come too
+            pass  # it came with shared memory; the frame behind it may have come too
         while self._room and self._buffer:
             count = min(self._room[0].nbytes, len(self._buffer))
             self._room[0][:count] = self._buffer[:count]
@@ -264,32 +301,21 @@ class Link:
     def _begin(self) -> bool:
         """Take head and meta from the buffer once they are there, and make the tensors.
 
-        Return whether it was an announcement, so that the next frame can begin.
+        Return whether it was the one that comes with shared memory, so that the next can begin.
         """
         if len(self._buffer) < _HEAD.size:
             return False
-        signature, kind, length, size = _HEAD.unpack_from(self._buffer)
-        if length > _LARGEST_UNANNOUNCED and length != self._announced:
+        kind, length, size = _HEAD.unpack_from(self._buffer)
+        if length > _LARGEST_META:
             raise TransportError(
-                f"a frame with {length} bytes of meta came, and {self._announced} were announced "
-                f"(up to {_LARGEST_UNANNOUNCED} need no announcement); do all processes run the "
-                "same version of pipedream-rt?"
+                f"a frame of kind {kind} announces {length} bytes besides its tensors, and may "
+                f"have {_LARGEST_META}; do all processes run the same version of pipedream-rt?"
             )
         end = _HEAD.size + length
         if len(self._buffer) < end:
             return False
         meta = bytes(self._buffer[_HEAD.size : end])
-        self._receives.check(signature, _KIND_AND_SIZE.pack(kind, size), meta)
         del self._buffer[:end]
-        self._announced = 0
-        if kind == _ANNOUNCES:
-            if len(meta) != _LENGTH.size:
-                raise TransportError(
-                    f"a malformed announcement came: {len(meta)} bytes instead of {_LENGTH.size}; "
-                    "do all processes run the same version of pipedream-rt?"
-                )
-            (self._announced,) = _LENGTH.unpack(meta)
-            return True
         if kind == _SHARES:
             self._shared().view()
             return True
@@ -305,13 +331,13 @@ class Link:
             ) from error
         except _MALFORMED as error:
             raise TransportError(
-                f"a signed frame of kind {kind}, with {length} bytes of meta and {size} of "
+                f"a frame of kind {kind}, with {length} bytes of meta and {size} of "
                 f"tensors, has a malformed meta: {error!r}; do all processes run the same version "
                 "of pipedream-rt?"
             ) from error
         except RuntimeError as error:  # of torch, whose text says whether it is for want of memory
             raise TransportError(
-                f"torch cannot make a tensor of a signed frame of kind {kind}: {error!r}; its head "
+                f"torch cannot make a tensor of a frame of kind {kind}: {error!r}; its head "
                 f"announces {size} bytes of tensors, for which this process needs memory"
             ) from error
         if sum(place.room.nbytes for place in places) != size:
@@ -344,3 +370,8 @@ class Link:
         with self._lock:
             if self._sharing is not None:
                 self._sharing.close()
+
+
+def _framed(kind: int, size: int, meta: bytes) -> memoryview:
+    """Return the head and the meta of a frame."""
+    return memoryview(_HEAD.pack(kind, len(meta), size) + meta)

@@ -1,9 +1,8 @@
 """Links: the connections between the members of a group, over which everything of a job travels.
 
-A link is a stream socket whose two ends have proved to each other that they are members, or which
-one process made for both. The thread that waits for messages reads the links itself while it waits
-(`Links.wait`). While it computes, the links' own thread reads them. That thread also writes what a
-socket did not take at once.
+A link is a stream socket whose two ends have found each other to be members. The thread that waits
+for messages reads the links itself while it waits (`Links.wait`). While it computes, the links' own
+thread reads them. That thread also writes what a socket did not take at once.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import select
+import ssl
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,10 +21,9 @@ from torch import Tensor
 
 from pipedream_rt.errors import TransportError
 from pipedream_rt.lifecycle import Lifecycle, name_this_thread
-from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.link import Connection, Frame, Link
 from pipedream_rt.transport.sharing import SharedEnd
-from pipedream_rt.transport.signing import Signer
+from pipedream_rt.transport.tls import problem_of_tls
 from pipedream_rt.transport.wakeup import Alarm
 
 _LONGEST_S = 86_400.0
@@ -51,7 +50,6 @@ class Links:
 
     def __init__(
         self,
-        group: Group,
         connections: Connections,
         receive: Callable[[int, Frame], None],
         lost: Callable[[int, str], None],
@@ -60,18 +58,15 @@ class Links:
         self._receive = receive
         self._lost = lost
         self._links = {
-            rank: Link(
-                connection,
-                Signer(key, group.generation, group.rank, rank),
-                Signer(key, group.generation, rank, group.rank),
-                SharedEnd(gives) if carries_descriptors else None,
-            )
-            for rank, (connection, key, carries_descriptors) in connections.items()
+            rank: Link(connection, SharedEnd(gives) if connection.carries_descriptors else None)
+            for rank, connection in connections.items()
         }
         self._rank_of = {link.fileno(): rank for rank, link in self._links.items()}
         self._ended: dict[int, str] = {}  # by rank, why the link has ended
         self._unsent: deque[int] = deque()  # ranks for the thread to write to
-        self._unread: deque[int] = deque()  # ranks for the thread to read on from
+        # Ranks for the thread to read on from. At first all: with the words by which two members
+        # meet, the first frames may have come already, and have been read from the socket.
+        self._unread = deque(self._links)
         self._life = Lifecycle("the links")
         self._waiter: int | None = None
         self._called = False  # whether `wake` was called since `wait` began
@@ -228,6 +223,8 @@ def _forget(events: select.epoll, link: Link) -> None:
 
 def text_of(error: Exception) -> str:
     """Return the text of an error; that of an OSError without its number, in lower case."""
+    if isinstance(error, ssl.SSLError):
+        return problem_of_tls(error)
     told = getattr(error, "strerror", None)
     # The first letter only: the rest may have names of variables, files or classes in it.
     return f"{told[0].lower()}{told[1:]}" if told else str(error)

@@ -61,7 +61,7 @@ class SocketTransport:
     def connect(self, connections: Connections) -> None:
         """Take connections over, and begin to receive."""
         self.nearby = [rank for rank, each in connections.items() if each.carries_descriptors]
-        self._links = Links(self._group, connections, self._receive, self._end_of_link, self._gives)
+        self._links = Links(connections, self._receive, self._end_of_link, self._gives)
 
     @property
     def waiter(self) -> Waiter | None:
@@ -122,7 +122,7 @@ class SocketTransport:
     def _receive_message(self, rank: int, message: Message) -> None:
         """Give a message to its receiver, or tell its sender why not."""
         group = self._group
-        # Signatures prove which member sent it, so a member cannot speak for another's addresses.
+        # The link tells which member sent it, so a member cannot speak for another's addresses.
         for address, host in ((message.sender, rank), (message.to, group.rank)):
             if group.rank_of(address) != host:
                 raise TransportError(

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pipedream_rt.cluster.addresses import is_here, joined, parse_address
 from pipedream_rt.cluster.engines.interface import EngineRequest, Node
 from pipedream_rt.cluster.environment import secret_of_environment
-from pipedream_rt.cluster.keys import Secret
+from pipedream_rt.cluster.identity import Secret
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.schema import is_count

@@ -1,12 +1,11 @@
-"""The protocols of engines: what the rest of the package knows of them."""
+"""What the rest of the package knows of an engine that starts the same command on every node."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
-from pipedream_rt.cluster.keys import Secret
+from pipedream_rt.cluster.identity import Secret
 from pipedream_rt.deadline import Deadline
 
 
@@ -54,7 +53,7 @@ class Node:
         return self.rank == 0
 
 
-class Membership(Protocol):
+class NodeJob(Protocol):
     """A job of an engine that starts the same command everywhere.
 
     Attributes:
@@ -69,30 +68,3 @@ class Membership(Protocol):
 
     def finish(self) -> None:
         """Remove what the job has left behind; the first node calls it when the job is over."""
-
-
-class Keeper(Protocol):
-    """Whoever starts the workers that are no children of the script, and starts them again."""
-
-    def ending(self, name: str) -> str:
-        """Say in words how a worker has ended, or what to do; empty if there is nothing to say."""
-
-    def missing(self) -> str:
-        """Say why workers have not come, and what to do."""
-
-    def replace(self, names: Collection[str]) -> None:
-        """Start others in place of these workers, before the next generation."""
-
-
-@runtime_checkable
-class Supervisor(Keeper, Protocol):
-    """An engine that the script asks for workers, which join the script at its address."""
-
-    def host(self) -> str:
-        """Return the numeric address of this machine at which its workers reach the script."""
-
-    def start(self, count: int, address: str, secret: Secret, deadline: Deadline) -> None:
-        """Place and start workers; leave those that are there already."""
-
-    def stop(self) -> None:
-        """End all workers. Idempotent."""

@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import logging
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from pipedream_rt.cluster.addresses import address_towards, interface_towards
-from pipedream_rt.cluster.keys import Secret
+from pipedream_rt.cluster.addresses import address_towards, interface_towards, listening
+from pipedream_rt.cluster.elsewhere import Elsewhere
+from pipedream_rt.cluster.identity import Secret
 from pipedream_rt.cluster.subprocesses import dies_with_parent
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, RendezvousTimeout
@@ -40,7 +43,7 @@ _LOOK = timedelta(seconds=2)
 """For Ray to report how an actor has ended."""
 
 
-class RayWorkers:
+class RayWorkers(Elsewhere):
     """Workers on the nodes of a Ray cluster, for ``Pipeline(workers=...)``.
 
     The script is the driver: it is connected to the cluster by ``ray.init`` (its own, or one made
@@ -77,9 +80,18 @@ class RayWorkers:
             )
         self._runtime_env = dict(runtime_env or {})
         self._ray = _import_ray()
+        self._secret = Secret.generated()
         self._group: Any = None
         self._actors: dict[str, Any] = {}
         self._lives: dict[str, Any] = {}  # what the long method of each will return, by name
+
+    def secret(self) -> Secret:
+        """Return a new secret, which goes to the actors with their work."""
+        return self._secret
+
+    def listening(self) -> AbstractContextManager[socket.socket]:
+        """Listen at the address of this machine that the nodes of Ray reach."""
+        return listening(self.host(), 0)
 
     def host(self) -> str:
         """Return the numeric address of this machine that the nodes of Ray reach."""
@@ -91,14 +103,7 @@ class RayWorkers:
         return str(ray.util.get_node_ip_address())
 
     def start(self, count: int, address: str, secret: Secret, deadline: Deadline) -> None:
-        """Reserve room for the workers once, and start those that do not run.
-
-        Args:
-            count: How many workers there are to be.
-            address: ``HOST:PORT`` at which they join the script.
-            secret: The secret of the job.
-            deadline: When to give up waiting for Ray to reserve it.
-        """
+        """Reserve room for the workers once, and start those that do not run."""
         self.connected()
         if self._group is None:
             self.place(count, deadline)

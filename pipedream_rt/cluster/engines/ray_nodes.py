@@ -22,7 +22,7 @@ from pipedream_rt.cluster.addresses import joined
 from pipedream_rt.cluster.control import is_final
 from pipedream_rt.cluster.engines.ray import RayWorkers
 from pipedream_rt.cluster.environment import SECRET
-from pipedream_rt.cluster.keys import Secret
+from pipedream_rt.cluster.identity import Secret
 from pipedream_rt.cluster.subprocesses import Backoff, dies_with_parent, shell_code
 from pipedream_rt.deadline import Deadline
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import click
 
+from pipedream_rt.cluster.addresses import UNIX
 from pipedream_rt.cluster.control import (
     EXIT_COORDINATOR_LOST,
     EXIT_FAILED,
@@ -28,16 +29,15 @@ from pipedream_rt.cluster.control import (
     LIFE_OVER,
     Control,
 )
-from pipedream_rt.cluster.control_records import is_name
 from pipedream_rt.cluster.dial import DialOptions, JobOver
 from pipedream_rt.cluster.environment import (
     DEVICE,
     LOG_DIR,
     read_secret,
     secret_pipe,
-    tls_of_environment,
 )
-from pipedream_rt.cluster.keys import Secret
+from pipedream_rt.cluster.identity import Secret
+from pipedream_rt.cluster.records import is_name
 from pipedream_rt.cluster.subprocesses import dies_with_parent, shell_code
 from pipedream_rt.cluster.worker.fork_server import end_orphans, serve_forks
 from pipedream_rt.cluster.worker.joining import JoinAttempts, Worker, serve, serve_at
@@ -110,12 +110,14 @@ def main(
     secret: Secret | None = None
     try:
         secret = read_secret(0 if secret_stdin else secret_fd)
-        if secret is None:
+        if secret is None and not address.startswith(UNIX):
             raise ConfigError(
                 "this worker has not been given the secret of the job; set PIPEDREAM_RT_SECRET to "
                 "the same text here and where the script runs, or write it to --secret-stdin"
             )
-        worker = Worker(name, threads, secret, bind, tls_of_environment())
+        # The name of a coordinator's Unix socket ends with that of the job.
+        job = address.rpartition("-")[2] if address.startswith(UNIX) else ""
+        worker = Worker(name, threads, secret, bind, job)
         persist = persist or spare
         place = DialOptions(address, timeout, persist)
         if spare:
@@ -178,17 +180,17 @@ def _run_forked(fd: int, name: str, threads: int, join: dict[str, Any] | None) -
     try:
         if join is not None:
             dies_with_parent(signal.SIGKILL)()
-            if join["stays"]:
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            tls = tls_of_environment()
-            worker = Worker(name, threads, read_secret(fd), join["bind"], tls)
+            # An engine that ends a job sends SIGTERM to all processes, and the script needs its
+            # workers for the checkpoint that it makes then.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            worker = Worker(name, threads, read_secret(fd), join["bind"])
             # No deadline: the script may open a pipeline at any time, and calls this worker then.
             place = DialOptions(
                 join["address"], join["timeout_s"], call_timeout=None, known=True,
                 longest_pause_s=_LONGEST_PAUSE_S,
             )  # fmt: skip
             return _join_for_ever(place, worker)
-        control = Control(socket.socket(fileno=fd), "the coordinator")
+        control = Control(socket.socket(fileno=fd), "the coordinator", inherited=True)
         code = serve(control, Worker(name, threads))
         return EXIT_COORDINATOR_LOST if code == LIFE_AGAIN else code
     except PipelineError as error:

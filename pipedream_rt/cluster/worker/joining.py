@@ -1,4 +1,4 @@
-"""How a worker finds its coordinator, proves that it knows the secret, and joins a group.
+"""How a worker finds its coordinator, joins its group, and tries again where it cannot.
 
 Imports torch only when a coordinator has admitted the worker, so a waiting worker is small.
 """
@@ -10,30 +10,24 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import timedelta
 
 from pipedream_rt.cluster.control import EXIT_COORDINATOR_LOST, LIFE_AGAIN, Control
 from pipedream_rt.cluster.dial import (
     DialOptions,
     NoPlace,
-    Unproven,
     ask_to_join,
     expect,
     pause,
     reached,
 )
-from pipedream_rt.cluster.keys import Secret
+from pipedream_rt.cluster.identity import Secret
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PeerLost, TransportError
 from pipedream_rt.software import processor
 from pipedream_rt.transport.limits import ensure_descriptors
 from pipedream_rt.transport.rpc.fence import obstacle
-from pipedream_rt.transport.tls import Tls
 
 _log = logging.getLogger("pipedream_rt.worker")
-
-_SENT_TIMEOUT = timedelta(seconds=2)
-"""For the last bytes to an encrypted control connection to be sent."""
 
 _LONGEST_PAUSE_S = 30.0
 """Longest pause between two attempts to join a coordinator that has no place for the worker."""
@@ -51,16 +45,16 @@ class Worker:
     Attributes:
         name: Unique in the job.
         threads: Number of threads for torch's own parallel loops.
-        secret: The secret of the job; None over an inherited connection, whose call carries it.
+        secret: The secret of the job; None over a connection within the machine, which brings it.
         bind: Network interface to listen on for other workers; None for loopback.
-        tls: Encrypts its connections; None for plain ones.
+        job: The public name of the job, where the secret does not tell; empty if neither does.
     """
 
     name: str
     threads: int
     secret: Secret | None = None
     bind: str | None = None
-    tls: Tls | None = None
+    job: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,36 +111,28 @@ def serve_at(place: DialOptions, worker: Worker, tries: JoinAttempts) -> int:
         _import_torch()  # now, while the coordinator may be out of reach
     while True:
         pause(min(tries.pause_s(time.monotonic()), place.longest_pause_s))
-        control = reached(place, "the coordinator", worker.tls)
         try:
-            return serve(control, worker, place.call_timeout, place.persist)
+            control = reached(place, "the coordinator", worker.secret)
+            try:
+                return serve(control, worker, place.persist)
+            finally:
+                control.close()
         except NoPlace as problem:
             if not place.persist:
                 raise
             if not said:
-                level = logging.WARNING if isinstance(problem, Unproven) else logging.INFO
-                _log.log(level, "%s; trying again, now and then", problem)
+                _log.info("%s; trying again, now and then", problem)
                 said = True
             tries = tries.failed()
-        finally:
-            # Encrypted bytes go through a thread, which would end with the process.
-            control.close()
-            if worker.tls is not None:
-                worker.tls.finish(Deadline(_SENT_TIMEOUT))
 
 
-def serve(
-    control: Control,
-    worker: Worker,
-    call_timeout: timedelta | None = None,
-    returns: bool = False,
-) -> int:
-    """Answer the call of a coordinator, and host stages until it says to end.
+def serve(control: Control, worker: Worker, returns: bool = False) -> int:
+    """Join the group of a coordinator, and host stages until it says to end.
 
-    Return the exit code. ``call_timeout``: for the coordinator to call; None for one that will call
-    or end. ``returns``: whether the worker joins again by itself when a generation ends.
+    Return the exit code. ``returns``: whether the worker joins again by itself when a generation
+    ends.
     """
-    key = ask_to_join(control, worker.name, worker.secret, call_timeout, returns)
+    secret = ask_to_join(control, worker.name, worker.secret, returns, worker.job)
     host_stage = _import_torch()  # now, while the others join: a waiting worker stays small
     ensure_descriptors(0)  # for the sockets with which `obstacle` tries what this process may do
     try:
@@ -162,7 +148,7 @@ def serve(
         return LIFE_AGAIN
     expect(welcome, "welcome")
     try:
-        return host_stage(control, welcome, worker.threads, key, worker.bind, worker.tls)
+        return host_stage(control, welcome, worker.threads, secret, worker.bind)
     except PeerLost as error:
         _log.error("%s", error)
         return EXIT_COORDINATOR_LOST

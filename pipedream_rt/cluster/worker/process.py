@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar
 
-from pipedream_rt.cluster.addresses import address_on, interface_of, is_loopback, listening
+from pipedream_rt.cluster.addresses import address_on, interface_of, is_loopback
 from pipedream_rt.cluster.control import (
     EXIT_COORDINATOR_LOST,
     EXIT_FAILED,
     LIFE_AGAIN,
     Control,
 )
-from pipedream_rt.cluster.control_records import Record
-from pipedream_rt.cluster.environment import memory_is_shared, own_device, tls_of_environment
-from pipedream_rt.cluster.keys import group_key
+from pipedream_rt.cluster.doors import DoorAddress, opened_doors
+from pipedream_rt.cluster.environment import memory_is_shared, own_device
+from pipedream_rt.cluster.identity import Secret
 from pipedream_rt.cluster.peer_links import PeerLinks
-from pipedream_rt.cluster.unix_links import UnixAddress, listening_nearby
+from pipedream_rt.cluster.records import Record
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.devices import OwnDevice
 from pipedream_rt.devices.choice import device_there
@@ -41,12 +43,12 @@ from pipedream_rt.stage.host import StageHost
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.interface import Sender
 from pipedream_rt.transport.limits import ensure_descriptors, make_room_for_agent
-from pipedream_rt.transport.link import Connection, link_key
 from pipedream_rt.transport.links import Connections
 from pipedream_rt.transport.rpc.endpoint import Endpoint, NoEndpoint
 from pipedream_rt.transport.rpc.fence import AgentMode
 from pipedream_rt.transport.sockets import SocketTransport
-from pipedream_rt.transport.tls import Tls
+
+T = TypeVar("T")
 
 _log = logging.getLogger("pipedream_rt.worker")
 
@@ -76,17 +78,15 @@ def host_stage(
     control: Control,
     welcome: Record,
     threads: int,
-    key: bytes,
+    secret: Secret,
     bind: str | None,
-    tls: Tls | None = None,
 ) -> int:
     """Join the group that a welcome describes, host the worker's stages, and return the exit code.
 
     Threads of this process: the calling one reads the control connection; one computes for all
     stages, and reads the links while it waits; one reads the links while that one computes; those
-    of torch RPC and its tunnel mostly wait. ``key`` is that of the job. ``bind`` is the interface
-    to listen on, None for loopback. ``tls`` is not that of a worker which the coordinator has
-    started: such a one looks into its own environment.
+    of torch RPC and its tunnel mostly wait. ``bind`` is the interface to listen on, None for
+    loopback.
     """
     sys.path.extend(p for p in welcome["path"] if p not in sys.path)
     control.notice_within(4 * welcome["beat_s"])
@@ -97,12 +97,12 @@ def host_stage(
         rank=welcome["rank"],
         names=tuple(welcome["names"]),
         hosts=tuple(welcome["hosts"]),
-        key=group_key(key, welcome["nonce"]),
+        key=secret.group_key(welcome["nonce"]),
     )
     mode: AgentMode = welcome["rpc"]
     name, number = own_device()  # for a worker that joined; others compute where the script says
     try:
-        if name is not None and not control.is_local:
+        if name is not None and not control.inherited:
             device_there(name, number)
         ensure_descriptors(len(group.others))
         if mode != "off":
@@ -111,7 +111,7 @@ def host_stage(
         endpoint = (
             NoEndpoint() if mode == "off" else Endpoint(group, transport.tunnel, timeout, mode)
         )
-        _join(control, welcome, group, transport, endpoint, bind, tls)
+        _join(control, welcome, group, transport, endpoint, secret, bind)
     except (PipelineError, RuntimeError, OSError) as error:
         _log.error("could not join the group: %s", error)
         with suppress(PeerLost):
@@ -130,7 +130,7 @@ def host_stage(
             announce=lambda action: control.send({"type": "doing", "action": action}),
             own_process=True,
             waiter=transport.waiter,
-            device=OwnDevice(None if control.is_local else name, number),
+            device=OwnDevice(None if control.inherited else name, number),
         )
         for worker, title, stages in welcome["seats"]
     ]
@@ -153,36 +153,39 @@ def _join(
     group: Group,
     transport: SocketTransport,
     endpoint: Endpoint | NoEndpoint,
+    secret: Secret,
     bind: str | None,
-    tls: Tls | None,
 ) -> None:
     """Connect to all other members, and join torch RPC."""
     deadline = Deadline(timedelta(seconds=welcome["start_timeout_s"] or 300))
-    if control.is_local:  # it was given no `tls`, having connected to nobody so far
-        tls = tls_of_environment()
-    if welcome["host"] is None:
-        links = _inherited_links(control, group, deadline)
-    else:
-        host = _host_of_door(control, welcome["host"], bind)
-        with listening(host, 0) as door, listening_nearby(tls) as nearby:
-            door.setblocking(False)
-            control.send({"type": "door", "at": UnixAddress.of(door, nearby)})
-            doors = _expect(control, "doors", deadline)["by_name"]
-            places = {rank: UnixAddress(*doors[name]) for rank, name in enumerate(group.names)}
-            meeting = PeerLinks(group, door, places, deadline, tls, nearby)
-            links = meeting.meet(control.has_come)
-    transport.connect(links)
+    host = None if welcome["host"] is None else _host_of_door(control, welcome["host"], bind)
+    with opened_doors(host) as doors:
+        control.send({"type": "door", "at": doors.address})
+        by_name = _expect(control, "doors", deadline)["by_name"]
+        places = {rank: DoorAddress(*by_name[name]) for rank, name in enumerate(group.names)}
+
+        async def meet() -> Connections:
+            links = PeerLinks(group, secret, doors, places, deadline)
+            return await _unless_it_speaks(control, links.meet())
+
+        transport.connect(asyncio.run(meet()))
     endpoint.join(deadline)
 
 
-def _inherited_links(control: Control, group: Group, deadline: Deadline) -> Connections:
-    """Take the links that the coordinator has made as socket pairs."""
-    links: Connections = {}
-    while len(links) < len(group.others):
-        rank = _expect(control, "link", deadline)["rank"]
-        key = link_key(group.key, group.rank, rank)
-        links[rank] = Connection(control.take_end(), key, carries_descriptors=True)
-    return links
+async def _unless_it_speaks(control: Control, meeting: Coroutine[Any, Any, T]) -> T:
+    """Wait for a coroutine; end it if the coordinator says anything: it has given up then."""
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(meeting)
+    if control.has_come():
+        task.cancel()
+    loop.add_reader(control.fileno(), task.cancel)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        raise PeerLost(
+            "the coordinator gave up forming the group", peer="the coordinator"
+        ) from None
+    finally:
+        loop.remove_reader(control.fileno())
 
 
 def _expect(control: Control, kind: str, deadline: Deadline) -> Record:
@@ -203,7 +206,7 @@ def _host_of_door(control: Control, host: str, bind: str | None) -> str:
     A worker that the coordinator has started listens where the coordinator does. Any other listens
     on loopback, unless its user names an interface.
     """
-    if control.is_local:
+    if not control.local_host:
         return host
     if bind is not None:
         return address_on(bind, control.local_host)
@@ -248,7 +251,7 @@ def _until_exit(
             continue
         except PeerLost:
             _log.error("the coordinator is gone; this worker ends")
-            if control.is_local:  # over a socket pair, so it is dead, and not only out of reach
+            if control.inherited:  # over a socket pair, so it is dead, and not only out of reach
                 # A stage that was told to save must not begin after its parts were removed.
                 close("the coordinator is gone")
                 thread.join(_AT_THE_END_S)

@@ -13,6 +13,7 @@ nobody but members reach torch RPC, and whose links prove who sends, to whom, an
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import io
 import pickle
@@ -28,11 +29,13 @@ from torch.distributed.rpc import internal
 
 from pipedream_rt.errors import TransportError
 from pipedream_rt.torch_private import InternalRpcPickler, use_pickler
-from pipedream_rt.transport.signing import DIGEST, proof
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _REQUEST, _VALUE = 0, 1
+
+DIGEST = hashlib.sha256().digest_size
+"""Bytes of a signature."""
 
 _ALLOWED: set[tuple[str, str]] = {
     (__name__, "_tensor_at"),
@@ -94,7 +97,7 @@ class SignedPickler(InternalRpcPickler):
         self._key = key
 
     def _signature(self, data: bytes) -> bytes:
-        return proof(self._key, b"pickle", data)
+        return hmac.digest(self._key, b"pickle" + data, "sha256")
 
     def serialize(self, obj: Any) -> tuple[bytes, list[Tensor]]:
         """Return an object as signed bytes, and its tensors.

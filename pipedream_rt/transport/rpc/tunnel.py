@@ -7,7 +7,7 @@ process. It connects to *gates*: one for each peer, also on loopback, which take
 process alone. What comes in at a gate travels over the link to that peer, whose tunnel connects to
 the agent there. Bytes go both ways.
 
-    agent ──► gate of worker 2 ══ link, signed ══► tunnel of worker 2 ──► agent of worker 2
+    agent ──► gate of worker 2 ══════ link ══════► tunnel of worker 2 ──► agent of worker 2
 
 Once the coordinator is connected to all agents, neither agents nor gates listen any more.
 """

@@ -1,4 +1,7 @@
-"""The worker processes that the coordinator starts itself, on its own machine."""
+"""One of the two supervisors: the script starts workers on its machine, and starts them again.
+
+The other is `elsewhere.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +10,30 @@ import socket
 import subprocess
 from collections.abc import Sequence
 
-from pipedream_rt.cluster.control import Control
 from pipedream_rt.cluster.forked_workers import UNKNOWN, ForkedWorker, ForkServer
+from pipedream_rt.lifecycle import close_in_forked_children
 
 
-class LocalWorkers:
-    """Worker processes that this process has started, and the control connections they inherit.
+class Local:
+    """Worker processes that this process has started, each with a connection that it inherits.
 
     Attributes:
-        controls: The coordinator's ends, by name of the worker.
+        connections: The coordinator's ends, by name of the worker.
     """
 
     def __init__(self, threads: int, forks: ForkServer) -> None:
         self._threads = threads
         self._forks = forks
         self.processes: dict[str, ForkedWorker] = {}
-        self.controls: dict[str, Control] = {}
+        self.connections: dict[str, socket.socket] = {}
 
     def start(self, names: Sequence[str]) -> None:
         """Start a process for each name; after an error, ``processes`` has those that started."""
         for number, name in enumerate(names):
             ours, theirs = socket.socketpair()
             with theirs:
-                self.controls[name] = Control(ours, f"worker {name!r}")
+                self.connections[name] = ours
+                close_in_forked_children(ours)
                 self.processes[name] = self._forks.fork(name, self._threads, theirs, number)
 
     def open_end_of_forks(self) -> int | None:
@@ -38,10 +42,6 @@ class LocalWorkers:
 
     def replace_forks(self) -> None:
         self._forks.replace()
-
-    def name_of(self, control: Control) -> str | None:
-        """Name of the worker at the other end of a connection; None if it was not started here."""
-        return next((name for name, c in self.controls.items() if c is control), None)
 
     def ending(self, name: str) -> str:
         """How the process of a worker that is lost ended, in words; may block for a second."""

@@ -1,7 +1,8 @@
-"""What `pipedream-rt run` does: it starts workers and a script, and waits until both have ended.
+"""What `pipedream-rt run` does where an engine starts it on several nodes.
 
-On one machine that is the whole job. Where an engine starts the same command on several nodes, the
-first runs the script, and all of them run workers; see `pipedream_rt.cluster.engines`.
+The first node runs the script, whose pipelines start the workers of that node; each of the others
+runs workers, starts them again, and ends when the script has ended for good. On one node there is
+nothing to do: the command becomes the script.
 """
 
 from __future__ import annotations
@@ -24,27 +25,22 @@ from pipedream_rt.cluster.addresses import (
     host_to_listen_at,
     interface_towards,
     joined,
-    listening,
     listening_in_time,
 )
 from pipedream_rt.cluster.control import EXIT_COORDINATOR_LOST, is_final
-from pipedream_rt.cluster.engines import Membership
+from pipedream_rt.cluster.engines import NodeJob
 from pipedream_rt.cluster.environment import (
     ENGINE,
     LISTEN_FD,
     NPROC,
     NPROC_HERE,
-    RECORD,
     SECRET_FD,
-    SUPERVISOR_FD,
-    TRACE,
     secret_pipe,
-    tls_of_environment,
 )
-from pipedream_rt.cluster.forked_workers import LISTENS_WITHIN, ForkedWorker, ForkServer
-from pipedream_rt.cluster.keys import Secret
+from pipedream_rt.cluster.forked_workers import ForkedWorker, ForkServer
+from pipedream_rt.cluster.identity import Secret
+from pipedream_rt.cluster.listener import announce_end
 from pipedream_rt.cluster.subprocesses import Backoff, dies_with_parent, end_processes, shell_code
-from pipedream_rt.cluster.supervision import announce_end
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, RendezvousTimeout
 
@@ -67,8 +63,8 @@ _PORT_TIMEOUT = timedelta(seconds=10)
 may hold it for a moment longer than the script lives."""
 
 
-class Workers:
-    """The workers of one node, forked and replaced here."""
+class NodeWorkers:
+    """The workers of a node that is not the first: they dial it, and are started again here."""
 
     def __init__(
         self,
@@ -76,9 +72,9 @@ class Workers:
         threads: int,
         address: str,
         secret: Secret,
-        imports: Sequence[str] = (),
-        bind: str | None = None,
-        patience: timedelta = LISTENS_WITHIN,
+        imports: Sequence[str],
+        bind: str,
+        patience: timedelta,
     ) -> None:
         self._names = names
         self._threads = threads
@@ -98,15 +94,6 @@ class Workers:
         finally:
             self._kill()
             self._forks.close()
-
-    def replace(self) -> None:
-        """Kill all workers and start others."""
-        self._kill()
-        self.start()
-
-    def start(self) -> None:
-        for name in self._names:
-            self._start_one(name)
 
     def serve(self, is_ending: Callable[[], bool]) -> int:
         """Start all workers, and again any that dies, until the job is over; return the code."""
@@ -147,8 +134,7 @@ class Workers:
         try:
             self._children[name] = self._forks.fork_joining(
                 self._address, name, self._threads, fd,
-                bind=self._bind, timeout=self._patience, stays=self._bind is not None,
-                number=self._names.index(name),
+                bind=self._bind, timeout=self._patience, number=self._names.index(name),
             )  # fmt: skip
         finally:
             os.close(fd)
@@ -160,27 +146,8 @@ class Workers:
         end_processes(self._children.values(), Deadline(_END_TIMEOUT))
 
 
-def run_here(
-    command: list[str],
-    count: int,
-    threads: int,
-    imports: Sequence[str],
-    settings: Mapping[str, str],
-    say: Callable[[str], object],
-) -> int:
-    """Run a script with workers on this machine."""
-    with listening("127.0.0.1", 0) as listener:
-        secret, (host, port) = Secret.generated(), listener.getsockname()
-        names = [f"worker-{i}" for i in range(count)]
-        workers = Workers(names, threads, joined(host, port), secret, imports)
-        with workers.ended():
-            return _run_script(
-                command, workers, listener, secret, {**settings, NPROC: str(count)}, say
-            )
-
-
 def run_first(
-    job: Membership,
+    job: NodeJob,
     command: list[str],
     count: int,
     settings: Mapping[str, str],
@@ -199,12 +166,11 @@ def run_first(
             return EXIT_COORDINATOR_LOST
         total = str(node.size * count)
         more = {**settings, NPROC: total, NPROC_HERE: str(count), ENGINE: job.title}
-        code = _run_script(command, None, listener, secret, more, say)
+        code = _run_script(command, listener, secret, more, say)
         # After any other end the other nodes wait for this one to come again.
         if is_final(code):
             deadline = Deadline(_FAREWELL_TIMEOUT)
-            key, tls = secret.job_key(), tls_of_environment()
-            told = announce_end(listener, key, code, node.size - 1, deadline, tls)
+            told = announce_end(listener, secret, code, node.size - 1, deadline)
             if told < node.size - 1:
                 say(f"{node.size - 1 - told} of {node.size - 1} other nodes did not hear the end")
             job.finish()
@@ -212,7 +178,7 @@ def run_first(
 
 
 def run_other(
-    job: Membership, count: int, threads: int, imports: Sequence[str], patience: timedelta,
+    job: NodeJob, count: int, threads: int, imports: Sequence[str], patience: timedelta,
     grace: timedelta,
 ) -> int:  # fmt: skip
     """Run the workers of a node that is not the first, until the job is over."""
@@ -224,7 +190,7 @@ def run_other(
         _log.error("the first node was not found within %g s: %s", patience.total_seconds(), error)
         return EXIT_COORDINATOR_LOST
     names = [node.name_of_worker(i) for i in range(count)]
-    workers = Workers(names, threads, address, secret, imports, bind, patience)
+    workers = NodeWorkers(names, threads, address, secret, imports, bind, patience)
 
     # SIGTERM does not end them at once: an engine that ends a job sends it to all processes, and
     # the script needs its workers for the checkpoint that it makes then.
@@ -258,95 +224,39 @@ def _interface_in_time(address: str, deadline: Deadline) -> str:
 
 def _run_script(
     command: list[str],
-    workers: Workers | None,
     listener: socket.socket,
     secret: Secret,
     settings: Mapping[str, str],
     say: Callable[[str], object],
 ) -> int:
     """Run the user's script to its end, and return its exit code as a shell has it."""
-    ours, theirs = socket.socketpair()
     pipe = secret_pipe(secret)
-    fds = (listener.fileno(), theirs.fileno(), pipe)
-    names = (LISTEN_FD, SUPERVISOR_FD, SECRET_FD)
+    fds = (listener.fileno(), pipe)
+    names = (LISTEN_FD, SECRET_FD)
     environment = {**os.environ, **settings, **dict(zip(names, map(str, fds), strict=True))}
-    with ours, theirs:
-        # Else the script would live on after this process is killed, beside the one started next.
-        process = subprocess.Popen(
-            command, env=environment, pass_fds=fds,
-            preexec_fn=dies_with_parent(signal.SIGKILL),
-        )  # fmt: skip
+    # Else the script would live on after this process is killed, beside the one started next.
+    process = subprocess.Popen(
+        command, env=environment, pass_fds=fds,
+        preexec_fn=dies_with_parent(signal.SIGKILL),
+    )  # fmt: skip
 
-        def forward(number: int, frame: FrameType | None) -> None:
-            say(f"pipedream-rt: ending on {signal.Signals(number).name}")
-            # In the foreground the terminal has sent Ctrl-C to the script as well.
-            if number != signal.SIGINT or not _in_foreground():
-                process.send_signal(number)
+    def forward(number: int, frame: FrameType | None) -> None:
+        say(f"pipedream-rt: ending on {signal.Signals(number).name}")
+        # In the foreground the terminal has sent Ctrl-C to the script as well.
+        if number != signal.SIGINT or not _in_foreground():
+            process.send_signal(number)
 
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, forward)
-        theirs.close()  # else `ours` would not read end of file once the script has closed its end
-        try:
-            if workers is not None:
-                workers.start()
-                _serve_script(process, ours, workers)
-            process.wait()
-        except BaseException:
-            process.terminate()
-            raise
-        finally:
-            code = process.wait()
-            is_unused = _holds_something(pipe)
-            os.close(pipe)
-    if not code:
-        _say_of_nothing(settings, is_unused, say)
-    return shell_code(code)
-
-
-def _holds_something(pipe: int) -> bool:
-    """Whether a pipe holds something that nobody has read."""
-    os.set_blocking(pipe, False)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, forward)
     try:
-        return bool(os.read(pipe, 1))
-    except BlockingIOError:  # it is empty, and another process may still write
-        return False
-
-
-def _say_of_nothing(
-    settings: Mapping[str, str], is_unused: bool, say: Callable[[str], object]
-) -> None:
-    """Say which options of the command the script has made no use of."""
-    if is_unused:  # the first pipeline that wants the workers reads the secret with which they join
-        say(
-            f"pipedream-rt run: the script has used none of the {settings[NPROC]} workers: it has "
-            "made no Pipeline, or one with workers= of its own"
-        )
-    for name in (TRACE, RECORD):
-        if name in settings and not os.path.exists(settings[name]):
-            say(f"pipedream-rt run: the script has written nothing to {settings[name]}")
-
-
-def _serve_script(
-    process: subprocess.Popen[bytes], requests: socket.socket, workers: Workers
-) -> None:
-    """Replace the workers whenever the script asks for it, until the script ends."""
-    # Its pidfd tells when it ends, not its socket: children may keep the other end of that open.
-    watch = os.pidfd_open(process.pid)
-    try:
-        with selectors.DefaultSelector() as selector:
-            selector.register(watch, selectors.EVENT_READ)
-            selector.register(requests, selectors.EVENT_READ)
-            while process.poll() is None:
-                for key, _ in selector.select():
-                    if key.fileobj is not requests:
-                        continue
-                    if requests.recv(1):
-                        workers.replace()
-                        requests.sendall(b"r")
-                    else:
-                        selector.unregister(requests)
+        process.wait()
+    except BaseException:
+        process.terminate()
+        raise
     finally:
-        os.close(watch)
+        code = process.wait()
+        os.close(pipe)
+    return shell_code(code)
 
 
 def _in_foreground() -> bool:

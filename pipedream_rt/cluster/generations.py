@@ -1,0 +1,188 @@
+"""Decides from the ``workers`` argument and the environment where the stages run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import timedelta
+from importlib import import_module
+
+from pipedream_rt.cluster.control_loop import ControlLoop
+from pipedream_rt.cluster.elsewhere import AtAddress, Elsewhere, OnNodes
+from pipedream_rt.cluster.environment import LISTEN_FD, NPROC, THREADS, count_of_environment
+from pipedream_rt.cluster.identity import Secret
+from pipedream_rt.cluster.interface import Cluster, ClusterSpec
+from pipedream_rt.cluster.listener import Listener
+from pipedream_rt.cluster.processes import ProcessCluster
+from pipedream_rt.cluster.torchrun import (
+    become_worker,
+    is_one_machine,
+    is_other_rank,
+    ranks_of_torchrun,
+    under_torchrun,
+    world_size,
+)
+from pipedream_rt.deadline import Deadline
+from pipedream_rt.errors import ConfigError, PipelineClosed
+from pipedream_rt.job.options import Workers
+from pipedream_rt.lifecycle import close_in_forked_children
+from pipedream_rt.serial.cluster import SerialCluster
+
+_ENGINES = {"ray": ("pipedream_rt.cluster.engines.ray", "RayWorkers")}
+"""By the name that ``workers`` may have: module and class of an engine, imported when asked for."""
+
+
+class Generations:
+    """Starts the workers of a pipeline, one generation after another."""
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self._elsewhere = _elsewhere_of(workers)
+        self._open = ExitStack()
+        self._loop: ControlLoop | None = None
+        self._door: Listener | None = None
+        self._is_closed = self._has_started = False
+
+    def start(self, spec: ClusterSpec) -> Cluster:
+        """Start or await the workers of a generation; under torchrun, returns on rank 0 alone."""
+        if self._is_closed:
+            raise PipelineClosed("the pipeline was closed")
+        spec = replace(spec, recovers=self._has_started)
+        self._has_started = True
+        if self._elsewhere is not None:
+            return self._await(self._elsewhere, spec)
+        if self._workers == "serial":
+            return SerialCluster(spec)
+        if callable(self._workers):
+            made: Cluster = self._workers(spec)
+            return made
+        if starts_here(self._workers):
+            return self._start_here(spec)
+        return self._await(ranks_of_torchrun(spec), spec)
+
+    def close(self) -> None:
+        """End what was started elsewhere, and listen no more; the workers are the cluster's.
+
+        Idempotent.
+        """
+        self._is_closed = True
+        self._shut()
+        if self._loop is not None:
+            self._loop.close()
+
+    def _control(self) -> ControlLoop:
+        """Return the event loop of the control plane, which begins with the first workers."""
+        if self._loop is None:
+            self._loop = ControlLoop()
+        return self._loop
+
+    def _shut(self) -> None:
+        """Listen no more, and end what was started elsewhere."""
+        self._door = None
+        self._open.close()
+
+    def _start_here(self, spec: ClusterSpec) -> Cluster:
+        """Start workers on this machine, which inherit their connections."""
+        allowed = count_of_environment(NPROC, 0) if self._workers is None else 0
+        if allowed and spec.assignment.fewest > allowed:
+            raise ConfigError(
+                f"{spec.plan.in_words}: `pipedream-rt run` may start {allowed}; raise "
+                "--nproc-per-node"
+            )
+        if allowed:
+            threads = count_of_environment(THREADS, spec.threads)
+            spec = replace(spec, assignment=spec.assignment.within(allowed), threads=threads)
+        if self._door is None:
+            self._door = Listener(Secret.generated())
+        names = [f"worker-{i}" for i in range(spec.assignment.most)]
+        return ProcessCluster(
+            spec, loop=self._control(), door=self._door, own=names, elsewhere=Elsewhere()
+        )
+
+    def _await(self, elsewhere: Elsewhere, spec: ClusterSpec) -> Cluster:
+        """Await workers that somebody else starts."""
+        assignment = elsewhere.within(spec.assignment, spec.plan.in_words)
+        spec, door = replace(spec, assignment=assignment), self._door
+        if door is None:
+            secret = elsewhere.secret()
+            self._open.callback(elsewhere.stop)
+            listener = self._open.enter_context(elsewhere.listening())
+            close_in_forked_children(listener)  # one that outlives the script would keep the port
+            control = self._control()
+            door = self._door = Listener(secret, listener)
+            self._open.callback(lambda: control.run(door.close()))
+        deadline = Deadline(spec.start_timeout)
+        elsewhere.start(assignment.most, door.address, door.secret, deadline)
+        own = elsewhere.own(assignment.most)
+        try:
+            return ProcessCluster(
+                spec, loop=self._control(), door=door, own=own, elsewhere=elsewhere
+            )
+        finally:
+            if not (elsewhere.stays_open or assignment.stays_open):
+                self._shut()
+
+
+def _elsewhere_of(workers: Workers) -> Elsewhere | None:
+    """Return who starts the workers; None if the script does, or torchrun has started its ranks."""
+    if isinstance(workers, Elsewhere):
+        return workers
+    if isinstance(workers, str) and workers in _ENGINES:
+        module, name = _ENGINES[workers]
+        make: Callable[[], Elsewhere] = getattr(import_module(module), name)
+        return make()
+    if workers is None:
+        return OnNodes() if LISTEN_FD in os.environ else None
+    if workers in ("local", "serial") or callable(workers):
+        return None
+    if not isinstance(workers, str):
+        raise ConfigError(
+            f'workers must be "local", "serial", "ray", "HOST:PORT" or an engine, not {workers!r}'
+        )
+    return AtAddress(workers)
+
+
+def starts_here(workers: Workers) -> bool:
+    """Whether `Generations` itself starts all worker processes, on this machine."""
+    elsewhere = LISTEN_FD in os.environ or under_torchrun()
+    return workers == "local" or (workers is None and not elsewhere)
+
+
+def cores_for(workers: Workers) -> int:
+    """Return how many cores of this machine its worker processes share; 0 if they are elsewhere."""
+    here = starts_here(workers) or _are_ranks_here(workers)
+    return len(os.sched_getaffinity(0)) if here else 0
+
+
+def workers_of_run(workers: Workers) -> int:
+    """Return how many workers `pipedream-rt run` has for a script; 0 if none."""
+    return count_of_environment(NPROC, 0) if workers is None else 0
+
+
+_CHOOSING = timedelta(minutes=30)
+"""How long other ranks wait for rank 0 to choose the plan; torchrun ends them if that fails."""
+
+
+def leave_to_rank_0(workers: Workers, threads: int) -> None:
+    """Return where the plan is chosen; another rank of torchrun becomes a worker before that."""
+    if _are_ranks_here(workers) and is_other_rank():
+        become_worker(threads, _CHOOSING)
+
+
+def _are_ranks_here(workers: Workers) -> bool:
+    """Whether the workers are ranks of torchrun, all on this machine."""
+    given = workers is not None or LISTEN_FD in os.environ
+    return not given and under_torchrun() and is_one_machine()
+
+
+def numbers_of_workers(workers: Workers) -> Sequence[int]:
+    """Return how many workers a plan that is to be chosen may have; empty if nothing says so."""
+    if workers == "serial" or starts_here(workers):
+        return range(1, len(os.sched_getaffinity(0)) + 1)
+    if workers is None and NPROC in os.environ:
+        return range(1, count_of_environment(NPROC) + 1)
+    if _are_ranks_here(workers):
+        return range(max(world_size() - 1, 1), world_size() + 1)
+    return ()
