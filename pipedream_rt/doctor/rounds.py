@@ -1,55 +1,54 @@
-"""How the first machine asks the others, by a few records after the handshake of a worker.
+"""How the first machine asks the others: as the coordinator of a job that has no stages.
+
+The machines join it as workers do, and form a group, whose links are measured. Between the
+admission and the end of a job these records take the place of training::
 
     first                       other
-    call, hello, admitted       as for a worker; see `pipedream_rt.cluster.control`
     examine         ->          the folder that is to be shared, and the token in its file
                     <- findings what the machine has found
     clock           ->
                     <- clock    its time of day, in nanoseconds
-    answer calls    ->
-                    <- call on  where it answers measurements, and the nonce that callers show
-    call on         ->          the machine measures the link to another one
+    welcome, door, doors, joined    as of every job
+    measure         ->          the rank of another machine, to which the link is measured
                     <- findings what the link is like
     exit            ->          nothing more is asked
-
-The connection is signed and encrypted as that of a worker. Measurements go over connections of
-their own, in the clear.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-import logging
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
 from pipedream_rt.cluster.addresses import address_towards, host_to_listen_at, joined, listening
-from pipedream_rt.cluster.admission import admit, refusal_of
 from pipedream_rt.cluster.control import Control
-from pipedream_rt.cluster.control_records import Record
-from pipedream_rt.cluster.dial import DialOptions, ask_to_join, reached
-from pipedream_rt.cluster.engines import Membership
-from pipedream_rt.cluster.environment import tls_of_environment
-from pipedream_rt.cluster.handshakes import Handshakes, answer_all
-from pipedream_rt.cluster.keys import Handshake, Secret
+from pipedream_rt.cluster.control_loop import within
+from pipedream_rt.cluster.dial import DialOptions, ask_to_join, expect, reached
+from pipedream_rt.cluster.doors import DoorAddress, Doors, opened_doors
+from pipedream_rt.cluster.engines import NodeJob
+from pipedream_rt.cluster.identity import Secret
+from pipedream_rt.cluster.listener import Listener
 from pipedream_rt.cluster.members import Member
+from pipedream_rt.cluster.peer_links import PeerLinks
+from pipedream_rt.cluster.records import Record, welcome
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.doctor.facts import Facts, facts, token_file
 from pipedream_rt.doctor.judgement import MeasuredLink
-from pipedream_rt.doctor.links import Echo, measure
-from pipedream_rt.errors import ConfigError, MessageTimeout, PeerLost, PipelineError, TransportError
-from pipedream_rt.transport.tls import Tls
+from pipedream_rt.doctor.links import Probe
+from pipedream_rt.errors import ConfigError, PipelineError
+from pipedream_rt.transport.group import Group
 
-_ANSWER = timedelta(seconds=60)
-"""For a machine to examine itself, which imports torch, or to measure a link."""
+_ANSWER_S = 60.0
+"""Seconds for a machine to examine itself, which imports torch, or to measure a link."""
 
-_SENT = timedelta(seconds=2)
-"""For the last records to leave, where they are encrypted."""
+_MEETING = timedelta(seconds=15)
+"""For the machines to connect to each other; who has not been reached then cannot be."""
 
 _CLOCK_READINGS = 5
 
@@ -78,61 +77,160 @@ def examine_self(folder: str, source: str) -> Found:
         return Found({socket.gethostname(): facts(folder, token, source)})
 
 
-def look_at_all(job: Membership, folder: str, source: str, patience: timedelta) -> Found:
+def look_at_all(job: NodeJob, folder: str, source: str, patience: timedelta) -> Found:
     """Ask all machines of a job, as the first one; wait for them as long as ``patience``."""
     node, deadline = job.node, Deadline(patience)
     secret = job.secret(deadline)
-    found = Found()
     with ExitStack() as opened:
         listener = opened.enter_context(
             listening(host_to_listen_at(node.host, alone=False), node.port)
         )
         token = opened.enter_context(_written(folder))
-        mine = facts(folder, token, source)
-        tls = tls_of_environment()
-        # Registered before the connections, so it runs once they are closed, and sends the rest.
-        if tls is not None:
-            opened.callback(lambda: tls.finish(Deadline(_SENT)))
-        members = _gathered(listener, secret, node.size - 1, deadline, found.refused, tls)
-        for member in members:
-            opened.callback(member.control.close)
-        found.machines["first"] = mine
-        for member in members:
-            found.machines[member.name] = _examined(member, folder, token)
-        found.clocks.update({member.name: _ahead_s(member.control) for member in members})
-        if members:
-            doors = _measure_links(members, found.links)
-            found.addresses.update(
-                (member.name, (str(doors[member.name]["host"]), member.control.remote_host))
-                for member in members
-                if member.name in doors
-            )
-        for member in members:
-            with suppress(PeerLost):
-                member.control.send({"type": "exit", "failed": False})
+        found = Found({"first": facts(folder, token, source)})
+        asyncio.run(_look(found, listener, secret, node.size - 1, folder, token, deadline))
     job.finish()
     return found
 
 
-def answer_examiner(job: Membership, source: str, patience: timedelta) -> str:
+async def _look(
+    found: Found, listener: socket.socket, secret: Secret, count: int, folder: str, token: str,
+    deadline: Deadline,
+) -> None:  # fmt: skip
+    """Wait for the other machines, and ask them one after another."""
+    door = Listener(secret, listener)
+    door.most = count
+    door.open()
+    try:
+        # Who does not know the secret is no machine of the job, and takes no place in the count.
+        def enough() -> bool:
+            return len(door.members) + len(door.refused) >= count
+
+        await _changes(door.changed, enough, deadline)
+        found.refused.update(door.refused)
+        members = sorted(door.taken(), key=lambda member: member.name)
+        await door.rest()
+        for member in members:
+            found.machines[member.name] = await _examined(member, folder, token)
+        for member in members:
+            found.clocks[member.name] = await _ahead_s(member)
+        if members:
+            await _measure_links(members, secret, door.changed, found)
+        for member in members:
+            member.stream.send({"type": "exit", "failed": False})
+            await member.stream.sent()
+            member.stream.close()
+    finally:
+        await door.close()
+
+
+async def _changes(changed: asyncio.Event, enough: Callable[[], bool], deadline: Deadline) -> None:
+    """Wait until it is enough, or the time is over."""
+    while not enough() and not deadline.expired():
+        changed.clear()
+        try:
+            await within(changed.wait(), deadline.remaining_s())
+        except asyncio.TimeoutError:
+            return
+
+
+async def _examined(member: Member, folder: str, token: str) -> Facts:
+    """Have a machine examine itself; empty if it does not answer."""
+    question = {"type": "examine", "folder": folder, "token": token}
+    answer = await member.ask(question, "findings", _ANSWER_S)
+    return dict(json.loads(answer[0]["text"])) if answer else {}
+
+
+async def _ahead_s(member: Member) -> float:
+    """Return the seconds by which the clock of a machine is ahead of this one's."""
+    readings = []
+    for _ in range(_CLOCK_READINGS):
+        before = time.time_ns()
+        answer = await member.ask({"type": "clock", "ns": None}, "clock", _ANSWER_S)
+        after = time.time_ns()
+        if answer is not None:
+            readings.append((after - before, answer[0]["ns"] - (before + after) / 2))
+    return min(readings)[1] / 1e9 if readings else 0.0  # the shortest round trip errs the least
+
+
+async def _measure_links(
+    members: list[Member], secret: Secret, changed: asyncio.Event, found: Found
+) -> None:
+    """Form a group with all machines, and measure each link from both of its ends."""
+    names, deadline = ("first", *(member.name for member in members)), Deadline(2 * _MEETING)
+    with opened_doors(members[0].stream.local_host) as doors:
+        for rank, member in enumerate(members, 1):
+            member.stream.send(welcome(rank, names, doors.address.host))
+        await _changes(changed, lambda: all(m.door or m.ended for m in members), deadline)
+        there = {m.name: m.door for m in members if m.door is not None}
+        at = {"first": doors.address, **there}
+        for member in members:
+            member.stream.send({"type": "doors", "by_name": at})
+        probe = await _probe(0, names, secret, doors, at)
+    try:
+        await _changes(
+            changed, lambda: all(m.met is not None or m.ended for m in members), deadline
+        )
+        found.addresses.update(
+            (m.name, (m.door.host, m.stream.remote_host)) for m in members if m.door and not m.ended
+        )
+        loop = asyncio.get_running_loop()
+        for rank, called in enumerate(names):
+            if rank:
+                measured = await loop.run_in_executor(None, probe.measure, rank)
+                found.links["first", called] = measured
+        # One link after another: two at a time might share a cable.
+        for own_rank, member in enumerate(members, 1):
+            for rank, called in enumerate(names):
+                if rank != own_rank:
+                    question = {"type": "measure", "rank": rank}
+                    answer = await member.ask(question, "findings", _ANSWER_S)
+                    found.links[member.name, called] = _link_of(answer and answer[0])
+    finally:
+        probe.close()
+
+
+async def _probe(
+    rank: int, names: tuple[str, ...], secret: Secret, doors: Doors, at: Mapping[str, DoorAddress]
+) -> Probe:
+    """Connect to the other machines, as far as they can be reached."""
+    group = Group(generation=0, rank=rank, names=names, hosts=(), key=b"")
+    addresses = {other: at[name] for other, name in enumerate(names) if name in at}
+    links = PeerLinks(group, secret, doors, addresses, Deadline(_MEETING))
+    return Probe(await links.reach(), links.problems)
+
+
+def _link_of(said: Record | None) -> MeasuredLink:
+    """Read what a machine says of a link."""
+    if said is None:
+        return MeasuredLink(None, 0.0, f"no answer within {_ANSWER_S:g} s")
+    try:
+        read = json.loads(str(said["text"]))
+        late = read["latency_s"]
+        return MeasuredLink(
+            None if late is None else float(late), float(read["bandwidth"]), str(read["problem"])
+        )
+    except (KeyError, ValueError, TypeError) as error:
+        problem = f"malformed answer {said['type']!r}: {error!r}"
+        return MeasuredLink(None, 0.0, f"{problem}; is it pipedream-rt of the same version?")
+
+
+def answer_examiner(job: NodeJob, source: str, patience: timedelta) -> str:
     """Answer the first machine until it asks nothing more; return why it refused, else nothing."""
     node = job.node
     secret = job.secret(Deadline(patience))
     place = DialOptions(joined(node.host, node.port), patience.total_seconds(), known=True)
-    tls = tls_of_environment()
-    control = reached(place, "the first machine", tls)
     name = node.name or f"node-{node.rank}"
+    try:
+        control = reached(place, "the first machine", secret)
+    except PipelineError as error:
+        return str(error)
     with ExitStack() as opened:
-        if tls is not None:
-            opened.callback(lambda: tls.finish(Deadline(_SENT)))
         opened.callback(control.close)
         try:
-            ask_to_join(control, name, secret, _ANSWER)
+            ask_to_join(control, name, secret)
         except PipelineError as error:
             return str(error)
-        host = address_towards(place.address)
-        echo = Echo(host)
-        opened.callback(echo.close)
+        probe: Probe | None = None
         while True:
             record = control.receive(Deadline(None))  # the others have their turn meanwhile
             match record["type"]:
@@ -141,15 +239,26 @@ def answer_examiner(job: Membership, source: str, patience: timedelta) -> str:
                     control.send({"type": "findings", "text": json.dumps(seen)})
                 case "clock":
                     control.send({"type": "clock", "ns": time.time_ns()})
-                case "answer calls":
-                    control.send(
-                        {"type": "call on", "host": host, "port": echo.port, "nonce": echo.nonce}
-                    )
-                case "call on":
-                    link = measure(record["host"], record["port"], record["nonce"])
+                case "welcome":
+                    probe = _joined(control, record, secret, address_towards(place.address))
+                    opened.callback(probe.close)
+                case "measure" if probe is not None:
+                    link = probe.measure(record["rank"])
                     control.send({"type": "findings", "text": json.dumps(asdict(link))})
                 case _:
                     return ""
+
+
+def _joined(control: Control, record: Record, secret: Secret, host: str) -> Probe:
+    """Join the group of the machines."""
+    with opened_doors(host) as doors:
+        control.send({"type": "door", "at": doors.address})
+        said = control.receive(Deadline(2 * _MEETING))
+        expect(said, "doors")
+        at = {name: DoorAddress(*each) for name, each in said["by_name"].items()}
+        probe = asyncio.run(_probe(record["rank"], tuple(record["names"]), secret, doors, at))
+    control.send({"type": "joined", "nearby": []})
+    return probe
 
 
 @contextmanager
@@ -168,101 +277,3 @@ def _written(folder: str) -> Iterator[str]:
         yield token
     finally:
         path.unlink(missing_ok=True)
-
-
-def _gathered(
-    listener: socket.socket,
-    secret: Secret,
-    count: int,
-    deadline: Deadline,
-    refused: dict[str, str],
-    tls: Tls | None,
-) -> list[Member]:
-    """Wait until ``count`` machines have come, or the time is over; note which are refused."""
-    members: list[Member] = []
-
-    def answer(callers: Handshakes, control: Control, hello: Record, talk: Handshake) -> None:
-        refusal = refusal_of(hello, talk, members)
-        if refusal is None:
-            members.append(admit(control, hello, talk))
-            return
-        callers.refuse(control, talk, hello, refusal, logging.WARNING)
-        # Who has not proven the secret is no machine of the job, and takes no place in the count.
-        if refusal.proven:
-            refused[str(hello["name"])] = refusal.reason
-
-    def enough() -> bool:
-        return len(members) + len(refused) >= count
-
-    answer_all(listener, secret.job_key(), answer, enough, deadline, tls)
-    return sorted(members, key=lambda member: member.name)
-
-
-def _examined(member: Member, folder: str, token: str) -> Facts:
-    """Have a machine examine itself; empty if it does not answer."""
-    said = _asked(member.control, {"type": "examine", "folder": folder, "token": token})
-    return dict(json.loads(said["text"])) if said["type"] == "findings" else {}
-
-
-def _ahead_s(control: Control) -> float:
-    """Return the seconds by which the clock of a machine is ahead of this one's."""
-    readings = []
-    for _ in range(_CLOCK_READINGS):
-        before = time.time_ns()
-        there = _asked(control, {"type": "clock", "ns": None}).get("ns")
-        after = time.time_ns()
-        if there is not None:
-            readings.append((after - before, there - (before + after) / 2))
-    return min(readings)[1] / 1e9 if readings else 0.0  # the shortest round trip errs the least
-
-
-def _measure_links(
-    members: list[Member], links: dict[tuple[str, str], MeasuredLink]
-) -> dict[str, Record]:
-    """Measure each link from both of its ends; return where each machine answers."""
-    own_host = members[0].control.local_host
-    echo = Echo(own_host)
-    try:
-        doors: dict[str, Record] = {
-            "first": {"host": own_host, "port": echo.port, "nonce": echo.nonce}
-        }
-        for member in members:
-            door = _asked(member.control, {"type": "answer calls"})
-            if door["type"] == "call on":
-                doors[member.name] = door
-        for called, door in doors.items():
-            if called != "first":
-                links["first", called] = measure(door["host"], door["port"], door["nonce"])
-        # One link after another: two at a time might share a cable.
-        for member in members:
-            for called, door in doors.items():
-                if called != member.name:
-                    said = _asked(member.control, {**door, "type": "call on"})
-                    links[member.name, called] = _link_of(said)
-        return doors
-    finally:
-        echo.close()
-
-
-def _link_of(said: Mapping[str, object]) -> MeasuredLink:
-    """Read what a machine says of a link."""
-    if not said["type"]:
-        return MeasuredLink(None, 0.0, str(said["text"]))
-    try:
-        read = json.loads(str(said["text"]))
-        late = read["latency_s"]
-        return MeasuredLink(
-            None if late is None else float(late), float(read["bandwidth"]), str(read["problem"])
-        )
-    except (KeyError, ValueError, TypeError) as error:
-        problem = f"malformed answer {said['type']!r}: {error!r}"
-        return MeasuredLink(None, 0.0, f"{problem}; is it pipedream-rt of the same version?")
-
-
-def _asked(control: Control, record: Record) -> Record:
-    """Send a record, and return the answer; if none comes, a record with an empty type."""
-    try:
-        control.send(record)
-        return control.receive(Deadline(_ANSWER))
-    except (MessageTimeout, TransportError) as error:
-        return {"type": "", "text": str(error)}
