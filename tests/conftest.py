@@ -180,7 +180,7 @@ def environment(monkeypatch):
     """No variable of an outer launcher decides where the stages run; workers know a secret."""
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "PIPEDREAM_RT_LISTEN_FD"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PIPEDREAM_RT_SECRET", "0a-token-of-these-tests-alone-7f3")
+    monkeypatch.setenv("PIPEDREAM_RT_SECRET", "7f3" + "0" * 61)
 
 
 @pytest.fixture

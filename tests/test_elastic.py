@@ -214,7 +214,6 @@ from datetime import timedelta
 import torch
 from torch import nn
 from pipedream_rt import Checkpoints, Pipeline, PipelineClosed, Recovery
-from pipedream_rt.cluster import rendezvous
 
 closed = []
 def close(*_):

@@ -151,14 +151,16 @@ def test_the_environment_is_read_at_the_face_alone():
     # endpoint.py writes two variables, for torch alone understands them; the fork server and the
     # processes that it makes hand the whole environment on.
     assert readers == {
+        "pipedream_rt",  # takes what `pipedream-rt run` has put there for one process
         "pipedream_rt.cli.doctor",
         "pipedream_rt.cli.profile",
         "pipedream_rt.cli.run",
         "pipedream_rt.cluster.engines.ray_nodes",
         "pipedream_rt.cluster.environment",
         "pipedream_rt.cluster.forked_workers",
-        "pipedream_rt.cluster.launch",
-        "pipedream_rt.cluster.supervisor",
+        "pipedream_rt.cluster.elsewhere",
+        "pipedream_rt.cluster.generations",
+        "pipedream_rt.cluster.nodes",
         "pipedream_rt.cluster.torchrun",
         "pipedream_rt.coordinator.script_environment",
         "pipedream_rt.transport.rpc.endpoint",
@@ -239,7 +241,7 @@ def private_names_of_others(tree, own):
 
 def own_names(tree):
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield node.attr

@@ -10,26 +10,34 @@ import random
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.callers import OTHER as OTHER_JOB
+from support.callers import SECRET as JOB
+from support.callers import asked, calling, control_plane, framed, hello, in_loop, soon
 from support.deadlines import LATEST_S
+from support.encrypted import shaken
 from support.models import mlp, regression
 from support.nodes import COMMAND, RUN, below, own_environment
 from support.oracle import assert_same
 from support.pinned import Pipeline
-from support.two_hosts import SECRET, Child
+from support.rogue import stranger_of
+from support.two_hosts import OTHER_SECRET, SECRET, Child
 
 from pipedream_rt.cluster.control import Control
+from pipedream_rt.cluster.doors import opened_doors
 from pipedream_rt.cluster.environment import private_folder
-from pipedream_rt.cluster.keys import COORDINATOR_END, WORKER_END, Handshake
+from pipedream_rt.cluster.listener import Listener
+from pipedream_rt.cluster.peer_links import PeerLinks
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineError, TransportError
 from pipedream_rt.transport.group import Group
@@ -101,36 +109,190 @@ def test_fuzz_of_the_unpickler():
             ours.deserialize(junk, [])
 
 
-def drain(control):
-    """Receive until it fails."""
-    while True:
-        control.receive(Deadline(timedelta(seconds=5)))
+def came_over(control):
+    """The records that come until the connection fails."""
+    records = []
+    try:
+        while True:
+            records.append(control.receive(soon()))
+    except TransportError:
+        return records
 
 
 def test_fuzz_of_the_control_connection():
-    """Junk, and what is signed with another key, ends the connection and nothing else."""
+    """Junk ends the connection and nothing else."""
     draw = random.Random(4)
-    key = Handshake(b"secret", b"a", b"b").session_key()
-    for i in range(2_000):
+    for _ in range(1_000):
         left, right = socket.socketpair()
+        control = Control(right, "a stranger")
         with left:
-            control = Control(right, "a stranger")
-            stranger = Control(left.dup(), "a coordinator")
-            if i % 2:
-                control.secure(key, COORDINATOR_END, WORKER_END)
-            if i % 4 == 3:
-                stranger.secure(
-                    Handshake(b"other", b"a", b"b").session_key(), WORKER_END, COORDINATOR_END
-                )
-                stranger.send({"type": "joined"})
-            else:
-                left.sendall(draw.randbytes(draw.randrange(1, 600)))
-            stranger.close()
-            left.close()
-            with pytest.raises(TransportError):
-                drain(control)
-            assert len(control._buffer) < 1 << 13
-            control.close()
+            left.sendall(draw.randbytes(draw.randrange(1, 600)))
+        assert came_over(control) == []
+        assert len(control._buffer) < 1 << 13
+        control.close()
+
+
+JOINED = {"type": "joined", "nearby": []}
+
+
+def changed(sealed, draw):
+    """Change one bit behind the head of the encrypted bytes of a record."""
+    place = draw.randrange(5, len(sealed))
+    return sealed[:place] + bytes([sealed[place] ^ 1 << draw.randrange(8)]) + sealed[place + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("attack", "most"),
+    [
+        (lambda sealed, draw: draw.randbytes(600), 0),
+        (changed, 0),
+        (lambda sealed, draw: sealed + sealed, 1),
+        (lambda sealed, draw: sealed[: draw.randrange(1, len(sealed))], 0),
+        (lambda sealed, draw: framed(JOINED), 0),
+        (lambda sealed, draw: sealed_elsewhere(), 0),
+    ],
+    ids=["junk", "changed", "repeated", "cut", "plain", "of another connection"],
+)
+def test_fuzz_of_an_encrypted_control_connection(attack, most):
+    """What anybody changes, repeats or adds on the way ends the connection."""
+    draw = random.Random(5)
+    for _ in range(50):
+        left, right = socket.socketpair()
+        control = Control(right, "a coordinator")
+        control._engine, other = shaken()
+        other.write(framed(JOINED))
+        with left:
+            left.sendall(attack(other.sealed(), draw))
+        assert len(came_over(control)) <= most
+        control.close()
+
+
+def sealed_elsewhere():
+    """A record as it passes over another connection of the same job."""
+    _, called = shaken()
+    called.write(framed(JOINED))
+    return called.sealed()
+
+
+@contextmanager
+def control_port():
+    """The port of a coordinator, at which a worker joins in the end."""
+    with control_plane() as control, socket.create_server(("127.0.0.1", 0)) as listener:
+        door = in_loop(control, Listener, JOB, listener)
+        door.most = 1
+        in_loop(control, door.open)
+        yield listener.getsockname()
+        worker = calling(listener.getsockname())
+        assert asked(worker, hello())["type"] == "admitted"
+        worker.close()
+        control.run(door.close())
+
+
+@contextmanager
+def door_of_a_member():
+    """The port of a member whose group forms, which meets the other member in the end."""
+
+    def meeting(rank, doors, addresses):
+        group = Group(generation=1, rank=rank, names=("a", "b"), hosts=(), key=KEY)
+        return PeerLinks(group, JOB, doors, addresses, soon()).meet()
+
+    with control_plane() as control, ExitStack() as opened:
+        first, second = (opened.enter_context(opened_doors("127.0.0.1")) for _ in range(2))
+        met = []
+        waits = threading.Thread(target=lambda: met.append(control.run(meeting(0, first, {}))))
+        waits.start()
+        try:
+            yield (first.address.host, first.address.port)
+        finally:
+            by_tcp = first.address._replace(path="")
+            met.append(control.run(meeting(1, second, {0: by_tcp})))
+            waits.join()
+        assert [set(each) for each in sorted(met, key=list)] == [{0}, {1}]
+        for each in met:
+            for connection in each.values():
+                connection.socket.close()
+
+
+def got_by(context, address, said):
+    """What a stranger gets who shakes hands and says something, as far as it can be decrypted."""
+    with (
+        socket.create_connection(address, timeout=LATEST_S) as connection,
+        context.wrap_socket(connection) as encrypted,
+        suppress(ssl.SSLError, ConnectionError),
+    ):
+        encrypted.sendall(said)
+        return encrypted.recv(1 << 12)
+    return b""
+
+
+LINK = {"type": "link", "job": JOB.job, "generation": 1, "sender": 1, "recipient": 0}
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("port", [control_port, door_of_a_member])
+@pytest.mark.parametrize("secret", [None, OTHER_JOB], ids=["no certificate", "of another job"])
+def test_a_port_answers_nobody_without_the_certificate_of_the_job(port, secret):
+    """The handshake is right, and so is the first record, which nobody reads."""
+    with port() as address:
+        for said in (b"", framed(hello()), framed(LINK), b"\0" * 5000):
+            assert got_by(stranger_of(secret), address, said) == b""
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("port", [control_port, door_of_a_member])
+def test_a_port_answers_nobody_who_does_not_encrypt(port):
+    """It says what TLS calls an alert, and closes the connection."""
+    older = stranger_of(None)
+    older.minimum_version = older.maximum_version = ssl.TLSVersion.TLSv1_2
+    junk = [b"", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 5000, b"\x16\x03\x01", bytes(range(256))]
+    with port() as address:
+        for said in (*junk, framed(hello()), framed(LINK)):
+            assert is_nothing(answer_to(said, address))
+        with pytest.raises(ssl.SSLError, match="PROTOCOL_VERSION"):
+            got_by(older, address, framed(hello()))
+
+
+def answer_to(said, address):
+    """What comes back to somebody who says something and no more, until the end."""
+    got = b""
+    with socket.create_connection(address, timeout=LATEST_S) as connection, suppress(OSError):
+        connection.sendall(said)
+        connection.shutdown(socket.SHUT_WR)
+        while part := connection.recv(1 << 12):
+            got += part
+    return got
+
+
+def is_nothing(answer):
+    """Whether an answer tells nothing: an alert of TLS, which is 7 bytes, or not even that."""
+    return not answer or (answer[0] == 0x15 and len(answer) == 7)
+
+
+@pytest.mark.threads
+def test_a_member_that_is_led_to_another_port_than_it_called_meets_nobody():
+    """All members have one certificate, so somebody in between may lead one to another's port.
+
+    The first record tells them apart: a link is none at the control port, nor a hello at a door.
+    """
+    for port, said in ((control_port, LINK), (door_of_a_member, hello())):
+        with port() as address:
+            led = calling(address)
+            with pytest.raises(TransportError, match="closed the connection"):
+                asked(led, said)
+            led.close()
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    "change", [{"job": OTHER_JOB.job}, {"generation": 0}, {"sender": 0}, {"recipient": 1}],
+    ids=lambda change: next(iter(change)),
+)  # fmt: skip
+def test_a_link_to_another_member_or_of_another_time_is_not_answered(change):
+    with door_of_a_member() as address:
+        led = calling(address)
+        with pytest.raises(TransportError, match="closed the connection"):
+            asked(led, {**LINK, **change})
+        led.close()
 
 
 def listening(pid):
@@ -183,6 +345,8 @@ def test_nothing_of_a_running_job_listens():
     assert_same(run(nobody_listens, workers="local"), expected)
 
 
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+
 TRAINS = """
 import sys, torch
 from torch import nn
@@ -204,7 +368,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("way", ["run", "by address", "elastic"])
+@pytest.mark.parametrize("way", ["run", "by address", "elastic", "torchrun", "nodes"])
 def test_what_listens_while_workers_that_join_by_themselves_train(tmp_path, way):
     """The control port, where they come back to it; who comes in between is told nothing."""
     (script := tmp_path / "script.py").write_text(TRAINS)
@@ -219,20 +383,30 @@ def test_what_listens_while_workers_that_join_by_themselves_train(tmp_path, way)
 
         if way == "run":
             job = [start(*RUN, "--nproc-per-node", "2", str(script), "-", "0")]
+        elif way == "nodes":
+            command = (*RUN, "--nnodes", "2", "--rdzv-endpoint", address, "--node-rank")
+            job = [start(*command, rank, str(script), "-", "0") for rank in "01"]
+        elif way == "torchrun":
+            command = (*TORCHRUN, "--nproc-per-node", "2", str(script), "-", "0")
+            job = [Child(command, own_environment())]  # without a secret
+            children.callback(job[0].close)
         else:
             job = [start(sys.executable, str(script), address, str(int(way == "elastic")))]
             job += [start(*COMMAND, "worker", address, "--name", name) for name in "ab"]
         job[0].wait_for("training")
-        found = [listening(pid) for child in job for pid in (child.pid, *below(child.pid))]
+        processes = [pid for child in job for pid in (child.pid, *below(child.pid))]
+        if way == "torchrun":
+            processes.remove(job[0].pid)  # which has its store
+        found = [listening(pid) for pid in processes]
         ports = set().union(*(ports for ports, _ in found))
         (status,) = set().union(*(names for _, names in found))
         assert Path(status).parent == private_folder()
-        if way == "by address":
-            assert not ports
-        else:
-            (port,) = ports
-            assert port.startswith("127.0.0.1:") if way == "run" else port == address
-            with socket.create_connection(port.split(":"), timeout=0.3) as stranger:
+        assert ports == ({address} if way in ("elastic", "nodes") else set())
+        if way == "elastic":
+            assert is_nothing(answer_to(b"\0" * 5000, address.split(":")))
+            assert got_by(stranger_of(None), address.split(":"), framed(hello())) == b""
+        elif way == "nodes":
+            with socket.create_connection(address.split(":"), timeout=0.3) as stranger:
                 stranger.sendall(b"\0" * 5000)
                 with pytest.raises(TimeoutError):
                     stranger.recv(1)
@@ -258,7 +432,7 @@ class Rogue:
         return json.loads(said)
 
 
-def formed_and_recovered(rogue, recoveries, workers, port=None):
+def formed_and_recovered(rogue, recoveries, workers, replace=lambda name: None):
     """Train through recoveries beside a stranger; the bits are those of a run without either."""
     data = regression(4 * recoveries + 4)
     options = {
@@ -271,8 +445,9 @@ def formed_and_recovered(rogue, recoveries, workers, port=None):
     with Pipeline(mlp(), workers=workers, **options) as pipe:
         for number, _ in enumerate(pipe.train_epoch(data)):
             if number % 4 == 3 and number // 4 < recoveries:
-                pid = int(pipe._group.cluster._members[number % 3].description.split()[1])
-                os.kill(pid, signal.SIGKILL)
+                member = pipe._group.cluster._members[number % 3]
+                os.kill(int(member.description.split()[1]), signal.SIGKILL)
+                replace(member.name)
         assert len(pipe.restarts) == recoveries
         for stage in pipe.stages:
             stage.rref.to_here()
@@ -294,6 +469,28 @@ def test_a_stranger_on_this_machine_while_groups_form(tmp_path, recoveries):
     said = formed_and_recovered(rogue, recoveries, "local")
     print(said)
     assert said["tried"] > recoveries
+    assert said["answered"] == said["still_open"] == 0
+
+
+@pytest.mark.rights
+@pytest.mark.processes
+def test_a_stranger_on_this_machine_while_workers_join_at_a_port(tmp_path, environment):
+    """The same where the control port and the doors are ports: also with TLS he gets no answer."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    before = dict(os.environ)  # the secret is in it no more when it was read
+    with ExitStack() as children:
+
+        def start(name):
+            command = [*COMMAND, "worker", address, "--persist", "--name", name]
+            children.callback(Child(command, before).close)
+
+        rogue = Rogue(tmp_path / "rogue")
+        for name in "abc":
+            start(name)
+        said = formed_and_recovered(rogue, 2, address, start)
+    print(said)
+    assert said["shook_hands"] > 0
     assert said["answered"] == said["still_open"] == 0
 
 
@@ -343,7 +540,7 @@ def test_a_rogue_cannot_join(environment):
     command = [sys.executable, "-m", "pipedream_rt.workers", f"127.0.0.1:{port}", "--timeout", "60"]
     rogue = subprocess.Popen(
         [*command, "--name", "rogue"], stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PIPEDREAM_RT_SECRET": "not-the-token-of-these-tests-5b1a"},
+        env={**os.environ, "PIPEDREAM_RT_SECRET": OTHER_SECRET},
     )  # fmt: skip
     errors, before = [], dict(os.environ)  # the secret is in it no more when it was read
 
@@ -371,7 +568,7 @@ def test_a_rogue_cannot_join(environment):
         for worker in workers:
             worker.wait(LATEST_S)
     assert rogue.returncode == 1
-    assert "does not know the job's secret" in errors[0]
+    assert "one end does not know the secret that the other has" in errors[0]
 
 
 @pytest.mark.processes
@@ -386,12 +583,14 @@ def test_the_secret_is_nowhere_to_be_read(environment, tmp_path):
         "if __name__ == '__main__':\n"
         "    with Pipeline([nn.Linear(2, 2)], loss_fn=nn.functional.mse_loss) as pipe:\n"
         "        cluster = pipe._group.cluster\n"
-        "        secret = cluster._door.key.key\n"
+        "        secret = cluster._door.secret\n"
+        "        secrets = [secret.text.encode(), bytes.fromhex(secret.text)]\n"
+        "        secrets.append(secret.derived(b'identity 1'))\n"
         "        pid = int(cluster._members[0].description.split()[1])\n"
         "        for place in ('cmdline', 'environ'):\n"
         "            for process in (pid, os.getpid(), os.getppid()):\n"
         "                found = Path(f'/proc/{process}/{place}').read_bytes()\n"
-        "                assert secret not in found and secret.hex().encode() not in found\n"
+        "                assert not any(each in found for each in secrets)\n"
         "        for fd in Path(f'/proc/{pid}/fd').iterdir():\n"
         "            assert 'memfd' not in os.readlink(fd), fd\n"
         "        print('looked')\n"
@@ -407,7 +606,7 @@ def test_the_secret_is_nowhere_to_be_read(environment, tmp_path):
 
 def test_a_short_secret_is_refused(monkeypatch, environment):
     monkeypatch.setenv("PIPEDREAM_RT_SECRET", "1234")
-    with pytest.raises(PipelineError, match="at least 32 characters, found 4 characters that"):
+    with pytest.raises(PipelineError, match="must be 64 hexadecimal digits, found another text of"):
         Pipeline(mlp(), workers="127.0.0.1:0")
     monkeypatch.delenv("PIPEDREAM_RT_SECRET")
     with pytest.raises(PipelineError, match="must know the job's secret: set PIPEDREAM_RT_SECRET"):

@@ -118,7 +118,7 @@ def test_run_with_more_workers_than_stages_says_so(digest):
     out, err = output_of([*COMMAND, "run", "--nproc_per_node", 3, SCRIPT])
     assert digest_of(out) == digest
     (line,) = err.splitlines()
-    assert line.startswith("3 workers were started, and the stages use 2")
+    assert line.startswith("there may be 3 workers, and the stages use 2")
 
 
 def test_run_without_a_number_of_workers_leaves_them_to_the_script(digest, tmp_path):
@@ -128,16 +128,6 @@ def test_run_without_a_number_of_workers_leaves_them_to_the_script(digest, tmp_p
     assert (tmp_path / "trace").stat().st_size
     _, err = output_of([*COMMAND, "run", "--threads", 2, SCRIPT], code=2)
     assert "give --nproc-per-node too" in err
-
-
-def test_a_script_that_makes_no_use_of_what_was_asked_for_is_told_of(tmp_path):
-    script = tmp_path / "plain.py"
-    script.write_text("print('hello')")
-    trace = tmp_path / "trace"
-    out, err = output_of([*COMMAND, "run", "--nproc-per-node", 2, "--trace", trace, script])
-    assert out == "hello\n"
-    assert "the script has used none of the 2 workers" in err
-    assert f"the script has written nothing to {trace}" in err
 
 
 def test_run_runs_a_module(digest, monkeypatch):
@@ -156,7 +146,7 @@ def test_run_gives_the_exit_code_of_the_script(tmp_path):
 
 def test_run_with_too_few_workers_says_so():
     _, err = output_of([*COMMAND, "run", "--nproc-per-node", 1, SCRIPT], code=1)
-    assert "2 stages on 2 workers: `pipedream-rt run` has started 1" in err
+    assert "2 stages on 2 workers: `pipedream-rt run` may start 1" in err
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -279,21 +269,18 @@ def test_when_the_coordinator_dies_its_workers_end_by_themselves(number):
 def test_a_signal_to_run_ends_script_and_workers(number):
     process = started([*COMMAND, "run", "--nproc-per-node", 2, *LONG], start_new_session=True)
     family = descendants(process.pid)
-    # The script; what forks the workers; the two workers, each with the process of its first job.
-    assert len(family) == 6
+    # The command has become the script. Its children are what forks the workers, and those two.
+    assert len(family) == 3
     process.send_signal(number)
-    _, err = process.communicate(timeout=LATEST_S)
-    assert process.returncode in (128 + number, 1)
-    assert f"pipedream-rt: ending on {number.name}" in err
+    process.communicate(timeout=LATEST_S)
+    assert process.returncode in (-number, 1)
     assert wait_gone(family)
 
 
 def test_when_run_is_killed_nothing_stays():
     process = started([*COMMAND, "run", "--nproc-per-node", 2, *LONG], start_new_session=True)
     family = descendants(process.pid)
-    script = next(p for p in family if "script.py" in Path(f"/proc/{p}/cmdline").read_text())
     process.kill()
-    os.kill(script, signal.SIGKILL)
     process.communicate(timeout=LATEST_S)
     assert wait_gone(family)
 

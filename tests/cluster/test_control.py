@@ -1,20 +1,24 @@
-import random
+"""Both ends of a control connection: the worker's, and the coordinator's in its event loop."""
+
+import asyncio
+import contextlib
 import select
 import socket
+import threading
 from datetime import timedelta
 
-import msgpack
 import pytest
+from support.callers import OTHER, SECRET, control_plane, framed, in_loop, soon
+from support.deadlines import LATEST_S
 
-from pipedream_rt.cluster.control import Control
-from pipedream_rt.cluster.control_records import FIELDS
+from pipedream_rt.cluster import control as control_module
+from pipedream_rt.cluster.control import Control, is_final
+from pipedream_rt.cluster.records import LARGEST, LARGEST_AT_FIRST
+from pipedream_rt.cluster.stream import Stream
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import MessageTimeout, PeerLost, TransportError
-from pipedream_rt.schema import problem_of
 
-
-def soon():
-    return Deadline(timedelta(seconds=10))
+BEAT = {"type": "beat", "doing": "", "rss": 1}
 
 
 @pytest.fixture
@@ -22,6 +26,47 @@ def pair():
     left, right = socket.socketpair()
     with left, right:
         yield Control(left, "right"), Control(right, "left")
+
+
+@pytest.fixture
+def loop():
+    with control_plane() as control:
+        yield control
+
+
+async def accepted(connection, secret=SECRET):
+    """Be the coordinator's end of a connection, which is encrypted."""
+    stream = Stream(connection, "the worker")
+    try:
+        await stream.encrypt(secret.tls(called=True), called=True)
+    except TransportError:
+        stream.close()
+        raise
+    stream.admit("the worker")
+    return stream
+
+
+@contextlib.contextmanager
+def ends(loop, encrypted):
+    """The worker's end of a connection and the coordinator's."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        worker = Control(theirs, "the coordinator")
+        if encrypted:
+            answer = asyncio.run_coroutine_threadsafe(accepted(ours), loop._loop)
+            worker.encrypt(SECRET.tls(called=False), soon())
+            stream = answer.result(LATEST_S)
+        else:
+            stream = in_loop(loop, Stream, ours, "the worker")
+            stream.admit("the worker")
+        try:
+            yield worker, stream
+        finally:
+            in_loop(loop, stream.close)
+            worker.close()
+
+
+both = pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
 
 
 def test_records_arrive_whole_and_in_order(pair):
@@ -32,23 +77,38 @@ def test_records_arrive_whole_and_in_order(pair):
     assert [right.receive(soon()) for _ in records] == records
 
 
-def test_what_arrived_behind_a_record_is_not_left_in_the_buffer(pair):
+def test_what_arrived_before_the_end_is_read(pair):
     left, right = pair
     for i in range(3):
         left.send({"type": "hello", "version": i})
     left.close()
-    assert [r["version"] for r in right.receive_all()] == [0, 1, 2]
+    assert right.has_come()
+    assert [right.receive(soon())["version"] for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(PeerLost, match="left closed the connection"):
+        right.receive(soon())
 
 
 def test_nothing_in_time(pair):
+    assert not pair[0].has_come()
     with pytest.raises(MessageTimeout, match="nothing came from right"):
         pair[0].receive(Deadline(timedelta(seconds=0)))
 
 
+def test_half_a_record_that_came_in_time_is_not_lost(pair):
+    left, right = pair
+    data = framed({"type": "exit", "failed": True})
+    for part in (data[:2], data[2:9]):
+        left._socket.sendall(part)
+        with pytest.raises(MessageTimeout):
+            right.receive(Deadline(timedelta(seconds=0)))
+    left._socket.sendall(data[9:])
+    assert right.receive(soon()) == {"type": "exit", "failed": True}
+
+
 def test_a_deadline_of_years_is_no_error(pair):
     here, there = pair
-    there.send({"type": "beat", "doing": "", "rss": 1})
-    assert here.receive(Deadline(timedelta(days=4000)))["type"] == "beat"
+    there.send(BEAT)
+    assert here.receive(Deadline(timedelta(days=4000))) == BEAT
     assert here._wait(select.POLLOUT, Deadline(timedelta(days=4000)))
 
 
@@ -58,110 +118,203 @@ def test_the_other_end_is_gone(pair):
     with pytest.raises(PeerLost, match="right closed the connection") as e:
         left.receive(soon())
     assert e.value.peer == "right"
+    with pytest.raises(PeerLost, match="right is gone"):
+        left.send(BEAT)
+    left.close()
+    left.close()
     with pytest.raises(PeerLost):
-        left.send({"type": "x" * (1 << 20)})
+        left.send(BEAT)
 
 
-@pytest.mark.parametrize(
-    ("junk", "words"),
-    [
-        (b"GET / HTTP/1.1\r\n\r\n", "a record of 1195725856 bytes, where at most 4096"),
-        (b"\0\0\0\1\xc1", "a record that is no msgpack"),
-        (b"\0\0\0\1\1", "a int as a record, which is a map"),
-        (b"\0\0\0\1\x80", "a record of the unknown type None"),
-    ],
-)
-def test_strangers_are_noticed(pair, junk, words):
-    pair[0]._socket.sendall(junk)
-    with pytest.raises(TransportError, match=f"left sent {words}.*same version"):
-        pair[1].receive(soon())
+def test_an_end_that_reads_nothing_counts_as_gone(pair, monkeypatch):
+    monkeypatch.setattr(control_module, "_SEND_TIMEOUT", timedelta(seconds=0))
+    pair[0]._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST // 4)
+    with pytest.raises(PeerLost, match="right is gone: it read nothing for 0 s"):
+        pair[0].send({"type": "failed", "text": "x" * (LARGEST - 100)})
 
 
-NESTED = b"\x91" * 1200 + b"\xc0"  # a list in a list in a list, 1200 times
+@pytest.mark.threads
+@both
+def test_what_both_ends_say_arrives_whole_and_in_order(loop, encrypted):
+    """Some records are larger than what a socket takes at once."""
+    records = [{"type": "failed", "text": "x" * size} for size in (0, 1 << 19, 10, 1 << 19, 1)]
+
+    async def read():
+        return [await stream.read() for _ in records]
+
+    async def write():
+        for record in records:
+            stream.send(record)
+        await stream.sent()
+
+    with ends(loop, encrypted) as (worker, stream):
+        for coroutine, other in (
+            (read, lambda: [worker.send(record) for record in records]),
+            (write, lambda: [worker.receive(soon()) for _ in records]),
+        ):
+            future = asyncio.run_coroutine_threadsafe(coroutine(), loop._loop)
+            got = other()
+            assert records in (got, future.result(LATEST_S))
 
 
-def packed(record):
-    data = record if isinstance(record, bytes) else msgpack.packb(record)
-    return len(data).to_bytes(4, "big") + data
+@pytest.mark.threads
+@both
+def test_threads_that_send_at_once_do_not_mix_their_records(loop, encrypted):
+    async def read():
+        return [(await stream.read())["action"] for _ in range(400)]
+
+    def send(letter):
+        for i in range(100):
+            worker.send({"type": "doing", "action": letter * (1 + 37 * i)})
+
+    with ends(loop, encrypted) as (worker, stream):
+        threads = [threading.Thread(target=send, args=(letter,)) for letter in "abcd"]
+        for each in threads:
+            each.start()
+        came = loop.run(read())
+        for each in threads:
+            each.join(LATEST_S)
+    assert all(len({*action}) == 1 for action in came)
+    assert sorted(came) == sorted(each * (1 + 37 * i) for i in range(100) for each in "abcd")
 
 
-@pytest.mark.parametrize(
-    "junk",
-    [
-        NESTED,
-        b"\x81\xa4type" + NESTED,
-        b"\x82\xa4type\xa5hello\xa7version" + NESTED,
-        b"\xdd\xff\xff\xff\xff",
-        b"\xc6\xff\xff\xff\xff",
-        {"type": ["hello"]},
-        {"type": "hello", "version": {}},
-        {"type": "hello", "version": 6, "name": [1]},
-        {"type": "no such"},
-        {"type": "no\nsuch \x1b[2J" * 20},
-        {"type": 7},
-        {"type": None},
-        {7: "type"},
-        {b"type": "hello"},
-        {},
-        [],
-        "hello",
-        {"type": "call"},
-        {"type": "call", "nonce": b"short"},
-        {"type": "call", "nonce": "x" * 32},
-        {"type": "call", "nonce": b"x" * 32, "salt": b"x" * 32, "key": 3},
-        {"type": "refused", "reason": 3, "passing": True},
-        {"type": "refused", "reason": "x"},
-        {"type": "welcome"},
-        {"type": "exit", "failed": 1},
-        {"type": "beat", "rss": -1, "doing": "x"},
-    ],
-)
-def test_a_record_that_is_none_ends_the_connection_with_an_error_that_can_be_printed(pair, junk):
-    pair[0]._socket.sendall(packed(junk))
-    with pytest.raises(TransportError) as e:
-        pair[1].receive(soon())
-    assert str(e.value).isprintable()
-    assert len(str(e.value)) < 300
+@pytest.mark.threads
+@both
+def test_records_that_come_at_once_are_read_one_by_one(loop, encrypted):
+    async def write():
+        for i in range(3):
+            stream.send({"type": "hello", "version": i})
+        await stream.sent()
+
+    with ends(loop, encrypted) as (worker, stream):
+        loop.run(write())
+        assert [worker.receive(soon())["version"] for _ in range(3)] == [0, 1, 2]
+        assert not worker.has_come()
 
 
-def random_value(draw, depth=0):
-    kind = draw.randrange(9 if depth < 6 else 7)
-    if kind == 7:
-        return [random_value(draw, depth + 1) for _ in range(draw.randrange(4))]
-    if kind == 8:
-        return {
-            draw.choice(("type", "a", 3)): random_value(draw, depth + 1)
-            for _ in range(draw.randrange(4))
-        }
-    return (
-        None, draw.random() < 0.5, draw.randrange(-(2**63), 2**64), draw.random() * 1e300,
-        draw.randbytes(draw.choice((0, 3, 32, 200))), "\x1b" * draw.randrange(300), "hello",
-    )[kind]  # fmt: skip
+@pytest.mark.threads
+@both
+def test_only_members_may_send_large_records(loop, encrypted):
+    with ends(loop, encrypted) as (worker, stream):
+        stream.largest = LARGEST_AT_FIRST
+        worker.send({"type": "failed", "text": "x" * LARGEST_AT_FIRST})
+        with pytest.raises(TransportError, match=r"the worker sent a record of .* at most 4096"):
+            loop.run(stream.read())
 
 
-@pytest.mark.parametrize("count", [400, pytest.param(30_000, marks=pytest.mark.stress)])
-@pytest.mark.parametrize("signed", [False, True])
-def test_generated_records_of_every_type_with_fields_of_any_kind(count, signed):
-    """Whatever comes is a record that fits its table, or a `TransportError`."""
-    draw = random.Random(7)
-    taken, errors = 0, []
-    for _ in range(count):
-        kind = draw.choice(list(FIELDS))
-        record = {"type": kind} | {name: random_value(draw) for name in FIELDS[kind]}
-        ends = socket.socketpair()
-        left, right = (Control(end, "somebody") for end in ends)
-        if signed:
-            left.secure(b"k" * 32, b"left", b"right")
-            right.secure(b"k" * 32, b"right", b"left")
-        left.send(record)
+@pytest.mark.threads
+@both
+def test_the_end_of_a_connection_is_noticed_by_who_reads(loop, encrypted):
+    with ends(loop, encrypted) as (worker, stream):
+        worker.close()
+        with pytest.raises(PeerLost, match="the worker closed the connection"):
+            loop.run(stream.read())
+        in_loop(loop, stream.send, BEAT)  # who writes notices nothing
+        loop.run(stream.sent())
+    with ends(loop, encrypted) as (worker, stream):
+        in_loop(loop, stream.close)
+        in_loop(loop, stream.close)
+        with pytest.raises(PeerLost, match="the coordinator"):
+            worker.receive(soon())
+
+
+@pytest.mark.threads
+def test_who_waits_hears_that_the_connection_was_closed_here(loop):
+    async def read_and_write():
+        reading = asyncio.ensure_future(stream.read())
+        while stream._writing is None:
+            stream.send({"type": "failed", "text": "x" * (LARGEST // 2)})
+        writing = asyncio.ensure_future(stream.sent())
+        await asyncio.sleep(0)
+        stream.close()
+        await asyncio.wait_for(writing, LATEST_S)
+        with pytest.raises(PeerLost, match="the worker is gone"):
+            await asyncio.wait_for(reading, LATEST_S)
+
+    with ends(loop, False) as (_, stream):
+        loop.run(read_and_write())
+
+
+@pytest.mark.threads
+def test_both_ends_say_that_they_know_another_secret(loop):
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        worker = Control(theirs, "the coordinator")
+        answer = asyncio.run_coroutine_threadsafe(accepted(ours, OTHER), loop._loop)
+        with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):
+            worker.encrypt(SECRET.tls(called=False), soon())
+        with pytest.raises(TransportError, match="one end does not know the secret"):
+            answer.result(LATEST_S)
+
+
+@pytest.mark.threads
+def test_a_worker_that_trusts_everybody_reads_why_it_was_refused(loop):
+    """In TLS 1.3 the end that calls hears of it with what it reads first."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        worker, trusting = Control(theirs, "the coordinator"), OTHER.tls(called=False)
+        trusting.verify_mode = 0
         try:
-            got = right.receive(soon())
-            assert problem_of(got, FIELDS[kind]) == ""
-            taken += 1
-        except TransportError as error:
-            errors.append(str(error))
-        left.close()
-        right.close()
-    assert taken
-    assert errors
-    assert all(error.isprintable() for error in errors)
+            answer = asyncio.run_coroutine_threadsafe(accepted(ours), loop._loop)
+            worker.encrypt(trusting, soon())
+        finally:
+            trusting.verify_mode = 2
+        with pytest.raises(TransportError, match="one end does not know the secret"):
+            answer.result(LATEST_S)
+        with pytest.raises(TransportError, match=r"has ended the encryption: one end does not"):
+            worker.receive(soon())
+
+
+def test_whoever_takes_the_connection_and_says_nothing_is_not_awaited_for_ever(pair):
+    with pytest.raises(MessageTimeout, match=r"right has taken the connection.* for 0\.1 s"):
+        pair[0].encrypt(SECRET.tls(called=False), soon(0.1))
+
+
+def test_whoever_hangs_up_during_the_handshake_is_gone(pair):
+    pair[1]._socket.shutdown(socket.SHUT_WR)
+    with pytest.raises(PeerLost, match="right closed the connection"):
+        pair[0].encrypt(SECRET.tls(called=False), soon())
+
+
+@pytest.mark.threads
+def test_bytes_from_outside_end_an_encrypted_connection(loop):
+    junk = b"\x17\x03\x03\x00\x20" + b"j" * 32
+    with ends(loop, True) as (worker, stream):
+        worker._socket.sendall(junk)
+        with pytest.raises(TransportError, match="the worker has ended the encryption"):
+            loop.run(stream.read())
+        stream.socket.sendall(junk)
+        with pytest.raises(TransportError, match="the coordinator has ended the encryption"):
+            worker.receive(soon())
+
+
+@pytest.mark.threads
+def test_who_sends_over_a_broken_encryption_hears_at_most_that_the_other_end_is_gone(loop):
+    junk = b"\x17\x03\x03\x00\x20" + b"j" * 32
+    with ends(loop, True) as (worker, stream):
+        worker._socket.sendall(junk)
+        with pytest.raises(TransportError):
+            loop.run(stream.read())
+        in_loop(loop, stream.send, BEAT)
+        stream.socket.sendall(junk)
+        with pytest.raises(TransportError):
+            worker.receive(soon())
+        with contextlib.suppress(PeerLost):
+            worker.send(BEAT)
+
+
+@pytest.mark.threads
+@both
+def test_where_a_connection_leaves_the_machine_its_ends_have_addresses(loop, encrypted):
+    """Only then the kernel is told to give up an end that confirms nothing."""
+    with ends(loop, encrypted) as (worker, stream):
+        assert bool(stream.engine) == encrypted
+        if not encrypted:
+            assert stream.local_host == stream.remote_host == worker.local_host == ""
+            worker.notice_within(1)
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, True), (1, True), (2, True), (3, False),
+                                                (130, False), (143, False)])  # fmt: skip
+def test_which_exit_codes_are_final(code, expected):
+    assert is_final(code) == expected

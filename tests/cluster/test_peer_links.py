@@ -1,94 +1,50 @@
-"""The meeting of members, with strangers at every door who know everything but the key."""
+"""The meeting of members, with strangers at every door, and members who come to a wrong one."""
 
+import asyncio
+import itertools
+import os
 import random
-import selectors
+import resource
+import select
 import socket
-import threading
+import tempfile
 from contextlib import ExitStack, suppress
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
+import torch
+from support.deadlines import LATEST_S
+from support.encrypted import OTHER, SECRET
+from support.loops import Noted, run
 
 from pipedream_rt.cluster import peer_links as module
+from pipedream_rt.cluster.doors import DoorAddress, listening_at, opened_doors
+from pipedream_rt.cluster.environment import private_folder
 from pipedream_rt.cluster.peer_links import PeerLinks
-from pipedream_rt.cluster.unix_links import UnixAddress, listening_nearby
+from pipedream_rt.cluster.records import packed
+from pipedream_rt.cluster.stream import Stream
 from pipedream_rt.deadline import Deadline
-from pipedream_rt.errors import RendezvousTimeout
+from pipedream_rt.errors import RendezvousTimeout, TransportError
 from pipedream_rt.transport.group import Group
-from pipedream_rt.transport.tls import Tls, _of_process
-
-KEY = b"k" * 32
-
-
-def group(rank, count=3, key=KEY, generation=1):
-    names = tuple(f"m{i}" for i in range(count))
-    return Group(generation=generation, rank=rank, names=names, hosts=(), key=key)
+from pipedream_rt.transport.link import Link
+from pipedream_rt.transport.tls import TlsEngine
 
 
-class Members:
-    """Some members, each of which meets the others on a thread of its own."""
+@pytest.fixture(autouse=True)
+def nothing_left(monkeypatch):
+    """No descriptor stays open, and no path stays in the folder of the Unix sockets."""
+    before = set(os.listdir("/proc/self/fd"))
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield
+        assert list(private_folder().iterdir()) == []
+    assert set(os.listdir("/proc/self/fd")) == before
 
-    def __init__(self, stack, count, host="127.0.0.1", seconds=20, nearby=()):
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.doors = [
-            stack.enter_context(socket.create_server((host, 0), family=family))
-            for _ in range(count)
-        ]
-        for door in self.doors:
-            door.setblocking(False)
-        self.nearby = [
-            stack.enter_context(listening_nearby(None)) if rank in nearby else None
-            for rank in range(count)
-        ]
-        self.addresses = dict(enumerate(map(UnixAddress.of, self.doors, self.nearby)))
-        self.count, self.seconds = count, seconds
-        self.met, self.errors = [None] * count, [None] * count
-        self._threads = []
-        stack.callback(self.close)
 
-    tls = None
-
-    def meet(self, *ranks, **kwargs):
-        for rank in ranks or range(self.count):
-            thread = threading.Thread(target=self._meet, args=(rank,), kwargs=kwargs)
-            self._threads.append(thread)
-            thread.start()
-
-    def _meet(self, rank, **kwargs):
-        deadline = Deadline(timedelta(seconds=self.seconds))
-        meeting = PeerLinks(
-            group(rank, self.count, **kwargs), self.doors[rank], self.addresses, deadline, self.tls,
-            self.nearby[rank],
-        )  # fmt: skip
-        try:
-            self.met[rank] = meeting.meet()
-        except RendezvousTimeout as error:
-            self.errors[rank] = str(error)
-
-    def join(self):
-        for thread in self._threads:
-            thread.join()
-
-    def check(self):
-        """Every two have one connection, and the same key for it, which no two others have."""
-        self.join()
-        assert self.errors == [None] * self.count
-        keys = set()
-        for rank, met in enumerate(self.met):
-            assert set(met) == set(range(self.count)) - {rank}
-            for other, mine in met.items():
-                theirs = self.met[other][rank]
-                assert mine[1:] == theirs[1:]
-                if self.tls is None:
-                    assert mine.socket.getpeername() == theirs.socket.getsockname()
-                keys.add(mine.key)
-        assert len(keys) == self.count * (self.count - 1) // 2
-
-    def close(self):
-        self.join()
-        for met in self.met:
-            for each in (met or {}).values():
-                each.socket.close()
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch):
+    monkeypatch.setattr(module, "_PAUSE_S", 0.01)
 
 
 @pytest.fixture
@@ -97,313 +53,907 @@ def stack():
         yield opened
 
 
+FAR, NEAR, BOTH = "far", "near", "both"
+ways = pytest.mark.parametrize("way", [FAR, NEAR])
+
+
+class Members:
+    """Some members with their doors, whose meetings run in one event loop."""
+
+    def __init__(self, stack, count, way=FAR, host="127.0.0.1"):
+        self.count, self.way = count, way
+        self.doors = [
+            stack.enter_context(opened_doors(None if way == NEAR else host)) for _ in range(count)
+        ]
+        self.addresses = {rank: doors.address for rank, doors in enumerate(self.doors)}
+        if way == FAR:
+            for rank in self.addresses:
+                self.hide_path(rank)
+        self._met = []
+        stack.callback(self.close)
+
+    def hide_path(self, rank):
+        """Have a member called by TCP alone."""
+        self.addresses[rank] = self.addresses[rank]._replace(place="", path="")
+
+    def path_of(self, rank):
+        """Where a member is called within the machine."""
+        return socket.AF_UNIX, self.doors[rank].address.path
+
+    def links(self, rank, *, secret=SECRET, generation=1, addresses=None, seconds=LATEST_S):
+        names = tuple(f"m{number}" for number in range(self.count))
+        group = Group(generation=generation, rank=rank, names=names, hosts=(), key=b"")
+        deadline = Deadline(timedelta(seconds=seconds))
+        made = PeerLinks(
+            group, secret, self.doors[rank], {**self.addresses, **(addresses or {})}, deadline
+        )
+        made.problems, made._met = Noted(), Noted()
+        self._met.append(made._met)
+        return made
+
+    def at(self, rank):
+        """Where a member is called: family and address."""
+        if self.way == NEAR:
+            return self.path_of(rank)
+        return socket.AF_INET, self.addresses[rank][:2]
+
+    async def meet(self):
+        """Let all meet, and check that they have."""
+        self.check(await asyncio.gather(*(self.links(rank).meet() for rank in range(self.count))))
+
+    def check(self, met):
+        """Fail unless every two have one connection, over which frames go both ways."""
+        for rank, own in enumerate(met):
+            assert set(own) == set(range(self.count)) - {rank}
+        for low, high in itertools.combinations(range(self.count), 2):
+            ends = met[low][high], met[high][low]
+            assert ends[0].carries_descriptors is ends[1].carries_descriptors
+            for end in ends:
+                nearby = end.socket.family == socket.AF_UNIX
+                assert end.carries_descriptors is nearby is (end.engine is None)
+            talk(*ends)
+
+    def close(self):
+        for met in self._met:
+            for each in met.values():
+                each.socket.close()
+
+
+def talk(*ends):
+    """Fail unless frames go both ways over the two ends of a connection."""
+    links = [Link(end) for end in ends]
+    for sender, receiver in (links, links[::-1]):
+        came = []
+        assert sender.send(5, b"words", [torch.arange(100.0)])
+        poll = select.poll()
+        poll.register(receiver, select.POLLIN)
+        while not came:
+            assert poll.poll(1000 * LATEST_S)
+            receiver.receive(came.append)
+        assert (came[0].kind, came[0].data) == (5, b"words")
+        assert torch.equal(came[0].tensors[0], torch.arange(100.0))
+    for link in links:
+        link.close()
+
+
+async def abandoned(*meetings):
+    """End meetings that have not ended."""
+    assert not any(meeting.done() for meeting in meetings)
+    while meetings:
+        for meeting in meetings:
+            meeting.cancel()
+        _, meetings = await asyncio.wait(meetings, timeout=0.1)
+
+
+def link_record(sender, recipient, *, secret=SECRET, generation=1):
+    return {
+        "type": "link", "job": secret.job, "generation": generation, "sender": sender,
+        "recipient": recipient,
+    }  # fmt: skip
+
+
+async def called(place, secret=SECRET):
+    """A connection to a door, of somebody who knows a secret of a job."""
+    connection = socket.socket(place[0])
+    connection.connect(place[1])
+    stream = Stream(connection, "the door")
+    if place[0] != socket.AF_UNIX:
+        await stream.encrypt(secret.tls(called=False), called=False)
+    return stream
+
+
+# -- members that meet -----------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_every_two_members_meet(stack, host):
-    members = Members(stack, 5, host)
-    members.meet()
-    members.check()
+    run(Members(stack, 5, host=host).meet())
 
 
-@pytest.mark.parametrize("nearby", [range(5), (1, 3, 4), (2,)], ids=str)
-def test_members_that_have_a_unix_door_meet_there(stack, nearby):
-    members = Members(stack, 5, nearby=nearby)
-    members.meet()
-    members.check()
-    for rank, met in enumerate(members.met):
-        for other, each in met.items():
-            both = {rank, other} <= set(nearby)
-            assert each.carries_descriptors is both
-            assert (each.socket.family == socket.AF_UNIX) is both
+@pytest.mark.parametrize("nearby", [range(5), (1, 3, 4), (2,), ()], ids=str)
+def test_members_that_have_a_unix_socket_meet_there(stack, nearby):
+    members = Members(stack, 5, BOTH)
+    for rank in set(range(5)) - set(nearby):
+        members.hide_path(rank)
+
+    async def main():
+        met = await asyncio.gather(*(members.links(rank).meet() for rank in range(5)))
+        for rank, own in enumerate(met):
+            for other, each in own.items():
+                # Who dials knows of its own path, and sees whether the other one has one.
+                assert each.carries_descriptors is (min(rank, other) in nearby)
+        members.check(met)
+
+    run(main())
 
 
-def test_a_unix_door_that_nobody_opens_is_not_waited_for(stack):
-    """As where the other member may not reach it: there is the TCP door."""
-    members = Members(stack, 3, nearby=range(3))
-    members.nearby[0].listener.close()
-    members.meet(1, 2)
-    members.nearby[0] = None
-    members.meet(0)
-    members.check()
-    assert members.met[1][2].carries_descriptors
-    assert not members.met[0][2].carries_descriptors
+def test_members_of_one_machine_need_no_port(stack):
+    run(Members(stack, 4, NEAR).meet())
 
 
-def test_a_member_of_another_network_namespace_is_called_at_its_tcp_door(stack):
-    members = Members(stack, 2, nearby=range(2))
+@pytest.mark.parametrize(
+    "why", ["closed", "gone", "no folder", "silent", "of another user", "deaf"]
+)
+def test_where_a_unix_socket_cannot_be_used_there_is_the_port(stack, monkeypatch, why):
+    members = Members(stack, 3, BOTH)
+    listener, tcp = members.doors[0].listeners
+    path = members.addresses[0].path
+    members.doors[0] = members.doors[0]._replace(listeners=(tcp,))
+    match why:
+        case "closed":
+            listener.close()
+        case "gone":
+            os.unlink(path)
+        case "no folder":
+            members.addresses[0] = members.addresses[0]._replace(path=path + "/none/at/all")
+        case "silent":  # it is in the kernel's queue, and nobody answers
+            monkeypatch.setattr(module, "_ATTEMPT_S", 0.5)
+        case "of another user":
+            is_same_user = module.is_same_user
+            monkeypatch.setattr(
+                module, "is_same_user", lambda c: c.getpeername() != path and is_same_user(c)
+            )
+        case "deaf":
+            monkeypatch.setattr(module, "_ATTEMPT_S", 0.5)
+            listener.listen(0)
+            for _ in range(5):
+                filler = stack.enter_context(socket.socket(socket.AF_UNIX))
+                filler.setblocking(False)
+                with suppress(BlockingIOError):
+                    filler.connect(path)
+
+    async def main():
+        met = await asyncio.gather(*(members.links(rank).meet() for rank in range(3)))
+        assert [met[0][1].carries_descriptors, met[0][2].carries_descriptors] == [False, False]
+        assert met[0][1].engine is not None
+        assert met[1][2].carries_descriptors
+        members.check(met)
+
+    run(main())
+
+
+def test_a_member_of_another_network_namespace_is_called_at_its_port(stack):
+    members = Members(stack, 2, BOTH)
     members.addresses[0] = members.addresses[0]._replace(place="elsewhere")
-    members.meet()
-    members.check()
-    assert not members.met[1][0].carries_descriptors
+
+    async def main():
+        met = await asyncio.gather(*(members.links(rank).meet() for rank in range(2)))
+        assert not met[1][0].carries_descriptors
+        members.check(met)
+
+    run(main())
 
 
-def test_a_stranger_at_a_unix_door_disturbs_nobody(stack):
-    members = Members(stack, 3, nearby=range(3))
+def test_members_reach_each_other_as_far_as_they_can(stack):
+    """As `pipedream-rt doctor` has it."""
+    members = Members(stack, 3)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        nowhere = DoorAddress("127.0.0.1", closed.getsockname()[1])
+
+    async def main():
+        here, there = members.links(1, addresses={0: nowhere}), members.links(2)
+        reached = asyncio.ensure_future(here.reach())
+        meeting = asyncio.ensure_future(there.meet())
+        await there._met(1)
+        assert set(await here._met(2) and here._met) == {2}
+        assert await here.problems(0)
+        await abandoned(meeting)
+        assert set(await asyncio.wait_for(reached, LATEST_S)) == {2}
+
+    run(main())
+
+
+# -- members that come to a wrong door -------------------------------------------------------------
+
+
+@ways
+def test_a_caller_that_is_led_to_another_member_is_dropped(stack, way):
+    """Whoever answers has the certificate of the job, and is the wrong one; no link comes of it."""
+    members = Members(stack, 3, way)
+
+    async def main():
+        here = members.links(1)
+        caller = members.links(2, addresses={0: members.addresses[1]})
+        meetings = [asyncio.ensure_future(each.meet()) for each in (here, caller)]
+        assert "closed the connection" in await caller.problems(0)
+        await caller._met(1)
+        await here._met(2)
+        assert set(caller._met) == {1}
+        assert set(here._met) == {2}
+        if way == FAR:
+            await abandoned(*meetings)
+        else:  # there is no other way to call it
+            with pytest.raises(RendezvousTimeout, match=r"'m2' has not met 'm0' at .*: .*closed"):
+                await meetings[1]
+            await abandoned(meetings[0])
+
+    run(main())
+
+
+@ways
+@pytest.mark.parametrize(
+    "answer",
+    [
+        link_record(1, 2),
+        link_record(2, 0),
+        link_record(0, 2, generation=2),
+        link_record(0, 2, secret=OTHER),
+        {**link_record(0, 2), "more": 1},
+        {"type": "hello", "version": 14},
+        {"type": "refused", "reason": "no", "passing": False},
+    ],
+    ids=["member", "direction", "generation", "job", "more", "hello", "refused"],
+)
+def test_a_caller_takes_nothing_else_for_an_answer(stack, way, answer):
+    members = Members(stack, 3, way)
+
+    async def main():
+        caller = members.links(2)
+        meeting = asyncio.ensure_future(caller.meet())
+        loop = asyncio.get_running_loop()
+        listener = members.doors[0].listeners[-1]
+        listener.setblocking(False)
+        stream = Stream((await loop.sock_accept(listener))[0], "the caller")
+        if way == FAR:
+            await stream.encrypt(SECRET.tls(called=True), called=True)
+        assert await stream.read() == link_record(2, 0)
+        stream.send(answer)
+        problem = await caller.problems(0)
+        assert problem == "who answers there is not 'm0' of this generation"
+        with pytest.raises(TransportError, match="closed the connection"):
+            await stream.read()
+        stream.close()
+        assert caller._met == {}
+        if way == FAR:
+            await abandoned(meeting)
+        else:
+            await asyncio.wait([meeting])
+            assert isinstance(meeting.exception(), RendezvousTimeout)
+
+    run(main())
+
+
+@ways
+@pytest.mark.parametrize(
+    "record",
+    [
+        link_record(1, 2),
+        link_record(2, 1),
+        link_record(0, 1),
+        link_record(1, 0, generation=0),
+        link_record(1, 0, generation=2),
+        link_record(1, 0, secret=OTHER),
+        link_record(0, 0),
+        link_record(9, 0),
+        {**link_record(1, 0), "job": ""},
+        {**link_record(1, 0), "more": 1},
+        {"type": "hello", "version": 14},
+        {"type": "hello", "version": 14, "sender": "1", "recipient": []},
+        {"type": "stop", "sender": None},
+        {**link_record(1, 0), "type": "shut"},
+    ],
+    ids=str,
+)
+def test_another_record_than_the_link_that_is_meant_opens_no_door(stack, way, record):
+    """Of a member that was led here, of an older generation, or of another job of this user."""
+    members = Members(stack, 2, way)
+
+    async def main():
+        door = members.links(0)
+        meeting = asyncio.ensure_future(door.meet())
+        stream = await called(members.at(0))
+        stream.send(record)
+        with pytest.raises(TransportError, match="closed the connection"):
+            await asyncio.wait_for(stream.read(), 20)
+        stream.close()
+        assert door._met == {}
+        met = await asyncio.gather(meeting, members.links(1).meet())
+        members.check(met)
+
+    run(main())
+
+
+@ways
+@pytest.mark.parametrize("old", [0, 1])
+def test_a_member_of_an_older_generation_meets_nobody(stack, way, old):
+    """One that was stopped, goes on now, and comes to where the others meet anew, or is called."""
+    members = Members(stack, 2, way)
+
+    async def main():
+        late = members.links(old, generation=6)
+        new = members.links(1 - old, generation=7)
+        caller, door = (new, late) if old == 0 else (late, new)
+        meetings = [asyncio.ensure_future(each.meet()) for each in (caller, door)]
+        assert "closed the connection" in await caller.problems(0)
+        assert caller._met == door._met == {}
+        await abandoned(meetings[1])
+        if way == FAR:  # else it has said already that there is no other way
+            await abandoned(meetings[0])
+        else:
+            await asyncio.wait(meetings)
+            assert isinstance(meetings[0].exception(), RendezvousTimeout)
+
+    run(main())
+
+
+@ways
+def test_two_jobs_of_one_user_do_not_meet(stack, way):
+    """A Unix socket asks for no secret; the name of the job tells them apart."""
+    members = Members(stack, 2, way)
+
+    async def main():
+        door, caller = members.links(0), members.links(1, secret=OTHER)
+        meetings = [asyncio.ensure_future(each.meet()) for each in (door, caller)]
+        problem = await caller.problems(0)
+        wanted = "one end does not know the secret" if way == FAR else "closed the connection"
+        assert wanted in problem
+        assert caller._met == door._met == {}
+        if way == FAR:
+            await abandoned(meetings[1])
+        else:
+            await asyncio.wait(meetings[1:])
+            assert isinstance(meetings[1].exception(), RendezvousTimeout)
+        members.check(await asyncio.gather(meetings[0], members.links(1).meet()))
+
+    run(main())
+
+
+def test_a_caller_does_not_take_a_port_of_another_job_for_a_member(stack):
+    """As where another job has got the port of a member that is gone."""
+    members = Members(stack, 2)
+
+    async def main():
+        door, caller = members.links(0, secret=OTHER), members.links(1)
+        meetings = [asyncio.ensure_future(each.meet()) for each in (door, caller)]
+        assert "one end does not know the secret" in await caller.problems(0)
+        assert caller._met == door._met == {}
+        await abandoned(*meetings)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0" * 100, b"SSH-2.0-x\r\n"]
+)
+def test_a_port_of_another_program_is_told_of(stack, answer):
+    members = Members(stack, 2)
+
+    async def main():
+        async def serve(reader, writer):
+            writer.write(answer)
+            await reader.read()
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        at = DoorAddress(*server.sockets[0].getsockname())
+        caller = members.links(1, addresses={0: at})
+        meeting = asyncio.ensure_future(caller.meet())
+        assert "does not speak TLS 1.3" in await caller.problems(0)
+        await abandoned(meeting)
+        server.close()
+        await server.wait_closed()
+
+    run(main())
+
+
+# -- strangers -------------------------------------------------------------------------------------
+
+
+def dialled(stack, place):
+    connection = stack.enter_context(socket.socket(place[0]))
+    connection.connect(place[1])
+    return connection
+
+
+@ways
+def test_strangers_of_all_kinds_disturb_nobody(stack, way):
+    """Silent ones, more than fit in; junk; half words; words of another job."""
+    members = Members(stack, 4, way)
+    draw = random.Random(1)
+    hello = TlsEngine(SECRET.tls(called=False), False)
+    hello.shake_hands()
+    hello = hello.sealed()
+    strange = TlsEngine(OTHER.tls(called=False), False)
+    strange.shake_hands()
+    strange = strange.sealed()
+    for rank in (0, 1, 2):
+        for _ in range(40):
+            dialled(stack, members.at(rank))
+        for number in range(48):
+            words = (
+                draw.randbytes(draw.randrange(300)),
+                b"GET / HTTP/1.1\r\n\r\n",
+                strange,
+                hello[: 5 * number],
+                packed(link_record(3, rank, secret=OTHER)),
+                packed(link_record(3, rank))[:number],
+            )[number % 6]
+            dialled(stack, members.at(rank)).sendall(words)
+    run(members.meet())
+
+
+@pytest.fixture
+def few_descriptors():
+    """Leaves this process so many descriptors."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def leave(count):
+        with socket.socket() as next_free:
+            limit = next_free.fileno() + count
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+
+    yield leave
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@ways
+@pytest.mark.parametrize("doors", [1, 3])
+def test_many_idle_connections_where_descriptors_are_few(stack, few_descriptors, way, doors):
+    """More than all doors of this process have room for: members are called again, and get in."""
+    members = Members(stack, 3, way)
     for number in range(200):
-        stranger = stack.enter_context(socket.socket(socket.AF_UNIX))
-        stranger.connect(members.addresses[number % 2].unix_address)
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n"[: number % 30])
-    members.meet()
-    members.check()
+        dialled(stack, members.at(number % doors))
+    for called_end in (True, False):
+        SECRET.tls(called=called_end)
+    few_descriptors(64)
+    run(members.meet())
+
+
+def test_slow_callers_hold_nobody_up(stack):
+    """Their ClientHello comes byte by byte, and is not whole when the members have met."""
+    members = Members(stack, 3)
+    hello = TlsEngine(SECRET.tls(called=False), False)
+    hello.shake_hands()
+    words = hello.sealed()
+    strangers = [dialled(stack, members.at(rank)) for rank in (0, 1) for _ in range(20)]
+
+    async def drip():
+        for byte in words[:-1]:
+            for stranger in strangers:
+                with suppress(ConnectionError):
+                    stranger.send(bytes([byte]))
+            await asyncio.sleep(0)
+
+    async def main():
+        dripping = asyncio.ensure_future(drip())
+        await members.meet()
+        dripping.cancel()
+
+    run(main())
+
+
+# -- somebody in between ---------------------------------------------------------------------------
 
 
 class Relay:
-    """Somebody who takes the calls to the TCP door of a member; `relay` says what he does then."""
+    """Passes on what a caller and a door say; `way_of` makes the way of the bytes of a connection.
 
-    def __init__(self, stack, members):
-        self.at = members.addresses[0]
-        self._listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        members.addresses = {**members.addresses, 0: UnixAddress(*self._listener.getsockname())}
-        self.stack, self.seen = stack, []
-        thread = threading.Thread(target=self._run)
-        thread.start()
-        stack.callback(thread.join)
-        stack.callback(self._listener.shutdown, socket.SHUT_RDWR)
+    Attributes:
+        said: By connection, the bytes of the caller and those of the door.
+    """
 
-    def _run(self):
-        with suppress(OSError):
-            while True:
-                self.relay(self._listener.accept()[0])
+    def __init__(self, stack, door, listener=None):
+        self.door, self.said = door, []
+        self.listener = listener or stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        self.listener.setblocking(False)
+        self.address = None if listener else DoorAddress(*self.listener.getsockname())
+        self._ways = []
+
+    async def run(self):
+        loop = asyncio.get_running_loop()
+        with ExitStack() as opened:
+            try:
+                while True:
+                    caller, _ = await loop.sock_accept(self.listener)
+                    door = socket.socket(self.door[0])
+                    for each in (caller, door):
+                        opened.enter_context(each)
+                        each.setblocking(False)
+                    await loop.sock_connect(door, self.door[1])
+                    self._ways.append(loop.create_task(self._relay(len(self.said), caller, door)))
+            finally:
+                for way in self._ways:
+                    way.cancel()
+                await asyncio.gather(*self._ways, return_exceptions=True)
+
+    async def _relay(self, number, caller, door):
+        said = (bytearray(), bytearray())
+        self.said.append(said)
+        ways = [
+            asyncio.ensure_future(self._pass_on(number, *way))
+            for way in ((caller, door, said, 0), (door, caller, said, 1))
+        ]
+        try:
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for way in ways:
+                way.cancel()
+            await asyncio.gather(*ways, return_exceptions=True)
+            for end in (caller, door):
+                end.close()
+
+    async def _pass_on(self, number, source, target, said, which):
+        loop = asyncio.get_running_loop()
+        with suppress(ConnectionError):
+            while data := await loop.sock_recv(source, self.most(number, which, said[which])):
+                said[which].extend(data)
+                await loop.sock_sendall(target, self.passed(number, which, said[which], data))
+
+    def most(self, number, which, said):
+        """Bytes to read at a time; at 0 the connection is broken."""
+        return 4096
+
+    def passed(self, number, which, said, data):
+        """What is passed on of what was read."""
+        return data
 
 
-class Crossing(Relay):
-    """Passes all on to the Unix door of the same member."""
-
-    def relay(self, caller):
-        with caller, socket.socket(socket.AF_UNIX) as door:
-            door.connect(self.at.unix_address)
-            while data := caller.recv(4096):
-                self.seen.append(data)
-                door.sendall(data)
-                caller.sendall(door.recv(4096))
+async def through(relay, while_it_runs):
+    """Do something while a relay runs."""
+    running = asyncio.ensure_future(relay.run())
+    try:
+        return await while_it_runs
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
-def test_both_ends_know_which_door_it_is(stack):
+def test_nothing_of_a_meeting_can_be_read_or_used_again(stack):
+    """Whoever listens on the way does not learn who meets whom, nor can say the same again."""
+    members = Members(stack, 2)
+    relay = Relay(stack, members.at(0))
+
+    async def main():
+        door, caller = members.links(0), members.links(1, addresses={0: relay.address})
+        await through(relay, asyncio.gather(door.meet(), caller.meet()))
+        ((of_caller, of_door),) = relay.said
+        for word in (SECRET.job.encode(), SECRET.text.encode(), b"sender", b"link"):
+            assert word not in of_caller + of_door
+        door = members.links(0)
+        meeting = asyncio.ensure_future(door.meet())
+        again = dialled(stack, members.at(0))
+        again.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(again, of_caller)
+        with suppress(ConnectionError):
+            while await asyncio.wait_for(loop.sock_recv(again, 4096), LATEST_S):
+                pass
+        assert door._met == {}
+        await abandoned(meeting)
+
+    run(main())
+
+
+class Changing(Relay):
+    """Changes one byte of the first connections, each at another place, and passes others on."""
+
+    places = ()
+
+    def passed(self, number, which, said, data):
+        begin = len(said) - len(data)
+        if number < len(self.places) and self.places[number][0] == which:
+            place = self.places[number][1] - begin
+            if 0 <= place < len(data):
+                data = bytearray(data)
+                data[place] ^= 1 << place % 8
+        return data
+
+
+class Slow(Relay):
+    """Passes bytes on one by one."""
+
+    def most(self, number, which, said):
+        return 1
+
+
+class Breaking(Relay):
+    """Breaks the first connection after so many bytes of one end."""
+
+    which, place = 0, 0
+
+    def most(self, number, which, said):
+        if number or which != self.which:
+            return 4096
+        return min(4096, self.place - len(said))
+
+
+def lengths(stack):
+    """Bytes that a caller and a door say until they have met."""
+    members = Members(stack, 2)
+    relay = Relay(stack, members.at(0))
+
+    async def main():
+        door, caller = members.links(0), members.links(1, addresses={0: relay.address})
+        await through(relay, asyncio.gather(door.meet(), caller.meet()))
+        return [len(said) for said in relay.said[0]]
+
+    return run(main())
+
+
+def test_members_meet_though_their_words_come_byte_by_byte(stack):
+    members = Members(stack, 2)
+    relay = Slow(stack, members.at(0))
+
+    async def main():
+        door, caller = members.links(0), members.links(1, addresses={0: relay.address})
+        met = await through(relay, asyncio.gather(door.meet(), caller.meet()))
+        assert set(met[0]) == {1}
+        assert set(met[1]) == {0}
+
+    run(main())
+
+
+async def meeting_through(members, relay):
+    """Let member 1 call member 0 through a relay; member 2 comes last, so the door stays open."""
+    door, caller = members.links(0), members.links(1, addresses={0: relay.address})
+
+    async def last():
+        await caller._met(0)
+        return await members.links(2).meet()
+
+    async def whole():
+        met = await asyncio.gather(door.meet(), caller.meet(), last())
+        for rank, own in enumerate(met):
+            assert set(own) == {0, 1, 2} - {rank}
+        await asyncio.to_thread(talk, met[0][1], met[1][0])
+
+    await through(relay, whole())
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["caller", "door"])
+def test_no_byte_of_a_meeting_can_be_changed(stack, monkeypatch, which):
+    """At whatever place: no link comes of that connection, and the caller calls again.
+
+    What is behind a length that was changed is waited for, until the time of the attempt is over.
+    """
+    monkeypatch.setattr(module, "_ATTEMPT_S", 1.0)
+    members = Members(stack, 3)
+    relay = Changing(stack, members.at(0))
+    relay.places = [(which, place) for place in range(11, lengths(stack)[which], 29)]
+    run(meeting_through(members, relay))
+    assert len(relay.said) > len(relay.places) > 20
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["caller", "door"])
+def test_a_connection_that_breaks_anywhere_is_made_again(stack, which):
+    """Also where the door has met the caller, which does not know it: the later one counts."""
+    most = lengths(stack)[which]
+    for place in [*range(0, most, 97), most - 2, most - 1]:
+        with ExitStack() as opened:
+            members = Members(opened, 3)
+            relay = Breaking(opened, members.at(0))
+            relay.which, relay.place = which, place
+            run(meeting_through(members, relay))
+            assert len(relay.said) == 2
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["caller", "door"])
+def test_a_unix_socket_that_breaks_anywhere_is_followed_by_the_port(stack, which):
+    most = len(packed(link_record(1, 0)))
+    for place in range(0, most, 17):
+        with ExitStack() as opened, tempfile.TemporaryDirectory() as folder:
+            members = Members(opened, 3, BOTH)
+            listener = opened.enter_context(listening_at(Path(folder) / "relay"))
+            relay = Breaking(opened, members.path_of(0), listener)
+            relay.address = members.addresses[0]._replace(path=listener.getsockname())
+            relay.which, relay.place = which, place
+            run(meeting_through(members, relay))
+            assert len(relay.said) == 1
+
+
+def test_a_door_that_has_met_a_caller_which_does_not_know_it(stack):
+    """Its answer was the last word, and is lost: the caller says so in time."""
+    members = Members(stack, 2)
+    relay = Breaking(stack, members.at(0))
+    relay.which, relay.place = 1, lengths(stack)[1] - 1
+
+    async def main():
+        door, caller = members.links(0), members.links(1, addresses={0: relay.address}, seconds=1)
+
+        async def meet():
+            with pytest.raises(RendezvousTimeout, match=r"'m1' has not met 'm0' at 127\.0\.0\.1:"):
+                await caller.meet()
+
+        met, _ = await through(relay, asyncio.gather(door.meet(), meet()))
+        assert set(met) == {1}
+
+    run(main())
+
+
+def test_a_port_does_not_lead_to_a_unix_socket(stack):
     """Else one end would share memory, and the other one would not know how."""
-    members = Members(stack, 2, seconds=1, nearby=range(2))
-    between = Crossing(stack, members)
-    members.meet()
-    members.join()
-    assert members.met == [None, None]
-    assert between.seen
+    members = Members(stack, 2, BOTH)
+    relay = Relay(stack, members.path_of(0))
+
+    async def main():
+        door, caller = members.links(0), members.links(1, addresses={0: relay.address})
+        meetings = [asyncio.ensure_future(each.meet()) for each in (door, caller)]
+        relaying = asyncio.ensure_future(relay.run())
+        assert "closed the connection" in await caller.problems(0)
+        assert door._met == caller._met == {}
+        await abandoned(*meetings, relaying)
+        assert relay.said
+
+    run(main())
 
 
-def test_what_stays_in_the_machine_is_encrypted_where_that_is_wanted():
-    with listening_nearby(Tls.of_process(always=True)) as nearby:
-        assert nearby is None
-    with listening_nearby(Tls.of_process()) as nearby:
-        assert nearby is not None
+# -- calls again, and the end ----------------------------------------------------------------------
 
 
-def test_nobody_is_told_of_a_unix_door_where_memory_is_not_shared(monkeypatch):
-    monkeypatch.setenv("PIPEDREAM_RT_SHARED_MEMORY", "off")
-    with listening_nearby(None) as nearby:
-        assert nearby is None
+@ways
+def test_of_two_calls_of_a_member_the_later_one_counts(stack, way):
+    members = Members(stack, 3, way)
+
+    async def main():
+        door = members.links(0)
+        meeting = asyncio.ensure_future(door.meet())
+        calls = []
+        for _ in range(3):
+            calls.append(await called(members.at(0)))
+            calls[-1].send(link_record(1, 0))
+            assert await calls[-1].read() == link_record(0, 1)
+        for call in calls[:-1]:
+            with pytest.raises(TransportError, match="closed the connection"):
+                await asyncio.wait_for(call.read(), LATEST_S)
+        link = Link(module.Connection(calls[-1].socket, calls[-1].engine))
+        assert link.send(1, b"words", [])
+        other = Link(door._met[1])
+        came = []
+        while not came:
+            other.receive(came.append)
+        assert came[0].data == b"words"
+        other.close()
+        for call in calls:
+            call.close()
+        await abandoned(meeting)
+
+    run(main())
 
 
-def connect(stack, members, rank):
-    at = members.addresses[rank]
-    return stack.enter_context(socket.create_connection(at[:2], timeout=20))
+@ways
+def test_a_call_that_was_given_up_is_no_member(stack, way):
+    """Its words are there, and nobody is behind them; the member calls again, and is met."""
+    members = Members(stack, 2, way)
+
+    async def main():
+        if way == NEAR:  # the door is not attended to yet
+            stranger = dialled(stack, members.at(0))
+            stranger.sendall(packed(link_record(1, 0)))
+            stranger.close()
+            await members.meet()
+            return
+        door = members.links(0)
+        meeting = asyncio.ensure_future(door.meet())
+        stranger = await called(members.at(0))
+        stranger.send(link_record(1, 0))
+        stranger.close()
+        met = await asyncio.gather(meeting, members.links(1, seconds=5).meet())
+        members.check(met)
+
+    run(main())
 
 
-def test_strangers_of_all_kinds_disturb_nobody(stack):
-    """Silent ones, more than fit in; junk; words that are too short; words of another key."""
-    members = Members(stack, 4)
-    draw = random.Random(1)
-    for rank in (0, 1, 2):
-        for _ in range(40):
-            connect(stack, members, rank)
-        for number in range(40):
-            stranger = connect(stack, members, rank)
-            junk = (
-                draw.randbytes(draw.randrange(300)),
-                b"GET / HTTP/1.1\r\n\r\n",
-                module._HELLO.pack(module._MARK, 3, rank, b"n" * 32, b"p" * 32),
-                module._HELLO.pack(module._MARK, 3, rank, b"n" * 32, b"p" * 32)[: number + 1],
-                b"\0" * module._HELLO.size,
-            )[number % 5]
-            stranger.sendall(junk)
-    members.meet()
-    members.check()
+@ways
+def test_a_member_that_comes_late_is_met(stack, way):
+    members = Members(stack, 3, way)
+
+    async def main():
+        early = [members.links(rank) for rank in (0, 2)]
+        meetings = [asyncio.ensure_future(each.meet()) for each in early]
+        await early[0]._met(2)
+        met = await asyncio.gather(meetings[0], members.links(1).meet(), meetings[1])
+        members.check(met)
+
+    run(main())
 
 
-def test_the_first_word_of_a_member_is_worth_nothing_to_who_repeats_it(stack):
-    """The door draws a nonce of its own, so the answer to it must come from a member."""
+@ways
+def test_a_door_that_nobody_opens_is_final(stack, way):
+    members = Members(stack, 2, way)
+    members.doors[0].listeners[0].close()
+    members.doors[0].listeners[-1].close()
+
+    async def main():
+        with pytest.raises(RendezvousTimeout, match=r"'m1' has not met 'm0' at .*: connection ref"):
+            await members.links(1).meet()
+
+    run(main())
+
+
+@ways
+def test_who_is_missing_is_told_by_name_and_nobody_is_kept(stack, way):
+    members = Members(stack, 3, way)
+
+    async def main():
+        door, caller = members.links(0, seconds=2), members.links(1)
+        meeting = asyncio.ensure_future(caller.meet())
+        with pytest.raises(RendezvousTimeout, match=r"'m0' has not met .*it has not called") as e:
+            await door.meet()
+        assert "'m2'" in str(e.value)
+        assert all(each.socket.fileno() < 0 for each in door._met.values())
+        await abandoned(meeting)
+        assert all(each.socket.fileno() < 0 for each in caller._met.values())
+
+    run(main())
+
+
+def test_a_member_calls_nobody_of_a_higher_rank(stack):
+    """So whoever calls as one of a lower rank is none."""
+    members = Members(stack, 3)
+
+    async def main():
+        door = members.links(1)
+        meeting = asyncio.ensure_future(door.meet())
+        for sender in (0, 1):
+            stream = await called(members.at(1))
+            stream.send(link_record(sender, 1))
+            with pytest.raises(TransportError, match="closed the connection"):
+                await asyncio.wait_for(stream.read(), LATEST_S)
+            stream.close()
+        assert door._met == {}
+        await abandoned(meeting)
+
+    run(main())
+
+
+def test_a_meeting_that_is_ended_as_a_member_is_met_ends(stack):
+    """`asyncio.wait_for` may lose the end of what waits, up to Python 3.11."""
+    members = Members(stack, 3)
+
+    async def main():
+        caller, door = members.links(1), members.links(0)
+        meetings = [asyncio.ensure_future(each.meet()) for each in (caller, door)]
+        await caller._met(0)
+        for meeting in meetings:
+            meeting.cancel()
+        _, left = await asyncio.wait(meetings, timeout=5)
+        if left:
+            await abandoned(*left)
+        assert not left
+
+    run(main())
+
+
+def test_a_call_that_is_ended_as_it_fails_ends(stack):
     members = Members(stack, 2)
-    with socket.create_server(("127.0.0.1", 0)) as relay:
-        relay.settimeout(20)
-        true, members.addresses[0] = members.addresses[0], UnixAddress(*relay.getsockname())
-        members.meet(1)
-        caught, _ = relay.accept()
-        hello = b""
-        with caught:
-            while len(hello) < module._HELLO.size:
-                hello += caught.recv(1000)
-            members.addresses[0] = true  # the member is called again, and finds the right door
-            members.meet(0)
-            repeated = stack.enter_context(socket.create_connection(true[:2], timeout=20))
-            repeated.sendall(hello)
-            answer = b""
-            while len(answer) < module._ANSWER.size:
-                answer += repeated.recv(1000)
-            repeated.sendall(b"x" * 32)
-            assert repeated.recv(1) == b""
-    members.check()
+
+    async def main():
+        caller = members.links(1)
+
+        async def fails(*arguments):
+            asyncio.get_running_loop().call_soon(call.cancel)
+            caller._shake_hands = shake_hands
+            raise ConnectionResetError
+
+        shake_hands, caller._shake_hands = caller._shake_hands, fails
+        call = asyncio.ensure_future(caller._dial(0))
+        _, left = await asyncio.wait([call], timeout=5)
+        if left:
+            await abandoned(*left)
+        assert not left
+
+    run(main())
 
 
-def test_a_word_for_another_member_or_generation_opens_no_door(stack):
-    members = Members(stack, 2, seconds=1)
-    members.meet(0)
-    members.meet(1, generation=2)
-    members.join()
-    assert "'m0' has not met 'm1'" in members.errors[0]
-    assert "it closed the connection" in members.errors[1]
-    members = Members(stack, 3, seconds=1)
-    members.addresses[0] = members.addresses[1]  # member 2 finds member 1 where 0 should be
-    members.meet(1, 2)
-    members.join()
-    assert "it closed the connection" in members.errors[2]
-
-
-def test_who_does_not_know_the_key_is_told_of_by_name(stack):
-    members = Members(stack, 2, seconds=1)
-    members.meet(0)
-    members.meet(1, key=b"x" * 32)
-    members.join()
-    host, port = members.addresses[0][:2]
-    assert f"'m1' has not met 'm0' at {host}:{port}: " in members.errors[1]
-    assert "'m1'" in members.errors[0]
-    assert "it has not called" in members.errors[0]
-
-
-def test_a_door_that_nobody_opens_is_final(stack):
-    members = Members(stack, 2, seconds=60)
-    members.doors[0].close()
-    members.meet(1)
-    members.join()
-    assert "connection refused" in members.errors[1]
-
-
-def test_a_member_cannot_be_met_twice_nor_the_wrong_way_round(stack):
-    """A member who calls a door of higher rank, or a second time, is a fault that ends only it."""
-    members = Members(stack, 2)
-    meeting = PeerLinks(group(0, 2), members.doors[0], members.addresses, Deadline(None))
-    talk = module._Handshake(connect(stack, members, 0), True, 1)
-    with pytest.raises(PermissionError):
-        meeting._refuse_met(talk)
-    meeting._met[1] = None
-    talk.calls = False
-    with pytest.raises(PermissionError):
-        meeting._refuse_met(talk)
-    meeting._selector.close()
-
-
-class Breaking(socket.socket):
-    """A connection that breaks when it is used for the last time that it may be."""
-
-    left: int
-
-    def _use(self):
-        self.left -= 1
-        if self.left < 0:
-            raise ConnectionResetError(104, "Connection reset by peer")
-
-    def recv(self, *arguments):
-        self._use()
-        return super().recv(*arguments)
-
-    def sendall(self, *arguments):
-        self._use()
-        return super().sendall(*arguments)
-
-
-@pytest.mark.parametrize("nearby", [(), (0, 1)], ids=["far", "nearby"])
-@pytest.mark.parametrize("calls", [True, False])
-@pytest.mark.parametrize("uses", range(6))
-def test_a_connection_that_breaks_at_any_word_is_made_again(
-    stack, monkeypatch, calls, uses, nearby
-):
-    """Whoever is at the other end, and whatever was said before; or the meeting ends in time."""
-    prepare, broken = PeerLinks._prepare, []
-
-    def breaking(self, talk):
-        prepare(self, talk)
-        if talk.calls is calls and not broken:
-            broken.append(Breaking(fileno=talk.socket.detach()))
-            broken[0].left = uses
-            talk.socket = broken[0]
-
-    monkeypatch.setattr(PeerLinks, "_prepare", breaking)
-    seconds = 2 if (calls, uses) == (True, 3) else 20
-    members = Members(stack, 2, seconds=seconds, nearby=nearby)
-    members.meet()
-    if (calls, uses) == (True, 3):  # the door has met the caller, which does not know it
-        members.join()
-        assert members.met[0] is not None
-        assert "m1' has not met 'm0' at" in members.errors[1]
-    else:
-        members.check()
-
-
-def test_a_connection_that_is_reset_before_a_word_is_made_again(stack, monkeypatch):
-    prepare, reset = PeerLinks._prepare, []
-
-    def resetting(self, talk):
-        if talk.calls and not reset:
-            reset.append(talk)
-            raise OSError(22, "Invalid argument")
-        prepare(self, talk)
-
-    monkeypatch.setattr(PeerLinks, "_prepare", resetting)
-    members = Members(stack, 2)
-    members.meet()
-    members.check()
-
-
-class Between(Relay):
-    """Is between a caller and a door, has a certificate of his own, and passes all on."""
-
-    def relay(self, caller):
-        tls = Tls(lambda: _of_process(-1))
-        door = socket.create_connection(self.at[:2], timeout=20)
-        hello = caller.recv(module._HELLO.size, socket.MSG_WAITALL)
-        door.sendall(hello)
-        ends = tls.wrap(caller, False).socket, tls.wrap(door, True).socket
-        for end in ends:
-            self.stack.callback(end.close)
-        self._pass_on(*ends)
-
-    def _pass_on(self, one, other):
-        with suppress(OSError), selectors.DefaultSelector() as selector:
-            selector.register(one, selectors.EVENT_READ, other)
-            selector.register(other, selectors.EVENT_READ, one)
-            while True:
-                for key, _ in selector.select():
-                    data = key.fileobj.recv(4096)
-                    if not data:
-                        one.close()
-                        other.close()
-                        return
-                    self.seen.append(data)
-                    key.data.sendall(data)
-
-
-def test_members_meet_encrypted(stack):
-    members = Members(stack, 4)
-    members.tls = Tls.of_process(always=True)
-    members.meet()
-    members.check()
-    members.close()
-    members.tls.finish(Deadline(timedelta(seconds=20)))
-
-
-def test_somebody_in_between_is_found_out(stack):
-    """His certificate is as good as theirs, and he may read all: they do not meet through him."""
-    members = Members(stack, 2, seconds=3)
-    members.tls = Tls.of_process(always=True)
-    between = Between(stack, members)
-    members.meet()
-    members.join()
-    assert members.met == [None, None]
-    assert "has not met 'm0'" in members.errors[1]
-    assert between.seen
-    members.tls.finish(Deadline(timedelta(seconds=20)))
+def test_one_member_alone_meets_nobody(stack):
+    run(Members(stack, 1).meet())

@@ -2,57 +2,111 @@
 
 import socket
 import threading
-from datetime import timedelta
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from support.callers import OTHER, SECRET, asked, calling, hello, soon
+from support.deadlines import LATEST_S
 
 from pipedream_rt.cluster.addresses import listening
-from pipedream_rt.cluster.dial import DialOptions, JobOver
-from pipedream_rt.cluster.keys import Secret
-from pipedream_rt.cluster.supervision import announce_end
+from pipedream_rt.cluster.dial import DialOptions, JobOver, NoPlace
+from pipedream_rt.cluster.listener import announce_end
 from pipedream_rt.cluster.worker.joining import JoinAttempts, Worker, serve_at
-from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineError
-from pipedream_rt.transport.tls import Tls
 
-SECRET = Secret.generated()
-
-
-def soon(seconds=20):
-    return Deadline(timedelta(seconds=seconds))
+pytestmark = pytest.mark.threads
 
 
-@pytest.mark.parametrize("encrypts", [False, True])
-def test_every_worker_hears_how_the_script_has_ended(encrypts):
-    ended = {}
+@pytest.fixture
+def listener():
     with listening("127.0.0.1", 0) as listener:
-        port = listener.getsockname()[1]
+        yield listener
 
-        def life(name, secret):
-            tls = Tls.of_process(always=True) if encrypts else None
-            place = DialOptions(f"127.0.0.1:{port}", 20, persist=False)
-            try:
-                serve_at(place, Worker(name, 1, secret, None, tls), JoinAttempts())
-            except PipelineError as error:
-                ended[name] = error
 
-        strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(2)]
-        strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
-        who = {"a-0": SECRET, "b-1": SECRET, "c-0": Secret.generated()}
-        threads = [threading.Thread(target=life, args=each) for each in who.items()]
-        for each in threads:
-            each.start()
-        tls = Tls.of_process(always=True) if encrypts else None
-        assert announce_end(listener, SECRET.job_key(), 7, 2, soon(), tls) == 2
-    for each in threads:
-        each.join()
+@pytest.fixture
+def thread():
+    with ThreadPoolExecutor() as threads:
+        yield threads.submit
+
+
+def life(listener, name, secret=SECRET):
+    """Be a worker; return the error that it ends with."""
+    host, port = listener.getsockname()
+    place = DialOptions(f"{host}:{port}", LATEST_S, persist=False)
+    with pytest.raises(PipelineError) as e:
+        serve_at(place, Worker(name, 1, secret), JoinAttempts())
+    return e.value
+
+
+def test_every_worker_hears_how_the_script_has_ended(listener, thread):
+    strangers = [socket.create_connection(listener.getsockname()) for _ in range(2)]
+    strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
+    ended = [thread(life, listener, name) for name in ("a-0", "b-1")]
+    refused = thread(life, listener, "c-0", OTHER)
+    assert announce_end(listener, SECRET, 7, 2, soon()) == 2
+    listener.close()  # so that whoever was not served in time hears it
+    for each in ended:
+        assert isinstance(each.result(LATEST_S), JobOver)
+        assert each.result().code == 7
+    assert isinstance(refused.result(LATEST_S), PipelineError)
+    assert not isinstance(refused.result(), JobOver)
     for each in strangers:
         each.close()
-    assert [type(ended[name]) for name in ("a-0", "b-1")] == [JobOver, JobOver]
-    assert ended["a-0"].code == 7
-    assert not isinstance(ended["c-0"], JobOver)
 
 
-def test_who_does_not_come_is_not_awaited_for_ever():
-    with listening("127.0.0.1", 0) as listener:
-        assert announce_end(listener, SECRET.job_key(), 0, 1, soon(0.2)) == 0
+def test_nodes_are_counted_and_not_their_workers(listener, thread):
+    telling = thread(announce_end, listener, SECRET, 0, 2, soon())
+    assert [life(listener, name).code for name in ("a-0", "a-1", "a-10")] == [0, 0, 0]
+    assert not telling.done()
+    assert life(listener, "b-0").code == 0
+    assert telling.result(LATEST_S) == 2
+
+
+def test_a_worker_of_another_job_is_told_that_it_does_not_know_the_secret(listener, thread):
+    telling = thread(announce_end, listener, SECRET, 0, 1, soon())
+    error = life(listener, "a-0", OTHER)
+    assert isinstance(error, NoPlace)
+    assert "one end does not know the secret" in str(error)
+    assert isinstance(life(listener, "a-0"), JobOver)
+    assert telling.result(LATEST_S) == 1
+
+
+@pytest.mark.parametrize("said", [{"version": 1}, {"software": "torch 1.13.0"}, {"job": "f" * 32}])
+def test_any_version_of_a_worker_is_told(listener, thread, said):
+    telling = thread(announce_end, listener, SECRET, 3, 1, soon())
+    control = calling(listener.getsockname())
+    assert asked(control, hello("a-0", **said)) == {"type": "over", "code": 3}
+    assert telling.result(LATEST_S) == 1
+    control.close()
+
+
+def test_a_name_that_is_none_does_not_count(listener, thread):
+    telling = thread(announce_end, listener, SECRET, 3, 1, soon())
+    control = calling(listener.getsockname())
+    answer = asked(control, hello("\x1b[2J-0"))
+    assert answer["type"] == "refused"
+    assert "its hello makes no sense: its 'name' is" in answer["reason"]
+    control.close()
+    assert isinstance(life(listener, "a-0"), JobOver)
+    assert telling.result(LATEST_S) == 1
+
+
+def test_who_does_not_come_is_not_awaited_for_ever(listener):
+    assert announce_end(listener, SECRET, 0, 1, soon(0.2)) == 0
+
+
+def test_strangers_who_keep_coming_do_not_put_off_the_end(listener):
+    over = threading.Event()
+
+    def come():
+        while not over.is_set():
+            with socket.create_connection(listener.getsockname(), timeout=LATEST_S):
+                pass
+
+    stranger = threading.Thread(target=come)
+    stranger.start()
+    try:
+        assert announce_end(listener, SECRET, 0, 1, soon(0.5)) == 0
+    finally:
+        over.set()
+        stranger.join()

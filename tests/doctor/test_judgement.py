@@ -74,9 +74,13 @@ def test_no_link_says_nothing_to_the_planner():
 @pytest.mark.parametrize(
     ("said", "problem"),
     [
-        ({"type": "", "text": "nothing came from worker 'b' in time"}, "nothing came from worker"),
-        ({"type": "clock", "ns": 3}, r"malformed answer 'clock': KeyError\('text'\); is it"),
+        (None, "no answer within 60 s"),
+        ("{", r"malformed answer 'findings': JSONDecodeError.*; is it pipedream-rt of the same"),
+        ("{}", r"malformed answer 'findings': KeyError\('latency_s'\); is it"),
+        ("null", "malformed answer 'findings': TypeError"),
+        ('{"latency_s": "x", "bandwidth": 0, "problem": ""}', "malformed answer .* ValueError"),
     ],
 )
 def test_why_a_machine_says_nothing_of_a_link_is_told(said, problem):
-    assert re.match(problem, _link_of(said).problem)
+    record = None if said is None else {"type": "findings", "text": said}
+    assert re.match(problem, _link_of(record).problem)

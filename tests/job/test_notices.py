@@ -65,7 +65,7 @@ def test_a_layer_that_holds_most_of_a_model_is_named_with_what_would_cut_it():
 def test_workers_that_nobody_uses_are_told_of():
     assert about_workers(2, 2) == []
     (said,) = about_workers(2, 3)
-    assert said.startswith("3 workers were started, and the stages use 2")
+    assert said.startswith("there may be 3 workers, and the stages use 2")
 
 
 # -- the schedule -------------------------------------------------------------------------------

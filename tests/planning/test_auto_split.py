@@ -12,9 +12,9 @@ from support.pinned import Pipeline
 from support.ticking import Clock, Layer
 from torch import nn
 
-import pipedream_rt.cluster.launch
+import pipedream_rt.cluster.generations
 from pipedream_rt import Checkpoints, Clip, ConfigError
-from pipedream_rt.cluster.launch import numbers_of_workers
+from pipedream_rt.cluster.generations import numbers_of_workers
 from pipedream_rt.corrections import DelayCompensation
 from pipedream_rt.planning.auto_split import PLAN_FILE
 
@@ -40,7 +40,9 @@ def pipeline(*seconds, **options):
 
 @pytest.fixture(autouse=True)
 def three_cores(clock, monkeypatch):
-    monkeypatch.setattr(pipedream_rt.cluster.launch.os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    monkeypatch.setattr(
+        pipedream_rt.cluster.generations.os, "sched_getaffinity", lambda pid: {0, 1, 2}
+    )
 
 
 def test_the_slowest_stage_is_made_as_fast_as_layers_allow():

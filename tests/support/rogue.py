@@ -1,8 +1,10 @@
 """A stranger on the same machine, or on the other one, who knows everything but the secret.
 
 He polls for ports at which anybody listens, by the kernel's table or by trying, and talks to each
-at once: as a peer of torch RPC that has a file written and a weight read, and with junk. He keeps
-what he gets open, and tries again later. At the end of his input he says what he has reached::
+at once: as a peer of torch RPC that has a file written and a weight read, as a worker or a member
+with the certificate of another job or with none, and with junk. He keeps what he gets open, and
+tries again later, but lets other programs alone than those of his test. At the end of his input
+he says what he has reached::
 
     python rogue.py FOLDER [HOST LOW HIGH]
     python rogue.py once PORT FILE      calls the agent at one port, once
@@ -12,19 +14,51 @@ import json
 import os
 import select
 import socket
+import ssl
 import sys
+import tempfile
 import threading
 from contextlib import suppress
 from pathlib import Path
+
+from pipedream_rt.cluster.identity import Secret, _made
+from pipedream_rt.cluster.records import VERSION, packed
+from pipedream_rt.software import software
+
+OTHER_JOB = Secret("92e7" + "0" * 60)
+
+WORDS = (
+    packed(
+        {
+            "type": "hello", "job": "0" * 32, "name": "rogue", "pid": 1, "host": "h", "boot": "",
+            "software": software(), "returns": True, "version": VERSION,
+        }
+    ),
+    packed({"type": "link", "job": "0" * 32, "generation": 1, "sender": 2, "recipient": 1}),
+)  # fmt: skip
 
 JUNK = (
     b"GET / HTTP/1.1\r\n\r\n",
     b"\0" * 8,
     b"SSH-2.0-x\r\n",
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\7" * 300,
-    b"pdrt-lk1" + b"\0" * 72 + b"\xff" * 32,
+    WORDS[0],
+    WORDS[1],
     bytes(range(256)) * 16,
 )
+
+
+def stranger_of(secret):
+    """How a stranger shakes hands: with the certificate of his own job, or with none."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE  # he takes everybody for a member
+    if secret is not None:
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(b"".join(_made(secret)))
+            file.flush()
+            context.load_cert_chain(file.name)
+    return context
 
 
 def listening():
@@ -37,23 +71,46 @@ def listening():
     return found
 
 
+def family(pid):
+    """A process and all that it has started."""
+    found = [pid]
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # it has ended meanwhile
+            found += [each for child in children.read_text().split() for each in family(child)]
+    return found
+
+
+def is_of_others(inode):
+    """Whether a socket is one of what else runs on this machine, and not of the test."""
+    owners = set()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            for fd in Path(f"/proc/{pid}/fd").iterdir():
+                with suppress(OSError):
+                    if os.readlink(fd) == f"socket:[{inode}]":
+                        owners.add(pid)
+    return bool(owners) and owners.isdisjoint(map(str, family(os.getppid())))
+
+
 class Rogue:
     def __init__(self, folder, host="127.0.0.1", ports=()):
         self.folder, self.host, self.ports = Path(folder), host, ports
         self.seen = set(listening())
         self.tried = self.connected = self.answered = 0
         self.open = []
-        self.agents = 0
+        self.agents = self.shook_hands = 0
+        self.members = [stranger_of(None), stranger_of(OTHER_JOB)]
 
     def new_ports(self):
         if self.ports:
-            return list(self.ports)
+            return [(port, "") for port in self.ports]
         now = listening()
         fresh, self.seen = now - self.seen, self.seen | now
-        return [port for port, _ in fresh]
+        return fresh
 
     def talk(self, port):
-        """Connect, send junk, and keep the connection."""
+        """Connect, send junk, and keep the connections; return those that stand."""
+        made = []
         for junk in (*JUNK[self.tried % len(JUNK) :], b""):
             self.tried += 1
             connection = socket.socket()
@@ -62,12 +119,29 @@ class Rogue:
                 connection.connect((self.host, port))
                 self.connected += 1
                 connection.sendall(junk)
-                self.open.append(connection)
-                if len(self.open) > 400:
-                    self.open.pop(0).close()
+                made.append(connection)
             except OSError:
                 connection.close()
-                return
+                break
+        return made
+
+    def keep(self, connections):
+        """Keep connections open, and the latest ones alone where there are too many."""
+        self.open += connections
+        while len(self.open) > 400:
+            self.open.pop(0).close()
+
+    def be_a_member(self, port):
+        """Shake hands, and say what workers and members say first."""
+        for context in self.members:
+            for words in WORDS:
+                with suppress(OSError), socket.socket() as connection:
+                    connection.settimeout(1)
+                    connection.connect((self.host, port))
+                    with context.wrap_socket(connection) as encrypted:
+                        self.shook_hands += 1
+                        encrypted.sendall(words)
+                        self.answered += len(encrypted.recv(1 << 12)) > 0
 
     def be_an_agent(self, port):
         """Call as torch RPC does, with two built-in operators, of which one writes a file.
@@ -173,16 +247,24 @@ def main(folder, host="127.0.0.1", low=0, high=0):
     threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
     turn = 0
     while not over.is_set():
-        for port in rogue.new_ports():
+        for port, inode in rogue.new_ports():
             turn += 1
-            before = rogue.connected
-            rogue.talk(port)
+            made = rogue.talk(port)
+            if made and inode and is_of_others(inode):
+                for connection in made:
+                    connection.close()
+                rogue.connected -= len(made)
+                continue
+            rogue.keep(made)
+            if made:
+                rogue.be_a_member(port)
             # Where a connection stands, torch's own agent may talk; every third time: it is slow.
-            if rogue.connected > before and turn % 3 == 0 and not rogue.ports:
+            if made and turn % 3 == 0 and not rogue.ports:
                 rogue.be_an_agent(port)
     said = {
         "tried": rogue.tried, "connected": rogue.connected, "agents": rogue.agents,
-        "answered": rogue.answered, "still_open": rogue.still_open(),
+        "shook_hands": rogue.shook_hands, "answered": rogue.answered,
+        "still_open": rogue.still_open(),
     }  # fmt: skip
     print(json.dumps(said), flush=True)
     os._exit(0)

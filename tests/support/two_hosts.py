@@ -16,7 +16,8 @@ from .deadlines import LATEST_S
 
 A, B = "10.77.0.1", "10.77.0.2"
 A6, B6 = "fd77::1", "fd77::2"
-SECRET = "a-token-of-two-machines-and-no-other-4c81d"
+SECRET = "4c81d" + "0" * 59
+OTHER_SECRET = "92e7" + "0" * 60
 
 
 def ip(*words):

@@ -3,17 +3,21 @@
 import queue
 import socket
 import threading
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
 import torch
+from support.deadlines import LATEST_S
+from support.encrypted import encrypted_pair
 
 from pipedream_rt.errors import ConfigError, PeerLost
 from pipedream_rt.messages.message import Gradient, Message
+from pipedream_rt.messages.wire import encode
 from pipedream_rt.schedules import COORDINATOR
 from pipedream_rt.serial.transport import MemoryTransport
 from pipedream_rt.transport.group import Group
-from pipedream_rt.transport.link import Connection, link_key
+from pipedream_rt.transport.link import Connection, Link
 from pipedream_rt.transport.rpc.endpoint import Endpoint
 from pipedream_rt.transport.sockets import SocketTransport
 
@@ -31,10 +35,13 @@ class Together:
         self._parts = [SocketTransport(group) for group in groups]
         links = [{}, {}, {}]
         for low, high in ((0, 1), (0, 2), (1, 2)):
-            ends, key = socket.socketpair(), link_key(b"k" * 32, low, high)
-            links[low][high], links[high][low] = (Connection(end, key) for end in ends)
+            links[low][high], links[high][low] = self._connections()
         for part, own in zip(self._parts, links, strict=True):
             part.connect(own)
+
+    @staticmethod
+    def _connections():
+        return map(Connection, socket.socketpair())
 
     def open(self, address, receive, lost):
         self._parts[self._group.rank_of(address)].open(address, receive, lost)
@@ -45,6 +52,12 @@ class Together:
     def close(self):
         for part in self._parts:
             part.close()
+
+
+class Encrypted(Together):
+    """The same over links that are encrypted."""
+
+    _connections = staticmethod(encrypted_pair)
 
 
 class Alone(Together):
@@ -66,6 +79,7 @@ class Alone(Together):
 MADE = {
     "memory": MemoryTransport,
     "sockets": Together,
+    "encrypted": Encrypted,
     "to itself": Alone,
 }
 
@@ -185,6 +199,45 @@ def test_after_close_sending_does_nothing(transport):
     transport.send(message(0))
     assert end.arrived.empty()
     assert sender.lost.qsize() == before
+
+
+@pytest.fixture
+def member():
+    """Member 1, which hosts stage 0, with a link of member 2, which hosts stages 1 and 2."""
+    group = Group(generation=1, rank=1, names=("c", "w0", "w1"), hosts=(0, 1, 1), key=b"k" * 32)
+    transport = SocketTransport(group)
+    end = End(transport, 0)
+    ends = socket.socketpair()
+    link = Link(Connection(ends[1]))
+    transport.connect({2: Connection(ends[0])})
+    yield end, link
+    transport.close()
+    link.close()
+
+
+@pytest.mark.parametrize(
+    ("sender", "to"), [(COORDINATOR, 0), (0, 0), (1, 1), (2, 2), (1, COORDINATOR)]
+)
+def test_a_member_speaks_for_no_address_of_another_and_to_none(member, sender, to):
+    end, link = member
+    link.send(0, encode(message(7, sender=sender, to=to)), [])
+    with suppress(ConnectionError):  # the link may have ended already
+        link.send(0, encode(message(8, sender=1, to=0)), [])
+    error = end.lost.get(timeout=LATEST_S)
+    assert isinstance(error, PeerLost)
+    assert "came over the link from 'w1' to 'w0', and address" in str(error)
+    assert end.arrived.empty()
+
+
+@pytest.mark.parametrize("kind", [0, 1, 3, 253])
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x93\x01\x02\x03", b"junk"], ids=bytes.hex)
+def test_a_frame_that_is_no_message_ends_the_link_with_a_text(member, kind, data, caplog):
+    end, link = member
+    link.send(kind, data, [])
+    error = end.lost.get(timeout=LATEST_S)
+    assert isinstance(error, PeerLost)
+    assert "bytes" in str(error)
+    assert "by an error of its own" not in caplog.text
 
 
 def test_one_endpoint_in_a_process():

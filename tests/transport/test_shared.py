@@ -25,12 +25,10 @@ from pipedream_rt import Checkpoints, Recovery
 from pipedream_rt.errors import TransportError
 from pipedream_rt.messages.wire import bytes_of, described
 from pipedream_rt.transport import links, shared
-from pipedream_rt.transport.link import Link
+from pipedream_rt.transport.link import Connection, Link
 from pipedream_rt.transport.shared import SMALLEST, ReceiveBlock, SendBlock
 from pipedream_rt.transport.sharing import SharedEnd
-from pipedream_rt.transport.signing import Signer
 
-KEY = b"k" * 32
 COUNT = SMALLEST // 4  # numbers of the smallest tensor that is shared
 
 
@@ -146,13 +144,8 @@ def test_a_place_that_makes_no_sense_is_refused(block, change):
 # -- links --------------------------------------------------------------------------------------
 
 
-def pair(shares=True):
-    ends = socket.socketpair()
-    signers = [(Signer(KEY, 1, a, b), Signer(KEY, 1, b, a)) for a, b in ((0, 1), (1, 0))]
-    return [
-        Link(end, *both, SharedEnd(True) if shares else None)
-        for end, both in zip(ends, signers, strict=True)
-    ]
+def pair():
+    return [Link(Connection(end), SharedEnd(True)) for end in socket.socketpair()]
 
 
 def exchanged(left, right, tensors, passing=True):
@@ -263,8 +256,8 @@ def test_memory_that_cannot_be_mapped_here_goes_over_the_socket(monkeypatch):
 
 def test_an_end_that_gives_no_memory_takes_some():
     ends = socket.socketpair()
-    left = Link(ends[0], Signer(KEY, 1, 0, 1), Signer(KEY, 1, 1, 0), SharedEnd(True))
-    right = Link(ends[1], Signer(KEY, 1, 1, 0), Signer(KEY, 1, 0, 1), SharedEnd(False))
+    left = Link(Connection(ends[0]), SharedEnd(True))
+    right = Link(Connection(ends[1]), SharedEnd(False))
     sent = [torch.rand(COUNT)]
     for one, other in ((left, right), (right, left)):
         assert torch.equal(exchanged(one, other, sent)[0], sent[0])
@@ -404,13 +397,11 @@ def maps(pid):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("encrypts", ["", "on"])
-def test_workers_that_were_started_elsewhere_on_this_machine_share_too(
-    expected, monkeypatch, encrypts
-):
+@pytest.mark.parametrize("said", ["", "off"])
+def test_workers_that_were_started_elsewhere_on_this_machine_share_too(expected, monkeypatch, said):
     """They have met at their Unix doors; one is killed and started again, and they meet anew."""
     monkeypatch.setenv("PIPEDREAM_RT_SECRET", secrets.token_hex(32))
-    monkeypatch.setenv("PIPEDREAM_RT_TLS", encrypts)
+    monkeypatch.setenv("PIPEDREAM_RT_SHARED_MEMORY", said)
     address, environment = f"127.0.0.1:{free_ports(1)}", dict(os.environ)  # a pipeline clears it
 
     with ExitStack() as opened:
@@ -434,8 +425,8 @@ def test_workers_that_were_started_elsewhere_on_this_machine_share_too(
         found = trained(disturb, workers=address, recovery=Recovery(max_restarts=1))
     assert found[0] == expected[0]
     assert_same(found[1], expected[1])
-    assert ("in memory that both share" in told[0]) is not bool(encrypts)
-    assert all(before) is not bool(encrypts)
+    assert ("in memory that both share" in told[0]) is not bool(said)
+    assert all(before) is not bool(said)
 
 
 @pytest.mark.processes

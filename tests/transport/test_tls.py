@@ -1,291 +1,436 @@
-"""Encrypted connections: who has no right certificate gets nothing through."""
+"""Encrypted links: nothing that was changed on the way is delivered, and nothing stays behind."""
 
-import math
-import os
+import queue
+import random
+import select
 import socket
+import ssl
 import threading
-import time
-from contextlib import ExitStack, suppress
-from datetime import timedelta
 
 import pytest
+import torch
+from support.deadlines import LATEST_S
+from support.encrypted import OTHER, SECRET, encrypted_pair, shake_hands, shaken, tcp_pair
 
-from pipedream_rt.deadline import Deadline
-from pipedream_rt.errors import ConfigError
-from pipedream_rt.transport.tls import Tls, _of_process, make_certificate
+from pipedream_rt.transport import link as module
+from pipedream_rt.transport.link import Connection, Link
+from pipedream_rt.transport.links import Links
+from pipedream_rt.transport.tls import TlsEngine, problem_of_tls
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Two certificates that have nothing to do with each other."""
-    made = [tmp_path_factory.mktemp("tls") / name for name in ("one", "other")]
-    for folder in made:
-        make_certificate(folder, 2)
-    return made
+def opened(engine):
+    """All that an engine can decrypt now."""
+    room, found = memoryview(bytearray(1 << 14)), b""
+    while count := engine.read_into(room):
+        found += room[:count]
+    return found
+
+
+# -- the engine ------------------------------------------------------------------------------------
+
+
+def test_what_goes_in_comes_out_both_ways():
+    caller, called = shaken()
+    for one, other in ((caller, called), (called, caller)):
+        data = random.Random(1).randbytes(300_000)
+        one.write(data)
+        other.take(one.sealed())
+        assert opened(other) == data
+        assert one.sealed() == b""
+        assert opened(other) == b""
+
+
+def test_it_comes_out_however_it_was_cut():
+    caller, called = shaken()
+    caller.write(b"some words")
+    found = b""
+    for byte in caller.sealed():
+        assert found == b""
+        called.take(bytes([byte]))
+        found += opened(called)
+    assert found == b"some words"
+
+
+def test_nothing_of_it_can_be_read_on_the_way():
+    caller, called = shaken()
+    caller.write(b"a secret word" * 100)
+    sealed = caller.sealed()
+    assert b"secret" not in sealed
+    called.take(sealed)
+    assert opened(called) == b"a secret word" * 100
+
+
+def test_each_connection_has_keys_of_its_own():
+    caller, called = shaken()
+    caller.write(b"some words")
+    sealed = caller.sealed()
+    _, another = shaken()
+    another.take(sealed)
+    with pytest.raises(ssl.SSLError):
+        opened(another)
+    called.take(sealed)
+    assert opened(called) == b"some words"
+
+
+def test_what_comes_back_to_its_sender_is_refused():
+    caller, _ = shaken()
+    caller.write(b"some words")
+    caller.take(caller.sealed())
+    with pytest.raises(ssl.SSLError):
+        opened(caller)
+
+
+def test_the_conversation_of_a_caller_is_worth_nothing_to_who_repeats_it():
+    caller, called = TlsEngine(SECRET.tls(False), False), TlsEngine(SECRET.tls(True), True)
+    said, done = [], False
+    while not done:
+        caller.shake_hands()
+        said.append(caller.sealed())
+        called.take(said[-1])
+        done = called.shake_hands()
+        caller.take(called.sealed())
+    caller.write(b"some words")
+    said.append(caller.sealed())
+    again = TlsEngine(SECRET.tls(True), True)
+    with pytest.raises(ssl.SSLError):  # noqa: PT012
+        for part in said:
+            again.take(part)
+            again.shake_hands()
+
+
+@pytest.mark.parametrize("stranger", ["caller", "called"])
+def test_the_certificate_of_another_job(stranger):
+    secrets = (OTHER, SECRET) if stranger == "caller" else (SECRET, OTHER)
+    with pytest.raises(ssl.SSLError) as caught:
+        shaken(*secrets)
+    assert "is PIPEDREAM_RT_SECRET the same for all processes" in problem_of_tls(caught.value)
+
+
+def test_the_other_end_is_told_that_its_certificate_is_of_another_job():
+    """By the alert that the end makes which has found it out."""
+    caller, called = TlsEngine(SECRET.tls(False), False), TlsEngine(OTHER.tls(True), True)
+    caller.shake_hands()
+    called.take(caller.sealed())
+    called.shake_hands()
+    caller.take(called.sealed())
+    with pytest.raises(ssl.SSLError):
+        caller.shake_hands()
+    called.take(caller.sealed())
+    with pytest.raises(ssl.SSLError) as told:
+        called.shake_hands()
+    assert "one end does not know the secret" in problem_of_tls(told.value)
+
+
+def without_certificate(protocol=ssl.PROTOCOL_TLS_CLIENT):
+    """A context that shows nothing, and trusts anybody."""
+    context = ssl.SSLContext(protocol)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+def test_a_caller_without_a_certificate():
+    stranger = TlsEngine(without_certificate(), False)
+    called = TlsEngine(SECRET.tls(True), True)
+    with pytest.raises(ssl.SSLError) as caught:
+        shake_hands(stranger, called)
+    assert "one end does not know the secret" in problem_of_tls(caught.value)
+    stranger.take(called.sealed())
+    with pytest.raises(ssl.SSLError):
+        opened(stranger)
+
+
+def test_a_server_without_a_certificate():
+    called = TlsEngine(without_certificate(ssl.PROTOCOL_TLS_SERVER), True)
+    with pytest.raises(ssl.SSLError):
+        shake_hands(TlsEngine(SECRET.tls(False), False), called)
+
+
+def test_an_older_version_of_tls_is_not_spoken():
+    context = without_certificate()
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    with pytest.raises(ssl.SSLError) as caught:
+        shake_hands(TlsEngine(context, False), TlsEngine(SECRET.tls(True), True))
+    assert problem_of_tls(caught.value).startswith("the other end does not speak TLS 1.3")
+
+
+@pytest.mark.parametrize("junk", [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 1000, b"SSH-2.0-x\r\n" * 9])
+@pytest.mark.parametrize("is_called", [False, True])
+def test_an_end_that_does_not_encrypt(junk, is_called):
+    engine = TlsEngine(SECRET.tls(is_called), is_called)
+    if not is_called:
+        engine.shake_hands()
+    engine.take(junk)
+    with pytest.raises(ssl.SSLError) as caught:
+        engine.shake_hands()
+    assert problem_of_tls(caught.value).startswith("the other end does not speak TLS 1.3")
+
+
+# -- links -----------------------------------------------------------------------------------------
+
+
+def recorded(count):
+    """The encrypted bytes of each of some frames, and the engine that can decrypt them."""
+    caller, called = shaken()
+    ends = socket.socketpair()
+    link = Link(Connection(ends[0], caller))
+    with ends[1]:
+        sent = []
+        for number in range(count):
+            assert link.send(number, b"hello", [torch.full((2,), float(number))])
+            sent.append(ends[1].recv(1 << 16))
+        link.close()
+    return sent, called
+
+
+def fed(data, engine):
+    """What an encrypted link that receives these bytes makes of them."""
+    ends = socket.socketpair()
+    link = Link(Connection(ends[1], engine))
+    try:
+        with ends[0]:
+            ends[0].sendall(data)
+        frames = []
+        while True:
+            link.receive(frames.append)
+    except OSError as error:
+        return [frame.kind for frame in frames], error
+    finally:
+        link.close()
+
+
+def test_nothing_that_was_changed_is_delivered():
+    length = len(recorded(1)[0][0])
+    for place in range(length):
+        (sent,), engine = recorded(1)
+        assert len(sent) == length
+        changed = bytearray(sent)
+        changed[place] ^= 1 << place % 8
+        kinds, error = fed(changed, engine)
+        assert kinds == [], place
+        assert isinstance(error, ssl.SSLError | ConnectionError)
+
+
+def test_nothing_that_was_cut_is_delivered():
+    length = len(recorded(1)[0][0])
+    for cut in range(length):
+        (sent,), engine = recorded(1)
+        kinds, error = fed(sent[:cut], engine)
+        assert kinds == [], cut
+        assert isinstance(error, ConnectionError)
+
+
+@pytest.mark.parametrize(
+    ("order", "delivered"),
+    [
+        ([0, 1, 2], [0, 1, 2]),
+        ([0, 0, 1], [0]),
+        ([0, 2, 1], [0]),
+        ([1, 0], []),
+        ([0, 1, 0], [0, 1]),
+        ([2], []),
+    ],
+    ids=str,
+)
+def test_what_is_repeated_left_out_or_out_of_turn_ends_the_link(order, delivered):
+    sent, engine = recorded(3)
+    kinds, error = fed(b"".join(sent[number] for number in order), engine)
+    assert kinds == delivered
+    assert isinstance(error, ConnectionError if order == delivered else ssl.SSLError)
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        b"\x15\x03\x03\x00\x02\x02\x28",  # an alert, as of before the encryption
+        b"\x14\x03\x03\x00\x01\x01",
+        b"\x17\x03\x03\xff\xff" + bytes(70_000),
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\0" * 100,
+    ],
+    ids=["alert", "change of ciphers", "long", "HTTP", "zeros"],
+)
+def test_what_a_stranger_puts_between_ends_the_link(junk):
+    sent, engine = recorded(2)
+    kinds, error = fed(sent[0] + junk + sent[1], engine)
+    assert kinds == [0]
+    assert isinstance(error, ssl.SSLError)
+
+
+def test_frames_arrive_in_order_however_the_kernel_cuts_them():
+    draw = random.Random(1)
+    left, right = map(Link, encrypted_pair())
+    sent, came = [], []
+    for number in range(60):
+        data = draw.randbytes(draw.choice((0, 5, 5000, 150_000)))
+        sent.append((number, data, torch.rand(draw.choice((0, 1, 3, 1000, 70_000)))))
+        left.send(number, data, [sent[-1][2], torch.tensor(number)])
+        if draw.random() < 0.5:
+            right.receive(came.append)
+    while len(came) < len(sent):
+        all_out = left.flush()
+        right.receive(came.append)
+    assert all_out
+    for (kind, data, tensor), frame in zip(sent, came, strict=True):
+        assert (frame.kind, frame.data) == (kind, data)
+        assert torch.equal(frame.tensors[0], tensor)
+    left.close()
+    right.close()
+
+
+@pytest.mark.parametrize("size", [0, 1, 16_383, 16_384, 16_385, 65_536, 200_000])
+def test_nothing_that_is_decrypted_stays_behind(size):
+    """One read of the socket brings several frames; nothing comes later that would wake a thread.
+
+    The size is that of the tensor in each, around those of a record of TLS and of the buffer.
+    """
+    caller, called = shaken()
+    here, there = socket.socketpair()
+    sealed = Link(Connection(there, caller))
+    sent = [torch.arange(size, dtype=torch.uint8) for _ in range(3)]
+    came = []
+    end = Link(Connection(here, called))
+    for number, tensor in enumerate(sent):
+        is_out = sealed.send(number, b"", [tensor])
+        while not is_out:
+            end.receive(came.append)
+            is_out = sealed.flush()
+    end.receive(came.append)
+    poll = select.poll()
+    poll.register(here, select.POLLIN)
+    while len(came) < len(sent):
+        assert poll.poll(0), "nothing is in the socket, and something is not delivered"
+        end.receive(came.append)
+    assert [frame.kind for frame in came] == [0, 1, 2]
+    assert all(torch.equal(frame.tensors[0], sent[0]) for frame in came)
+    sealed.close()
+    end.close()
+
+
+def test_what_the_socket_does_not_take_is_left_over_and_flushed():
+    left, right = map(Link, encrypted_pair(tcp_pair(buffer=32_768)))
+    large, came = torch.arange(2_000_000.0), []
+    assert not left.send(1, b"", [large])
+    assert not left.send(2, b"behind", [])
+    assert not left.flush()
+    poll = select.poll()
+    poll.register(right, select.POLLIN)
+    poll.register(left, select.POLLOUT)
+    while len(came) < 2:
+        assert poll.poll(1000 * LATEST_S)
+        left.flush()
+        right.receive(came.append)
+    assert left.flush()
+    assert [frame.kind for frame in came] == [1, 2]
+    assert torch.equal(came[0].tensors[0], large)
+    assert left.send(3, b"", [])
+    left.close()
+    right.close()
+
+
+def test_small_parts_share_a_record_of_tls():
+    """As the heads of many small frames do; a large part is encrypted where it lies."""
+    ends = socket.socketpair()
+    link = Link(Connection(ends[0], shaken()[0]))
+    large = memoryview(bytes(100_000))
+    parts = [memoryview(bytes([n]) * 10) for n in range(5)]
+    link._queue.extend([*parts, large, *parts])
+    pieces = list(link._pieces(module._ENCRYPTED_AT_ONCE))
+    assert [len(piece) for piece in pieces] == [50, 100_000, 50]
+    assert pieces[1].obj is large.obj
+    assert not link._queue
+    link._queue.append(large)
+    assert [len(piece) for piece in link._pieces(60_000)] == [60_000]
+    assert [len(piece) for piece in link._pieces(60_000)] == [40_000]
+    link.close()
+    ends[1].close()
+
+
+class Member:
+    """The links of one member, with what has come and what has ended."""
+
+    def __init__(self, connections):
+        self.came, self.lost = queue.SimpleQueue(), queue.SimpleQueue()
+        self.links = Links(
+            connections,
+            lambda rank, frame: self.came.put((rank, frame)),
+            lambda rank, reason: self.lost.put((rank, reason)),
+        )
 
 
 @pytest.fixture
-def stack():
-    """Closes what a test opens, and waits for the threads that carry."""
-    before = set(threading.enumerate())
-    with ExitStack() as opened:
-        yield opened
-    for thread in set(threading.enumerate()) - before:
-        if thread.name == "tls":
-            thread.join(20)
+def members():
+    """Makes members, of rank 0 and of rank 1, from their connections to each other."""
+    made = []
+
+    def make(*connections):
+        made.extend(Member({1 - rank: each}) for rank, each in enumerate(connections))
+        return made
+
+    yield make
+    for member in made:
+        member.links.close()
 
 
-def ends(stack):
-    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-    caller = stack.enter_context(socket.create_connection(listener.getsockname(), timeout=20))
-    door, _ = listener.accept()
-    return caller, stack.enter_context(door)
+@pytest.mark.threads
+def test_both_directions_at_once_through_small_buffers(members):
+    """From several threads of each end, that never wait; each one's frames come in its order."""
+    both = members(*encrypted_pair(tcp_pair(buffer=32_768)))
+    large = torch.randint(256, (1_500_000,), dtype=torch.uint8)
 
+    def send(rank, kind):
+        for number in range(6):
+            part = large[number : len(large) - kind]
+            data = bytes([number]) * 70_000
+            assert both[rank].links.send(1 - rank, kind, data, [part]) is None
 
-def pair(stack, caller, door):
-    calls, is_called = ends(stack)
-    found = Tls.of_folder(caller).wrap(calls, True), Tls.of_folder(door).wrap(is_called, False)
-    for end in found:
-        stack.enter_context(end.socket)
-        end.socket.settimeout(20)
-    return tuple(end.socket for end in found)
-
-
-def read(end, size):
-    data = b""
-    with suppress(ConnectionResetError):  # an end that was never asked what it has
-        while len(data) < size and (part := end.recv(size - len(data))):
-            data += part
-    return data
-
-
-def test_what_goes_in_comes_out_both_ways_at_once(stack, folders):
-    left, right = pair(stack, folders[0], folders[0])
-    large = os.urandom(3_000_000)
-    came = []
-    threads = [threading.Thread(target=end.sendall, args=(large,)) for end in (left, right)]
-    threads += [
-        threading.Thread(target=lambda e=end: came.append(read(e, len(large))))
-        for end in (left, right)
-    ]
+    threads = [threading.Thread(target=send, args=(r, kind)) for r in (0, 1) for kind in (1, 2)]
     for thread in threads:
         thread.start()
+    for rank, member in enumerate(both):
+        numbers = {1: [], 2: []}
+        for _ in range(12):
+            sender, frame = member.came.get(timeout=LATEST_S)
+            assert sender == 1 - rank
+            number = frame.data[0]
+            assert frame.data == bytes([number]) * 70_000
+            assert torch.equal(frame.tensors[0], large[number : len(large) - frame.kind])
+            numbers[frame.kind].append(number)
+        assert numbers == {1: list(range(6)), 2: list(range(6))}
     for thread in threads:
         thread.join()
-    assert came == [large, large]
-    left.sendall(b"the last words")
-    left.close()
-    assert read(right, 100) == b"the last words"
+    assert all(member.lost.empty() for member in both)
 
 
-def test_nothing_of_it_can_be_read_on_the_way(stack, folders):
-    caller, relayed = ends(stack)
-    onward, door = ends(stack)
-    left = stack.enter_context(Tls.of_folder(folders[0]).wrap(caller, True).socket)
-    right = stack.enter_context(Tls.of_folder(folders[0]).wrap(door, False).socket)
-    seen = []
-
-    def relay(source, target):
-        while data := source.recv(1 << 16):
-            seen.append(data)
-            target.sendall(data)
-        with suppress(OSError):  # its other end may be gone by now
-            target.shutdown(socket.SHUT_WR)
-
-    relays = [
-        threading.Thread(target=relay, args=pair) for pair in ((relayed, onward), (onward, relayed))
-    ]
-    for thread in relays:
-        thread.start()
-    left.sendall(b"a secret word" * 100)
-    assert read(right, 1300) == b"a secret word" * 100
-    left.close()
-    right.close()
-    for thread in relays:
-        thread.join()
-    assert b"secret" not in b"".join(seen)
+@pytest.mark.threads
+def test_a_waiter_takes_turns_with_the_thread(members):
+    sender, receiver = members(*encrypted_pair())
+    receiver.links._receive = lambda rank, frame: (
+        receiver.came.put((rank, frame)),
+        receiver.links.wake(),
+    )
+    for number in range(40):
+        sender.links.send(1, number, b"x", [torch.zeros(100_000, dtype=torch.uint8)])
+    receiver.links.wait(LATEST_S)
+    kinds = [receiver.came.get(timeout=LATEST_S)[1].kind for _ in range(40)]
+    assert kinds == list(range(40))
 
 
-@pytest.mark.parametrize("stranger", ["caller", "door"])
-def test_another_certificate(stack, folders, stranger, caplog, monkeypatch):
-    monkeypatch.setattr("pipedream_rt.transport.tls_relay._told_s", [-math.inf])
-    left, right = pair(stack, *(folders if stranger == "door" else folders[::-1]))
-    with suppress(OSError):  # the connection may have ended already
-        left.sendall(b"x")
-    assert read(left, 1) == b""
-    assert read(right, 1) == b""
-    assert "an encrypted connection ended: " in caplog.text
+@pytest.mark.threads
+def test_last_words_arrive(members):
+    sender, receiver = members(*encrypted_pair())
+    sender.links.send(1, 7, b"the last words")
+    sender.links.close()
+    assert receiver.came.get(timeout=LATEST_S)[1].data == b"the last words"
+    assert receiver.lost.get(timeout=LATEST_S) == (0, "it closed the connection")
 
 
-@pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 1000, b"\x16\x03\x01"])
-@pytest.mark.parametrize("calls", [True, False])
-def test_an_end_that_does_not_encrypt(stack, folders, calls, words):
-    caller, door = ends(stack)
-    ours, theirs = (caller, door) if calls else (door, caller)
-    wrapped = stack.enter_context(Tls.of_folder(folders[0]).wrap(ours, calls).socket)
-    wrapped.settimeout(20)
-    with suppress(OSError):  # the other end may have had enough already
-        theirs.sendall(words)
-        theirs.shutdown(socket.SHUT_WR)
-    assert read(wrapped, 1) == b""
-
-
-def test_a_connection_that_is_dropped_leaves_no_thread(stack, folders):
-    """As when the oldest of too many strangers has to go, which says nothing at all."""
-    tls = Tls.of_folder(folders[0])
-    before = threading.active_count()
-    for _ in range(20):
-        _, door = ends(stack)
-        tls.wrap(door, False).socket.close()
-    for thread in list(threading.enumerate()):
-        if thread.name == "tls":
-            thread.join(5)
-    assert threading.active_count() == before
-
-
-def test_certificates_that_cannot_be_used(tmp_path, folders):
-    with pytest.raises(ConfigError, match=r"cannot be used: .*No such file.*`pipedream-rt cert"):
-        Tls.of_folder(tmp_path)
-    (tmp_path / "cert.pem").write_bytes((folders[0] / "cert.pem").read_bytes())
-    (tmp_path / "key.pem").write_bytes((folders[0] / "key.pem").read_bytes())
-    (tmp_path / "key.pem").chmod(0o644)
-    with pytest.raises(ConfigError, match="others can read the key"):
-        Tls.of_folder(tmp_path)
-    (tmp_path / "key.pem").write_bytes((folders[1] / "key.pem").read_bytes())
-    (tmp_path / "key.pem").chmod(0o600)
-    with pytest.raises(ConfigError, match="cannot be used"):
-        Tls.of_folder(tmp_path)
-    (tmp_path / "key.pem").write_text("no key")
-    with pytest.raises(ConfigError, match="cannot be used"):
-        Tls.of_folder(tmp_path)
-    for name in ("key.pem", "cert.pem"):
-        (tmp_path / name).unlink()
-        os.mkfifo(tmp_path / name, 0o600)
-        with pytest.raises(ConfigError, match="no ordinary file"):
-            Tls.of_folder(tmp_path)
-    with pytest.raises(ConfigError, match="has a certificate or a key already"):
-        make_certificate(folders[0], 1)
-
-
-def test_a_certificate_where_nothing_can_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="no certificate can be made in"):
-        make_certificate(tmp_path / "file" / "tls", 1)
-
-
-def test_the_key_of_a_certificate_is_for_its_owner_alone(folders):
-    assert (folders[0] / "key.pem").stat().st_mode & 0o777 == 0o600
-
-
-# -- without certificates of the user's ----------------------------------------------------------
-
-
-def wrapped(stack, caller, door):
-    """Two ends with what they have in common."""
-    calls, is_called = ends(stack)
-    made = caller.wrap(calls, True), door.wrap(is_called, False)
-    for end in made:
-        stack.enter_context(end.socket)
-        end.socket.settimeout(20)
-    return made
-
-
-@pytest.mark.parametrize("of_user", [False, True])
-def test_both_ends_know_with_whose_certificate_they_encrypt(stack, folders, of_user):
-    """It is known as soon as something has come, and differs from process to process."""
-    tls = Tls.of_folder(folders[0]) if of_user else Tls.of_process(always=True)
-    left, right = wrapped(stack, tls, tls)
-    right.socket.sendall(b"x")
-    assert read(left.socket, 1) == b"x"
-    assert left.channel.result(0) == right.channel.result(0) == tls.material().own
-    assert len(tls.material().own) == 32
-
-
-def test_somebody_in_between_has_another_channel(stack):
-    """He shows a certificate of his own, which nobody has signed either, and reads what passes."""
-    ours, his = Tls.of_process(always=True), Tls(lambda: _of_process(-1))
-    assert ours.material().own != his.material().own
-    left, in_between = wrapped(stack, ours, his)
-    onwards, right = wrapped(stack, his, ours)
-    right.socket.sendall(b"call")
-    in_between.socket.sendall(read(onwards.socket, 4))
-    assert read(left.socket, 4) == b"call"
-    assert left.channel.result(0) != right.channel.result(0)
-
-
-def test_what_stays_on_this_machine_is_left_unless_that_is_asked_for(stack):
-    for always in (False, True):
-        caller, door = ends(stack)
-        tls = Tls.of_process(always=always)
-        left, right = tls.wrap(caller, True), tls.wrap(door, False)
-        for end in (left.socket, right.socket):
-            stack.enter_context(end)
-        assert (left.socket is caller) == (right.socket is door) == (not always)
-        assert (right.channel.result(0) == b"") == (not always)
-
-
-def test_the_certificate_of_a_process_is_made_once_and_leaves_no_file():
-    before = set(os.listdir("/proc/self/fd"))
-    assert Tls.of_process().material() is Tls.of_process().material()
-    assert set(os.listdir("/proc/self/fd")) == before
-
-
-# -- ends that go away -----------------------------------------------------------------------------
-
-
-def processor_s(seconds):
-    """The processor time of this process while so many seconds pass."""
-    before = time.process_time()
-    threading.Event().wait(seconds)
-    return time.process_time() - before
-
-
-@pytest.mark.parametrize("turn", range(10))
-def test_last_words_arrive_though_the_other_end_is_sending(stack, turn):
-    """As of a stage that says why it has failed, while its peer sends it activations."""
-    tls = Tls.of_process(always=True)
-    left, right = (end.socket for end in wrapped(stack, tls, tls))
-
-    def send():
-        with suppress(OSError):
-            while True:
-                right.sendall(bytes(10_000))
-
-    thread = threading.Thread(target=send)
-    thread.start()
-    read(left, 20_000 * (1 + turn % 3))
-    left.sendall(b"the last words")
-    left.close()
-    assert read(right, 14) == b"the last words"
-    right.close()
-    thread.join()
-    tls.finish(Deadline(timedelta(seconds=20)))
-
-
-@pytest.mark.parametrize("writes", ["caller", "door"])
-def test_no_processor_time_is_burnt_where_an_end_reads_nothing(stack, writes):
-    """The other end has written and closed, and what it has written waits for this one."""
-    tls = Tls.of_process(always=True)
-    ends_of = [end.socket for end in wrapped(stack, tls, tls)]
-    writer, other = ends_of if writes == "caller" else ends_of[::-1]
-    writer.setblocking(False)
-    with suppress(BlockingIOError):
-        while True:
-            writer.send(bytes(1 << 16))
-    writer.close()
-    assert processor_s(0.5) < 0.25
-    other.close()
-    tls.finish(Deadline(timedelta(seconds=20)))
-
-
-def test_a_thread_that_cannot_be_started_is_an_error_of_the_connection(stack, monkeypatch):
-    def refused(self):
-        raise RuntimeError("can't start new thread")
-
-    caller, _ = ends(stack)
-    before = set(os.listdir("/proc/self/fd"))
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refused)
-        with pytest.raises(OSError, match="can't start new thread"):
-            Tls.of_process(always=True).wrap(caller, True)
-    assert set(os.listdir("/proc/self/fd")) <= before
+@pytest.mark.threads
+def test_the_reason_why_a_link_ends_that_was_tampered_with_is_told_in_words(members):
+    ends = socket.socketpair()
+    sent, engine = recorded(1)
+    (receiver,) = members(Connection(ends[0], engine))
+    ends[1].sendall(sent[0] + sent[0])
+    assert receiver.came.get(timeout=LATEST_S)[1].kind == 0
+    lost = receiver.lost.get(timeout=LATEST_S)
+    ends[1].close()
+    assert lost == (1, "decryption failed or bad record mac")

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from pipedream_rt.cluster.engines import EngineRequest, Node, membership
+from pipedream_rt.cluster.engines import EngineRequest, Node, node_job
 from pipedream_rt.cluster.engines.slurm import expanded
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError
@@ -19,7 +19,7 @@ KUBEFLOW = {"PET_NNODES": "4", "PET_NODE_RANK": "2", "PET_MASTER_ADDR": "job-nod
 
 
 def node_of(environment, **asked):
-    return membership(environment, EngineRequest(**asked)).node
+    return node_job(environment, EngineRequest(**asked)).node
 
 
 def now():
@@ -27,13 +27,13 @@ def now():
 
 
 def test_a_process_that_no_engine_has_started():
-    assert membership({}, EngineRequest()) is None
-    assert membership({"PET_NNODES": "1"}, EngineRequest()) is None
+    assert node_job({}, EngineRequest()) is None
+    assert node_job({"PET_NNODES": "1"}, EngineRequest()) is None
     assert (
-        membership({"SLURM_JOB_ID": "12", "SLURM_PROCID": "0"}, EngineRequest()) is None
+        node_job({"SLURM_JOB_ID": "12", "SLURM_PROCID": "0"}, EngineRequest()) is None
     )  # a batch script
     assert (
-        membership({**STEP, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, EngineRequest())
+        node_job({**STEP, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, EngineRequest())
         is None
     )
 
@@ -55,7 +55,7 @@ def test_a_task_of_slurm():
 )
 def test_variables_of_slurm_that_make_no_sense(change, words):
     with pytest.raises(ConfigError, match=words):
-        membership({**STEP, **change}, EngineRequest())
+        node_job({**STEP, **change}, EngineRequest())
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def tasks(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pipedream_rt.cluster.environment._taken", [])
     shared = {**STEP, "PIPEDREAM_RT_JOB_FOLDER": str(tmp_path / "shared")}
-    return [membership({**shared, "SLURM_PROCID": rank}, EngineRequest()) for rank in "01"]
+    return [node_job({**shared, "SLURM_PROCID": rank}, EngineRequest()) for rank in "01"]
 
 
 def test_the_secret_of_a_step_is_a_file_of_the_user_alone(tasks, tmp_path):
@@ -155,7 +155,7 @@ def test_a_pod_of_kubeflow():
 
 
 def test_a_first_node_whose_address_is_of_ipv6():
-    job = membership({**KUBEFLOW, "PET_MASTER_ADDR": "fd00::1"}, EngineRequest())
+    job = node_job({**KUBEFLOW, "PET_MASTER_ADDR": "fd00::1"}, EngineRequest())
     assert (job.node.host, job.node.port) == ("fd00::1", 29500)
     assert job.title == "the job of 4 nodes at [fd00::1]:29500"
 
@@ -179,4 +179,4 @@ def test_without_a_rank_the_machine_that_has_the_address_is_the_first():
 )
 def test_variables_of_torchrun_that_make_no_sense(environment, words):
     with pytest.raises(ConfigError, match=words):
-        membership(environment, EngineRequest())
+        node_job(environment, EngineRequest())

@@ -8,7 +8,7 @@ import pytest
 from support import elastic
 from support.nodes import RUN, SCRIPT, calls_to, expected, nodes, own_environment
 from support.slurm import until
-from support.two_hosts import SECRET, Child
+from support.two_hosts import OTHER_SECRET, SECRET, Child
 
 pytestmark = pytest.mark.processes
 
@@ -195,11 +195,11 @@ def impatient(folder):
 
 
 def test_a_node_with_another_secret_is_kept_out(job):
-    """It cannot know whether who refuses it is the first node, so it tries again until it may."""
-    other = job.start(1, secret="another-token-which-is-the-wrong-one-92e7")
+    """It cannot know whether who listens is the first node, so it tries again until it may."""
+    other = job.start(1, secret=OTHER_SECRET)
     first = job.start(0)
-    first.wait_for("does not know the job's secret; give it the same PIPEDREAM_RT_SECRET")
-    other.wait_for("does not show that it knows the secret")
+    first.wait_for("one end does not know the secret that the other has")
+    other.wait_for("one end does not know the secret that the other has")
     other.signal(signal.SIGKILL)
     started = [job.start(rank) for rank in (1, 2)]
     assert first.wait_for("digest") == expected(job.steps)

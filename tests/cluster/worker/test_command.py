@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from pipedream_rt.cluster.keys import Secret
+from pipedream_rt.cluster.identity import Secret
 from pipedream_rt.cluster.worker import command
 from pipedream_rt.cluster.worker.joining import JoinAttempts
 

@@ -1,23 +1,28 @@
 """How a worker waits for a coordinator and is admitted; whole lives are in tests/cluster."""
 
-import secrets
+import os
 import socket
+import ssl
+import struct
 import threading
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import pytest
+from support.deadlines import LATEST_S
 
 from pipedream_rt.cluster import dial
 from pipedream_rt.cluster.control import EXIT_COORDINATOR_LOST, LIFE_AGAIN, Control
 from pipedream_rt.cluster.dial import DialOptions, JobOver
-from pipedream_rt.cluster.keys import NONCE, Handshake, Secret
+from pipedream_rt.cluster.identity import Secret
+from pipedream_rt.cluster.records import FIELDS, HEAD, packed, unpacked
 from pipedream_rt.cluster.worker import joining
 from pipedream_rt.cluster.worker.joining import JoinAttempts, Worker
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, PeerLost, PipelineError
-from pipedream_rt.transport.tls import Tls
+from pipedream_rt.schema import problem_of
 
-SECRET = Secret.generated()
+SECRET, OTHER = Secret.generated(), Secret.generated()
 
 
 @pytest.fixture
@@ -34,18 +39,19 @@ def visits(monkeypatch):
     """What the coordinator answers, visit by visit: an error or an exit code."""
     answers = []
 
-    def serve(control, worker, call_timeout, returns):
+    def serve(control, worker, returns):
         answer = answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    def connect(place):
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            return socket.create_connection(listener.getsockname(), timeout=10)
+    def reached(place, who, secret):
+        connection, other = socket.socketpair()
+        other.close()
+        return Control(connection, who)
 
     monkeypatch.setattr(joining, "serve", serve)
-    monkeypatch.setattr(dial, "connect", connect)
+    monkeypatch.setattr(joining, "reached", reached)
     return answers
 
 
@@ -80,39 +86,186 @@ def test_a_refusal_that_does_not_pass_ends_every_worker(pauses, visits):
     assert pauses == [0]
 
 
-@pytest.mark.parametrize("shown", ["right", "none", "of another secret", "of other words"])
-@pytest.mark.parametrize("passing", [True, False])
-def test_a_refusal_is_final_from_somebody_who_knows_the_secret(shown, passing):
-    """Anybody may listen where a persistent worker tries again, and send it away."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        coordinator = Control(ours, "the worker")
-        asked = secrets.token_bytes(NONCE)
-        coordinator.send({"type": "call", "nonce": asked, "salt": bytes(NONCE)})
-        said = []
+@contextmanager
+def listening(answer):
+    """Have a function answer the first connection to a port, until the block ends; its address."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(LATEST_S)
 
-        def refuse():
-            hello = coordinator.receive(Deadline(timedelta(seconds=20)))
-            refused = {"reason": "the job is full", "passing": passing}
-            secret = Secret.generated() if shown == "of another secret" else SECRET
-            words = {**refused, "reason": "else"} if shown == "of other words" else refused
-            proof = Handshake(secret.key(b""), asked, hello["nonce"]).prove_refusal(words)
-            proof = None if shown == "none" else proof
-            coordinator.send({"type": "refused", **refused, "proof": proof})
-            said.append(hello["name"])
+        def serve():
+            connection, _ = listener.accept()
+            with connection, suppress(OSError):  # the caller may be gone
+                connection.settimeout(LATEST_S)
+                answer(connection)
 
-        thread = threading.Thread(target=refuse)
+        thread = threading.Thread(target=serve)
         thread.start()
-        control = Control(theirs, "the coordinator", "127.0.0.1")
-        with pytest.raises(
-            PipelineError, match=r"refused this worker.*: the job is full"
-        ) as raised:
-            dial.ask_to_join(control, "w", SECRET, None)
-        thread.join()
-    assert said == ["w"]
-    final = shown == "right" and not passing
-    assert isinstance(raised.value, joining.NoPlace) == (not final)
-    assert ("does not show that it knows the secret" in str(raised.value)) == (shown != "right")
+        try:
+            yield f"127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            thread.join()
+
+
+def coordinator(answer, secret=SECRET, heard=None):
+    """Answer a worker as a coordinator with a secret does; ``heard`` gets the worker's hello."""
+
+    def serve(connection):
+        with secret.tls(called=True).wrap_socket(connection, server_side=True) as encrypted:
+            stream = encrypted.makefile("rb")
+            (length,) = HEAD.unpack(stream.read(HEAD.size))
+            hello = unpacked(stream.read(length), "the worker")
+            if heard is not None:
+                heard.append(hello)
+            encrypted.sendall(packed(answer))
+
+    return serve
+
+
+def join(address, secret=SECRET, call_timeout=dial.CALL_TIMEOUT):
+    """Join whoever listens at an address, once."""
+    place = DialOptions(address, 5, False, call_timeout)
+    return joining.serve_at(place, Worker("w", 1, secret), JoinAttempts())
+
+
+def refused(passing):
+    return {"type": "refused", "reason": "the job is full", "passing": passing}
+
+
+def test_a_hello_has_the_public_name_of_the_job_and_not_the_secret():
+    heard = []
+    with (
+        listening(coordinator(refused(True), heard=heard)) as address,
+        pytest.raises(joining.NoPlace),
+    ):
+        join(address)
+    (hello,) = heard
+    assert not problem_of(hello, FIELDS["hello"])
+    assert (hello["name"], hello["pid"], hello["job"]) == ("w", os.getpid(), SECRET.job)
+    assert SECRET.text not in str(hello)
+
+
+@pytest.mark.parametrize("passing", [True, False])
+@pytest.mark.parametrize("secret", [SECRET, OTHER], ids=["of the job", "of another job"])
+def test_a_refusal_is_final_from_somebody_who_knows_the_secret(secret, passing):
+    """Anybody may listen where a persistent worker tries again, and send it away."""
+    with (
+        listening(coordinator(refused(passing), secret)) as address,
+        pytest.raises(PipelineError) as raised,
+    ):
+        join(address)
+    knows = secret is SECRET
+    assert isinstance(raised.value, joining.NoPlace) == (passing or not knows)
+    assert ("refused this worker: the job is full" in str(raised.value)) == knows
+    assert ("does not know the secret that the other has" in str(raised.value)) == (not knows)
+
+
+@pytest.mark.parametrize("secret", [SECRET, OTHER], ids=["of the job", "of another job"])
+def test_a_job_is_over_when_somebody_says_so_who_knows_the_secret(secret):
+    with (
+        listening(coordinator({"type": "over", "code": 7}, secret)) as address,
+        pytest.raises(JobOver if secret is SECRET else joining.NoPlace) as raised,
+    ):
+        join(address)
+    if secret is SECRET:
+        assert raised.value.code == 7
+
+
+def silent(connection):
+    """Say nothing until the caller is gone."""
+    while connection.recv(1 << 12):
+        pass
+
+
+def speaks_http(connection):
+    connection.recv(1 << 12)
+    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+    silent(connection)
+
+
+def is_of_older_tls(connection):
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    with context.wrap_socket(connection, server_side=True) as encrypted:
+        silent(encrypted)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (silent, "has taken the connection, and has said nothing for 0.2 s; it may be another"),
+        (speaks_http, "the other end does not speak TLS 1.3; is it another program"),
+        (is_of_older_tls, "the TLS handshake with the coordinator at .* failed: "),
+    ],
+)
+def test_whoever_listens_and_is_no_coordinator_is_told_of(answer, words):
+    """Each wait has an end, and a persistent worker tries again later."""
+    timeout = timedelta(seconds=0.2 if answer is silent else LATEST_S)
+    with listening(answer) as address, pytest.raises(joining.NoPlace, match=words):
+        join(address, call_timeout=timeout)
+
+
+def resets(connection):
+    """End the connection as the kernel does for those who wait when a coordinator is killed."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+@pytest.mark.parametrize("answer", [resets, lambda connection: connection.recv(1 << 12)])
+def test_a_coordinator_that_ends_before_it_has_attended_is_tried_again(answer):
+    """It may have accepted nobody for hours, as in the middle of a generation."""
+    with listening(answer) as address, pytest.raises(joining.NoPlace):
+        join(address)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"type": "admitted", "secret": None},
+        {"type": "welcome"},
+        {"type": "shut"},
+        {"type": "refused", "reason": 7, "passing": True},
+    ],
+    ids=lambda said: said["type"],
+)
+def test_answers_that_make_no_sense_at_a_socket_of_the_machine(said):
+    """An admission there brings the secret."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        ours.sendall(packed(said))
+        control = Control(theirs, "the coordinator")
+        with pytest.raises(joining.NoPlace, match="the handshake with the coordinator failed"):
+            dial.ask_to_join(control, "w", None)
+        control.close()
+
+
+def test_the_admission_within_a_machine_brings_the_secret():
+    ours, theirs = socket.socketpair()
+    coordinator, control = Control(ours, "the worker"), Control(theirs, "the coordinator")
+    coordinator.send({"type": "admitted", "secret": SECRET.text})
+    assert dial.ask_to_join(control, "w", None, job="") == SECRET
+    assert coordinator.receive(Deadline(timedelta(seconds=LATEST_S)))["job"] == ""
+    for each in (coordinator, control):
+        each.close()
+
+
+@pytest.fixture
+def unix_socket(tmp_path):
+    """A Unix socket at which somebody listens, and its address."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "ranks"))
+        listener.listen()
+        yield f"unix:{tmp_path / 'ranks'}"
+
+
+def test_the_socket_of_another_user_is_not_told_anything(unix_socket, monkeypatch):
+    monkeypatch.setattr(dial, "is_same_user", lambda connection: False)
+    with pytest.raises(ConfigError, match="ranks is the socket of another user"):
+        join(unix_socket, secret=None)
+
+
+def test_the_socket_of_this_user_needs_no_secret(unix_socket):
+    control = dial.reached(DialOptions(unix_socket, 1), "the coordinator", None)
+    assert control.local_host == ""
+    control.close()
 
 
 def test_a_coordinator_that_never_listens(pauses):
@@ -128,33 +281,6 @@ def test_a_coordinator_that_never_listens(pauses):
 def test_a_host_that_is_unknown():
     with pytest.raises(ConfigError, match="is no host"):
         dial.connect(DialOptions("no such host.invalid:1", 1))
-
-
-@pytest.mark.parametrize("encrypts", [False, True])
-def test_what_listens_and_says_nothing_is_told_of(encrypts, monkeypatch):
-    """Another program, or a coordinator that expects encryption: each wait has an end."""
-    monkeypatch.setattr(dial, "HANDSHAKE_TIMEOUT_S", 0.3)
-    tls = Tls.of_process(always=True) if encrypts else None
-    worker = Worker("w", 1, SECRET, None, tls)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = f"127.0.0.1:{silent.getsockname()[1]}"
-        words = "the coordinator ended before" if encrypts else "said nothing for 0.2 s.*_TLS must"
-        call_timeout = timedelta(seconds=20 if encrypts else 0.2)
-        with pytest.raises(joining.NoPlace, match=words):
-            joining.serve_at(DialOptions(address, 5, False, call_timeout), worker, JoinAttempts())
-    if tls is not None:
-        tls.finish(Deadline(timedelta(seconds=20)))
-
-
-def test_somebody_who_admits_without_a_proof_is_no_coordinator():
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        coordinator = Control(ours, "the worker")
-        coordinator.send({"type": "call", "nonce": bytes(NONCE), "salt": bytes(NONCE)})
-        coordinator.send({"type": "admitted", "proof": bytes(32)})
-        control = Control(theirs, "the coordinator", "127.0.0.1")
-        with pytest.raises(joining.NoPlace, match="does not know the job's secret, or somebody"):
-            dial.ask_to_join(control, "w", SECRET, None)
 
 
 def test_a_worker_that_has_lost_its_group_tries_often_for_a_while():
@@ -174,29 +300,6 @@ def test_a_worker_that_has_lost_its_group_tries_often_for_a_while():
 def test_a_host_that_is_known_may_be_unknown_for_a_while(pauses):
     with pytest.raises(PeerLost, match=r"within 0 s: 'no such host.invalid' is no host now"):
         dial.connect(DialOptions("no such host.invalid:1", 0, known=True))
-
-
-@pytest.mark.parametrize("knows", [True, False])
-def test_a_job_is_over_when_somebody_says_so_who_knows_the_secret(knows):
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        coordinator = Control(ours, "the worker")
-        coordinator.send({"type": "call", "nonce": bytes(NONCE), "salt": bytes(NONCE)})
-
-        def announce_end():
-            hello = coordinator.receive(Deadline(timedelta(seconds=20)))
-            secret = SECRET if knows else Secret.generated()
-            proof = Handshake(secret.key(b""), bytes(NONCE), hello["nonce"]).prove_over(7)
-            coordinator.send({"type": "over", "code": 7, "proof": proof})
-
-        thread = threading.Thread(target=announce_end)
-        thread.start()
-        control = Control(theirs, "the coordinator", "127.0.0.1")
-        with pytest.raises(JobOver if knows else joining.NoPlace) as raised:
-            dial.ask_to_join(control, "w", SECRET, None)
-        thread.join()
-    if knows:
-        assert raised.value.code == 7
 
 
 def test_a_worker_that_may_be_told_the_end_tries_more_often(pauses, visits):

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from pipedream_rt.cluster.control_records import FIELDS
+from pipedream_rt.cluster.records import FIELDS
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.transport.rpc import fence
 

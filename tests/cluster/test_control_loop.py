@@ -1,0 +1,292 @@
+import asyncio
+import concurrent.futures
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from support.callers import control_plane, in_loop, until_main_thread_waits
+from support.deadlines import LATEST_S
+
+from pipedream_rt.cluster import control_loop
+from pipedream_rt.errors import PipelineClosed
+
+pytestmark = pytest.mark.threads
+
+
+@pytest.fixture
+def loop():
+    with control_plane() as control:
+        yield control
+
+
+@pytest.fixture
+def thread():
+    """Calls functions in threads, which end with the program where a function never returns."""
+    threads = []
+
+    def call(function, *arguments):
+        result = concurrent.futures.Future()
+
+        def run():
+            try:
+                result.set_result(function(*arguments))
+            except BaseException as error:
+                result.set_exception(error)
+
+        threads.append(threading.Thread(target=run, daemon=True))
+        threads[-1].start()
+        return result
+
+    yield call
+    for each in threads:
+        each.join(20)
+
+
+class Waits:
+    """A coroutine that waits for ever, and notes how it began and ended."""
+
+    def __init__(self):
+        self.began, self.ended = threading.Event(), threading.Event()
+
+    async def run(self):
+        self.began.set()
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            self.ended.set()
+
+
+async def answer(value=7):
+    return value
+
+
+async def fail():
+    raise ZeroDivisionError("its own words")
+
+
+def test_a_coroutine_runs_in_the_one_thread_and_its_result_comes_back(loop):
+    async def name():
+        return threading.current_thread().name
+
+    assert loop.run(answer()) == 7
+    assert loop.run(name()) == "control"
+    assert threading.current_thread().name != "control"
+
+
+def test_an_error_comes_back_and_the_loop_runs_on(loop):
+    with pytest.raises(ZeroDivisionError, match="its own words"):
+        loop.run(fail())
+    assert loop.run(answer()) == 7
+
+
+def test_several_threads_wait_at_once(loop, thread):
+    """The first waits until the last has come."""
+    come = []
+    all_have_come = asyncio.Event()
+
+    async def meet(number):
+        come.append(number)
+        if len(come) == 4:
+            all_have_come.set()
+        await all_have_come.wait()
+        return number
+
+    waiting = [thread(loop.run, meet(number)) for number in range(4)]
+    assert [each.result(LATEST_S) for each in waiting] == [0, 1, 2, 3]
+
+
+def test_the_loop_does_not_wait_for_itself(loop):
+    with pytest.raises(PipelineClosed, match="waits for itself"):
+        in_loop(loop, lambda: loop.run(answer()))
+    assert loop.run(answer()) == 7
+
+
+def test_nothing_runs_after_the_end(loop):
+    loop.close()
+    loop.close()
+    with pytest.raises(PipelineClosed, match="the control plane was closed"):
+        loop.run(answer())
+    assert not loop._thread.is_alive()
+    assert loop._loop.is_closed()
+
+
+def test_several_threads_close_at_once(loop, thread):
+    for each in [thread(loop.close) for _ in range(4)]:
+        each.result(LATEST_S)
+    assert not loop._thread.is_alive()
+
+
+def test_the_loop_can_be_closed_from_within(loop):
+    with pytest.raises(PipelineClosed):
+        loop.run(in_coroutine(loop.close))
+    loop._thread.join(LATEST_S)
+    assert not loop._thread.is_alive()
+
+
+async def in_coroutine(function):
+    function()
+    await asyncio.get_running_loop().create_future()
+
+
+def test_who_waits_while_the_loop_is_closed_hears_it(loop, thread):
+    waits = Waits()
+    waiting = thread(loop.run, waits.run())
+    assert waits.began.wait(LATEST_S)
+    loop.close()
+    assert waits.ended.is_set()
+    with pytest.raises(PipelineClosed):
+        waiting.result(LATEST_S)
+
+
+def test_who_waits_for_a_coroutine_that_does_not_end_at_once_hears_that_too(loop, thread):
+    """It may have lost the word that it is to end, or does something in the end."""
+    began = threading.Event()
+
+    async def wait_twice():
+        with contextlib.suppress(asyncio.CancelledError):
+            began.set()
+            await asyncio.get_running_loop().create_future()
+        await asyncio.get_running_loop().create_future()
+
+    waiting = thread(loop.run, wait_twice())
+    assert began.wait(LATEST_S)
+    loop.close()
+    with pytest.raises(PipelineClosed):
+        waiting.result(20)
+
+
+@pytest.mark.parametrize("where", ["a signal handler", "another thread"])
+def test_who_comes_while_the_loop_is_closed_hears_it(loop, thread, monkeypatch, where):
+    """It is closed between the look at its state and the call; another thread may have to wait."""
+    call, closing = asyncio.run_coroutine_threadsafe, []
+
+    def call_late(coroutine, on):
+        if not closing:
+            closing.append(None)
+            closing.append(loop.close() if where == "a signal handler" else thread(loop.close))
+            if where == "another thread":
+                concurrent.futures.wait(closing[1:], timeout=0.3)
+        return call(coroutine, on)
+
+    monkeypatch.setattr(control_loop.asyncio, "run_coroutine_threadsafe", call_late)
+    try:
+        assert thread(loop.run, answer()).result(20) == 7
+    except PipelineClosed:
+        pass
+
+
+@pytest.fixture
+def interrupt():
+    """Sends a signal to the main thread when an event is set and that thread waits."""
+    threads = []
+
+    def when(event, number=signal.SIGINT, then=lambda: None):
+        def send():
+            if event.wait(LATEST_S):
+                until_main_thread_waits()
+                signal.pthread_kill(threading.main_thread().ident, number)
+                then()
+
+        threads.append(threading.Thread(target=send))
+        threads[-1].start()
+
+    yield when
+    for each in threads:
+        each.join()
+
+
+def test_ctrl_c_ends_the_coroutine_before_its_caller_goes_on(loop, interrupt):
+    waits = Waits()
+    interrupt(waits.began)
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(waits.run())
+    assert waits.ended.is_set()
+    assert loop.run(answer()) == 7
+
+
+def test_ctrl_c_before_the_coroutine_has_begun(loop, interrupt, monkeypatch):
+    """The loop is busy. Nobody waits for the end of what will never begin."""
+    monkeypatch.setattr(control_loop, "_LAST_S", 30)
+    busy, free, waits = threading.Event(), threading.Event(), Waits()
+
+    async def block():
+        busy.set()
+        free.wait(LATEST_S)
+
+    def set_free():
+        until_main_thread_waits()  # it has asked for the end
+        free.set()
+
+    blocking = asyncio.run_coroutine_threadsafe(block(), loop._loop)
+    interrupt(busy, then=set_free)
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(waits.run())
+    assert time.monotonic() - start < 25
+    blocking.result(LATEST_S)
+    assert waits.began.is_set() == waits.ended.is_set()
+
+
+def test_a_signal_handler_may_run_a_coroutine_while_its_thread_waits(loop, interrupt):
+    waits, found = Waits(), []
+
+    def handle(*_):
+        found.append(loop.run(answer()))
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        interrupt(waits.began, signal.SIGUSR1)
+        with pytest.raises(KeyboardInterrupt):
+            loop.run(waits.run())
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert found == [7]
+    assert waits.ended.is_set()
+
+
+def test_a_signal_handler_may_close_the_loop_while_its_thread_waits(loop, interrupt):
+    waits = Waits()
+    before = signal.signal(signal.SIGUSR1, lambda *_: loop.close())
+    try:
+        interrupt(waits.began, signal.SIGUSR1)
+        with pytest.raises(PipelineClosed):
+            loop.run(waits.run())
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert waits.ended.is_set()
+
+
+def test_what_runs_in_the_loop_is_ended_with_it(loop):
+    waits = Waits()
+    asyncio.run_coroutine_threadsafe(waits.run(), loop._loop)
+    assert waits.began.wait(LATEST_S)
+    loop.close()
+    assert waits.ended.is_set()
+
+
+def test_threads_of_the_loop_end_with_it(loop):
+    """The function of a thread has ended, and the thread waits for another one."""
+
+    async def name_of_thread():
+        running = asyncio.get_running_loop()
+        return await running.run_in_executor(None, threading.current_thread)
+
+    thread = loop.run(name_of_thread())
+    loop.close()
+    assert not thread.is_alive()
+
+
+FORGETFUL = """
+from pipedream_rt.cluster.control_loop import ControlLoop
+kept = ControlLoop()
+"""
+
+
+@pytest.mark.processes
+def test_a_program_that_forgets_to_close_it_ends():
+    subprocess.run([sys.executable, "-c", FORGETFUL], check=True, timeout=LATEST_S)

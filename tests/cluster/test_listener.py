@@ -1,0 +1,464 @@
+"""How workers become members, with workers whose words the tests say."""
+
+import asyncio
+import contextlib
+import errno
+import gc
+import socket
+import ssl
+
+import pytest
+from support.callers import (
+    OTHER,
+    SECRET,
+    asked,
+    calling,
+    control_plane,
+    framed,
+    hello,
+    in_loop,
+    ready,
+    soon,
+    until,
+)
+from support.deadlines import LATEST_S
+
+from pipedream_rt.cluster import reception as reception_module
+from pipedream_rt.cluster.addresses import boot_id, listening
+from pipedream_rt.cluster.control import Control
+from pipedream_rt.cluster.doors import listening_at
+from pipedream_rt.cluster.listener import Listener, process_of
+from pipedream_rt.cluster.members import Member
+from pipedream_rt.cluster.records import LARGEST_AT_FIRST, VERSION
+from pipedream_rt.errors import PeerLost, TransportError
+from pipedream_rt.software import software
+
+pytestmark = pytest.mark.threads
+
+
+@pytest.fixture
+def loop():
+    with control_plane() as control:
+        yield control
+
+
+@contextlib.contextmanager
+def opened(loop, *listeners, most=2):
+    """A listener to which workers may come."""
+    door = Listener(SECRET, *listeners)
+    door.most = most
+    in_loop(loop, door.open)
+    try:
+        yield door
+    finally:
+        loop.run(door.close())
+
+
+@pytest.fixture
+def door(loop):
+    with listening("127.0.0.1", 0) as listener, opened(loop, listener) as door:
+        yield door
+
+
+@pytest.fixture
+def calls(door):
+    """Makes encrypted connections to the listener."""
+    with contextlib.ExitStack() as made:
+
+        def call(secret=SECRET):
+            control = calling(door.listeners[0].getsockname(), secret)
+            made.callback(control.close)
+            return control
+
+        yield call
+
+
+@contextlib.contextmanager
+def started_here(loop, door, name="w"):
+    """The worker's end of a connection that it has inherited."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        in_loop(loop, door.take, ours, name)
+        yield Control(theirs, "the coordinator")
+
+
+def only_member(loop, door):
+    until(loop, lambda: door.members)
+    (member,) = door.members
+    return member
+
+
+def refusal(answer):
+    assert answer["type"] == "refused"
+    assert answer["reason"].isprintable()
+    return answer["reason"]
+
+
+def test_a_worker_from_elsewhere_becomes_a_member(loop, door, calls):
+    worker = calls()
+    assert asked(worker, hello("w")) == {"type": "admitted", "secret": None}
+    ready(worker, "a kind", "taken")
+    until(loop, lambda: door.members and door.members[0].ready)
+    member = only_member(loop, door)
+    assert (member.name, member.description) == ("w", "pid 7 on here")
+    assert (member.processor, member.obstacle) == ("a kind", "taken")
+    assert (member.is_local, member.nearby, member.returns) == (False, False, True)
+    assert member.same_clock == (boot_id() != "")
+    assert member.stream.peer == "worker 'w'"
+    assert member.stream.local_host == member.stream.remote_host == "127.0.0.1"
+
+
+def test_a_worker_that_was_started_here_gets_the_secret(loop):
+    with opened(loop) as door, started_here(loop, door) as worker:
+        assert door.unheard() == ["w"]
+        answer = asked(worker, hello("w", job="", boot="another", returns=False))
+        assert answer == {"type": "admitted", "secret": SECRET.text}
+        member = only_member(loop, door)
+        assert door.unheard() == ["w"]  # it has said hello, and may be stopped since
+        assert (member.is_local, member.nearby, member.returns) == (True, True, True)
+        assert not member.same_clock
+        ready(worker)
+        until(loop, lambda: not door.unheard())
+
+
+def test_a_worker_of_this_machine_that_somebody_else_has_started(loop, tmp_path, monkeypatch):
+    """The kernel says that it is of this user. It may be of another job of his."""
+    with (
+        contextlib.ExitStack() as made,
+        listening_at(tmp_path / "door") as at,
+        opened(loop, at) as door,
+    ):
+
+        def call():
+            connection = made.enter_context(socket.socket(socket.AF_UNIX))
+            connection.connect(at.getsockname())
+            return Control(connection, "the coordinator")
+
+        assert "another job" in refusal(asked(call(), hello("w", job=OTHER.job)))
+        assert "another job" in refusal(asked(call(), hello("w", job="")))
+        assert asked(call(), hello("w")) == {"type": "admitted", "secret": SECRET.text}
+        member = only_member(loop, door)
+        assert (member.is_local, member.nearby) == (False, True)
+        monkeypatch.setattr(reception_module, "is_same_user", lambda _: False)
+        with pytest.raises(PeerLost):
+            asked(call(), hello("v"))
+
+
+@pytest.mark.parametrize("version", [None, 1, "6", b"x", 1 << 60, "\n" * 100, {}, VERSION + 1])
+def test_another_version_of_the_protocol(loop, version):
+    """Which other fields a hello has depends on it."""
+    with opened(loop) as door, started_here(loop, door) as worker:
+        answer = asked(worker, {"type": "hello", "version": version})
+        assert refusal(answer).startswith("it speaks protocol ")
+        assert f"the coordinator {VERSION}; install the same pipedream-rt" in answer["reason"]
+        assert not answer["passing"]
+        assert len(answer["reason"]) < 200
+
+
+@pytest.mark.parametrize("field", ["job", "name", "pid", "host", "boot", "software", "returns"])
+def test_a_field_of_another_type_or_length(loop, field):
+    """The boot of a machine that does not say it is empty; so is a job that is not known."""
+    values = [None, "x\x1b[2J", "x" * 300, b"", b"x" * 33, -1, 2**40, 1.5, [], {}]
+    with opened(loop) as door:
+        for value in values + ["", True][field in ("host", "boot", "software", "job") :][:1]:
+            with started_here(loop, door) as worker:
+                answer = asked(worker, {**hello(), field: value})
+            assert refusal(answer).startswith(f"its hello makes no sense: its {field!r} is ")
+            assert len(answer["reason"]) < 200
+        assert door.members == []
+        assert door.refused
+
+
+def test_a_worker_that_was_started_here_under_another_name(loop):
+    with opened(loop) as door, started_here(loop, door, "v") as worker:
+        answer = asked(worker, hello("w"))
+        assert refusal(answer) == "it says that it is 'w', and was started as 'v'"
+        assert not answer["passing"]
+
+
+@pytest.mark.parametrize("runs", [False, True], ids=["has come", "runs"])
+def test_a_name_that_is_taken(door, calls, runs):
+    if runs:
+        door.running = [Member("w", "pid 7 on here", None)]
+    else:
+        assert asked(calls(), hello("w"))["type"] == "admitted"
+    answer = asked(calls(), hello("w"))
+    assert refusal(answer) == "the name 'w' is taken by pid 7 on here; give each worker its own"
+    assert answer["passing"]
+    assert asked(calls(), hello("v"))["type"] == "admitted"
+    assert door.refused == {}
+
+
+def test_other_software_would_compute_other_bits(loop, door, calls, caplog):
+    answer = asked(calls(), hello("w", software="torch 1.13.0"))
+    text = f"it has torch 1.13.0, and the script {software()}; its stages might compute other bits"
+    assert refusal(answer).startswith(text)
+    assert not answer["passing"]
+    until(loop, lambda: door.refused == {"w": answer["reason"]})
+    assert "refused worker 'w' (pid 7 on here): it has torch 1.13.0" in caplog.text
+
+
+def test_one_too_many_may_try_again(door, calls, caplog):
+    for name in ("a", "b"):
+        assert asked(calls(), hello(name))["type"] == "admitted"
+    answer = asked(calls(), hello("c"))
+    assert (refusal(answer), answer["passing"]) == ("the job has its 2 workers", True)
+    assert "refused" not in caplog.text  # nothing to act upon
+
+
+def test_who_does_not_know_the_secret_is_told_so(loop, door, calls, caplog):
+    """At this end too, where the log tells of him once a second at most."""
+    with pytest.raises(ssl.SSLError, match="CERTIFICATE_VERIFY_FAILED"):
+        calls(OTHER)
+    assert asked(calls(), hello("w"))["type"] == "admitted"
+    text = "one end does not know the secret that the other has"
+    until(loop, lambda: text in caplog.text)
+    assert only_member(loop, door).name == "w"
+
+
+def test_a_member_that_leaves_makes_room_for_another_of_its_name(loop, door, calls):
+    first = calls()
+    asked(first, hello("w"))
+    first.close()
+    until(loop, lambda: door.gone)
+    (gone,) = door.gone
+    assert (gone.name, gone.is_local, gone.member.name) == ("w", False, "w")
+    assert isinstance(gone.error, PeerLost)
+    assert asked(calls(), hello("w"))["type"] == "admitted"
+
+
+def test_while_a_generation_runs_it_is_only_logged_that_a_member_leaves(loop, door, calls, caplog):
+    door.running = [Member("runs", "", None)]
+    worker = calls()
+    asked(worker, hello("w"))
+    worker.close()
+    until(loop, lambda: "worker 'w' (pid 7 on here) left before all had come" in caplog.text)
+    assert door.gone == door.members == []
+
+
+def test_a_member_that_sends_what_it_may_not_send_is_gone(loop, door, calls):
+    worker = calls()
+    asked(worker, hello("w"))
+    worker.send({"type": "exit", "failed": False})
+    until(loop, lambda: door.gone)
+    assert "which only a coordinator sends" in str(door.gone[0].error)
+    with pytest.raises(PeerLost):
+        worker.receive(soon())
+
+
+def test_a_worker_that_was_started_here_and_ends_before_its_hello(loop):
+    with opened(loop) as door, started_here(loop, door) as worker:
+        worker.close()
+        until(loop, lambda: door.gone)
+        (gone,) = door.gone
+        assert (gone.name, gone.is_local, gone.member) == ("w", True, None)
+        assert door.unheard() == []
+
+
+def hang_up(worker):
+    """Read until the connection ends; at most a refusal comes."""
+    while True:
+        refusal(worker.receive(soon()))
+
+
+NESTED = b"\x81\xa4type" + b"\x91" * 1200 + b"\xc0"
+FORGED = {"type": "hello", "version": "6\n[worker] ERROR \x1b[2J", "name": "\x1b[1m"}
+LINK = {"type": "link", "job": SECRET.job, "generation": 1, "sender": 1, "recipient": 0}
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_what_a_stranger_sends_ends_the_stranger_alone(loop, door, calls, caplog, encrypted):
+    """Nested and large records, a member that was led here, text that would forge the log."""
+    sent = [
+        framed(each)
+        for each in (NESTED, FORGED, b"\x80", b"\xc1", NESTED[:900] * 4, LINK, [], "hello",
+                     {"type": "stop"}, {"type": "failed", "text": "x" * LARGEST_AT_FIRST})
+    ]  # fmt: skip
+    sent += [b"GET / HTTP/1.1\r\n\r\n", bytes(8), bytes(range(256)) * 16, b"\xff" * 5]
+    for junk in sent:
+        if encrypted:
+            stranger = calls()
+            with stranger._lock:
+                stranger._engine.write(junk)
+                stranger._write(stranger._engine.sealed(), soon())
+            with pytest.raises(TransportError):
+                hang_up(stranger)
+        else:
+            with socket.create_connection(door.listeners[0].getsockname(), LATEST_S) as stranger:
+                stranger.sendall(junk)
+                stranger.shutdown(socket.SHUT_WR)
+                with contextlib.suppress(OSError):
+                    while stranger.recv(1000):
+                        pass
+    asked(calls(), hello("right"))
+    assert only_member(loop, door).name == "right"
+    assert "a connection that is no worker was dropped" in caplog.text
+    assert ("refused worker" in caplog.text) == encrypted
+    for record in caplog.records:
+        assert record.getMessage().isprintable()
+        assert "Task exception" not in record.getMessage()
+
+
+def test_a_connection_that_says_nothing_is_dropped_in_time(door, calls, caplog, monkeypatch):
+    monkeypatch.setattr(reception_module, "_FIRST_RECORD_S", 0.1)
+    silent = calls()
+    with pytest.raises(PeerLost):
+        silent.receive(soon())
+    with socket.create_connection(door.listeners[0].getsockname(), LATEST_S) as stranger:
+        assert stranger.recv(1) == b""
+    assert "a connection that is no worker was dropped: it said nothing in time" in caplog.text
+
+
+def test_a_hello_that_comes_in_parts_is_waited_for(calls):
+    worker, data = calls(), framed(hello("w"))
+    for part in (data[:3], data[3:50], data[50:]):
+        with worker._lock:
+            worker._engine.write(part)
+            worker._write(worker._engine.sealed(), soon())
+    assert worker.receive(soon())["type"] == "admitted"
+
+
+def test_where_strangers_are_many_the_oldest_go(door, calls):
+    door._reception._most = 4
+    address = door.listeners[0].getsockname()
+    with contextlib.ExitStack() as made:
+        strangers = [
+            made.enter_context(socket.create_connection(address, LATEST_S)) for _ in range(9)
+        ]
+        assert asked(calls(), hello("w"))["type"] == "admitted"
+        assert [each.recv(1) for each in strangers[:5]] == [b""] * 5
+        strangers[-1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            strangers[-1].recv(1)
+
+
+class Full:
+    """A listening socket for which the process has no free descriptor at first."""
+
+    def __init__(self, listener, times):
+        self.listener, self.times = listener, times
+
+    def accept(self):
+        self.times -= 1
+        if self.times >= 0:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return self.listener.accept()
+
+    def __getattr__(self, name):
+        return getattr(self.listener, name)
+
+
+def test_where_no_descriptor_is_free_it_is_tried_again_later(loop, caplog, monkeypatch):
+    """Once for the oldest stranger, who goes, and once without one."""
+    monkeypatch.setattr(reception_module, "_PAUSE_S", 0.01)
+    with listening("127.0.0.1", 0) as listener:
+        full = Full(listener, 0)
+        with (
+            opened(loop, full) as door,
+            socket.create_connection(listener.getsockname(), LATEST_S) as stranger,
+        ):
+            until(loop, lambda: door._reception._strangers)
+            full.times = 2
+            with contextlib.closing(calling(listener.getsockname())) as worker:
+                assert asked(worker, hello("w"))["type"] == "admitted"
+            assert stranger.recv(1) == b""
+    assert "nobody can be accepted: too many open files; allow more open files" in caplog.text
+
+
+def test_while_it_rests_callers_wait_in_the_queue_of_the_kernel(loop, door, calls):
+    worker = calls()
+    asked(worker, hello("w"))
+    loop.run(door.rest())
+    loop.run(door.rest())
+    with socket.create_connection(door.listeners[0].getsockname(), LATEST_S) as stranger:
+        stranger.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            stranger.recv(1)
+        ready(worker)
+        until(loop, lambda: door.members[0].ready)  # members live on
+        in_loop(loop, door.open)
+        assert asked(calls(), hello("v"))["type"] == "admitted"
+
+
+def test_who_has_come_is_sent_away_in_the_end(loop, door, calls):
+    member, stranger = calls(), calls()
+    asked(member, hello("w"))
+    loop.run(door.close())
+    loop.run(door.close())
+    assert member.receive(soon()) == {"type": "exit", "failed": False}
+    for each in (member, stranger):
+        with pytest.raises(PeerLost):
+            each.receive(soon())
+    assert door.is_closed
+    assert door.members == []
+    in_loop(loop, door.open)  # it stays closed
+    with socket.create_connection(door.listeners[0].getsockname(), LATEST_S) as late:
+        late.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            late.recv(1)
+
+
+def test_workers_started_here_that_have_said_nothing_are_dropped_in_the_end(loop):
+    with opened(loop) as door, started_here(loop, door) as worker:
+        loop.run(door.close())
+        with pytest.raises(PeerLost):
+            worker.receive(soon())
+
+
+@pytest.mark.parametrize("turns", range(8))
+def test_a_connection_that_comes_in_the_last_moment_is_closed(loop, door, turns):
+    """Whatever its coroutine has done until then."""
+
+    async def close_soon():
+        with socket.create_connection(door.listeners[0].getsockname(), LATEST_S) as stranger:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await door.rest()
+            for _ in range(8):
+                await asyncio.sleep(0)
+            return stranger
+
+    loop.run(close_soon())
+    gc.collect()  # a socket that was not closed warns
+
+
+@pytest.mark.parametrize("turns", range(8))
+def test_who_says_hello_in_the_last_moment_does_not_keep_it_from_resting(loop, tmp_path, turns):
+    with listening_at(tmp_path / "door") as at, opened(loop, at) as door:
+
+        async def rest_soon():
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(at.getsockname())
+                for _ in range(3):
+                    await asyncio.sleep(0)
+                connection.sendall(framed(hello("w")))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                resting = asyncio.ensure_future(door.rest())
+                await asyncio.wait([resting], timeout=5)
+                return resting.done()
+
+        assert loop.run(rest_soon())
+
+
+def test_the_end_of_the_job_is_told_to_whoever_comes(loop, door, calls):
+    in_loop(loop, setattr, door, "over", 9)
+    for said in (hello("a-0"), hello("b-0", version=1)):
+        worker = calls()
+        assert asked(worker, said) == {"type": "over", "code": 9}
+        with pytest.raises(PeerLost):
+            worker.receive(soon())
+    until(loop, lambda: door.told == {"a-0", "b-0"})
+    assert door.members == []
+
+
+def test_text_from_outside_is_escaped_and_cut():
+    assert process_of({"pid": 1, "host": "h\n\x1b[31mERROR"}) == r"pid 1 on h\n\x1b[31mERROR"
+    assert len(process_of({"pid": 1, "host": "h" * 1000})) < 120
+    assert process_of({}) == "pid None on None"
+
+
+def test_an_address_of_either_family():
+    for host, expected in (("127.0.0.1", "127.0.0.1:"), ("::1", "[::1]:")):
+        with listening(host, 0) as listener:
+            assert Listener(SECRET, listener).address.startswith(expected)
