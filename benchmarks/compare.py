@@ -44,7 +44,7 @@ class Case(NamedTuple):
 SMALL = Workload("linear", 2, micro_batches=1, updates=2000, samples=8, width=256).to_json()
 """Layers that cost next to nothing, so that all else is seen."""
 
-OPENING = ("start.py", "--json", "--repeats", "1", "--where")
+OPENING = ("start.py", "--json", "--repeats", "1", "--how")
 
 CASES = {
     "2 stages that compute, async-1f1b": Case(
@@ -65,11 +65,9 @@ CASES = {
     "8 emulated stages, 1f1b": Case(
         ("scaling.py", "--workers", "8", "--only", "1f1b", "--json"), "micro_batches_per_s", True
     ),
-    "first opening in a script": Case((*OPENING, "at the top"), "first_s", False, ours=True),
-    "first opening, Pipeline imported in a module": Case(
-        (*OPENING, "in a module"), "first_s", False, ours=True
-    ),
-    "second opening in a script": Case((*OPENING, "at the top"), "second_s", False, ours=True),
+    "first opening, prepared": Case((*OPENING, "prepared"), "first_s", False, ours=True),
+    "first opening, not prepared": Case((*OPENING, "not prepared"), "first_s", False, ours=True),
+    "second opening": Case((*OPENING, "prepared"), "second_s", False, ours=True),
     "recovery": Case(("recovery.py", "--kills", "6", "--pairs", "0", "--json"), "median_s", False),
     "processor time of a worker": Case(("ours.py", SMALL, "async-1f1b"), "worker_ms", False),
     "processor time of the coordinator": Case(

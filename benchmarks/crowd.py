@@ -1,50 +1,49 @@
 """How a rendezvous grows with the number of workers: seconds, memory and descriptors.
 
 The coordinator of a group gathers workers that are processes of their own on this machine and only
-speak the rendezvous: they connect, prove what they know, say that they are ready, and wait. All of
-them start at once, and with two cores that is most of the time; so the processor time of the
-coordinator is told beside the seconds.
+speak the control protocol: they connect, say hello and that they are ready, and wait. They come by
+TCP with TLS, as from other machines, or at a Unix socket. All of them start at once, and with two
+cores that is most of the time; so the processor time of the coordinator is told beside the seconds.
 
-    python benchmarks/crowd.py --workers 10,100,1000
+    python benchmarks/crowd.py --workers 10,100,1000 --by tls,unix
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
 import resource
 import signal
+import socket
 import sys
+import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
 
 import click
 
-from pipedream_rt.cluster.addresses import listening
-from pipedream_rt.cluster.control import Control
-from pipedream_rt.cluster.dial import DialOptions, NoPlace, ask_to_join, connect
-from pipedream_rt.cluster.forked_workers import ForkServer
-from pipedream_rt.cluster.keys import Secret
+from pipedream_rt.cluster.addresses import UNIX, listening
+from pipedream_rt.cluster.dial import DialOptions, NoPlace, ask_to_join, reached
+from pipedream_rt.cluster.doors import listening_at
+from pipedream_rt.cluster.identity import Secret
 from pipedream_rt.cluster.listener import Listener
-from pipedream_rt.cluster.local_workers import LocalWorkers
-from pipedream_rt.cluster.rendezvous import Rendezvous
 from pipedream_rt.deadline import Deadline
-from pipedream_rt.schedules import Plan, Shape
+from pipedream_rt.errors import PeerLost
 
 
 def be_worker(name: str, address: str, secret: Secret) -> None:
     """Join, and wait until the coordinator closes the connection."""
     logging.disable()
     while True:
-        connection = connect(DialOptions(address, 60))
-        control = Control(connection, "the coordinator", str(connection.getsockname()[0]))
         try:
-            ask_to_join(control, name, secret, timedelta(seconds=60))
+            control = reached(DialOptions(address, 60), "the coordinator", secret)
+            ask_to_join(control, name, secret)
             break
-        except NoPlace:  # dropped as a stranger among too many: a worker comes again too
-            control.close()
+        except (NoPlace, PeerLost):  # dropped as a stranger among too many: it comes again
+            pass
     control.send({"type": "ready", "processor": "a kind", "obstacle": ""})
     control.receive(Deadline(timedelta(minutes=5)))
 
@@ -71,40 +70,47 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def once(count: int) -> dict[str, float]:
+def once(count: int, by: str) -> dict[str, object]:
     """Gather so many workers, and return what it took."""
     secret = Secret.generated()
-    with listening("127.0.0.1", 0) as listener:
-        host, port = listener.getsockname()
-        door = Listener(key=secret.job_key(), listener=listener)
-        local = LocalWorkers(1, ForkServer())
-        plan = Plan(name="", shape=Shape(workers=count))
-        rendezvous = Rendezvous(plan, local, door, timedelta(seconds=60))
-        memory, began, used = resident(), time.monotonic(), time.process_time()
-        pid = crowd(count, f"{host}:{port}", secret)
-        try:
-            rendezvous.gather(Deadline(timedelta(minutes=5)))
-            took_s, cpu_s = time.monotonic() - began, time.process_time() - used
-            grown, fds = resident() - memory, len(os.listdir("/proc/self/fd"))
-        finally:
-            for member in rendezvous.members:
-                member.control.close()
-            os.killpg(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-    return {
-        "workers": count, "seconds": took_s, "processor_s": cpu_s, "mib": grown / 2**20,
-        "descriptors": fds,
-    }  # fmt: skip
+    secret.tls(called=True)  # made once, and the workers are forked with it
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"crowd-{secret.job}"
+        with listening("127.0.0.1", 0) if by == "tls" else listening_at(path) as listener:
+            return {"workers": count, "by": by, **asyncio.run(gathered(count, secret, listener))}
+
+
+async def gathered(count: int, secret: Secret, listener: socket.socket) -> dict[str, float]:
+    """Let so many workers join at a socket, and return what it took."""
+    door = Listener(secret, listener)
+    door.most = count
+    address = door.address
+    memory, began, used = resident(), time.monotonic(), time.process_time()
+    pid = crowd(count, UNIX + address if address.startswith("/") else address, secret)
+    door.open()
+    try:
+        while len(door.members) < count or not all(member.ready for member in door.members):
+            door.changed.clear()
+            await asyncio.wait_for(door.changed.wait(), 60)
+        took_s, cpu_s = time.monotonic() - began, time.process_time() - used
+        grown, fds = resident() - memory, len(os.listdir("/proc/self/fd"))
+    finally:
+        await door.close()
+        os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return {"seconds": took_s, "processor_s": cpu_s, "mib": grown / 2**20, "descriptors": fds}
 
 
 @click.command()
 @click.option("--workers", default="10,100,300,1000", show_default=True)
-def main(workers: str) -> None:
+@click.option("--by", default="tls,unix", show_default=True)
+def main(workers: str, by: str) -> None:
     """Print a JSON line for each number of workers."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    for count in map(int, workers.split(",")):
-        click.echo(json.dumps(once(count)))
+    for each in by.split(","):
+        for count in map(int, workers.split(",")):
+            click.echo(json.dumps(once(count, each)))
 
 
 if __name__ == "__main__":

@@ -23,23 +23,31 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from pipedream_rt.transport.group import Group
+from pipedream_rt.cluster.identity import Secret
 from pipedream_rt.transport.link import Connection, Frame
 from pipedream_rt.transport.links import Links
 from pipedream_rt.transport.tcp import prepare
-from pipedream_rt.transport.tls import Tls
+from pipedream_rt.transport.tls import TlsEngine
 
-KEY = bytes(32)
+SECRET = Secret("0" * 64)
 
 
 def linked(connection: socket.socket, rank: int, encrypts: bool, came: queue.Queue[Frame]) -> Links:
     """Return the link of one end."""
     prepare(connection)
-    if encrypts:
-        connection = Tls.of_process(always=True).wrap(connection, calls=rank == 1).socket
-    group = Group(generation=1, rank=rank, names=("a", "b"), hosts=(1,), key=KEY)
-    ends = {1 - rank: Connection(connection, KEY)}
-    return Links(group, ends, lambda _, frame: came.put(frame), lambda *_: None)
+    engine = encrypted(connection, called=rank == 0) if encrypts else None
+    ends = {1 - rank: Connection(connection, engine)}
+    return Links(ends, lambda _, frame: came.put(frame), lambda *_: None)
+
+
+def encrypted(connection: socket.socket, called: bool) -> TlsEngine:
+    """Shake hands over a connection."""
+    engine = TlsEngine(SECRET.tls(called), called)
+    while not engine.shake_hands():
+        connection.sendall(engine.sealed())
+        engine.take(connection.recv(1 << 16))
+    connection.sendall(engine.sealed())
+    return engine
 
 
 def answer(address: tuple[str, int], encrypts: bool, results: Any) -> None:

@@ -1,9 +1,9 @@
 """How long it takes to open a pipeline on local workers, beside what cannot be avoided.
 
 Each line is a fresh process, in which ``import torch`` is timed, and then the opening of three
-pipelines of linear layers, one after another. The program either imports `Pipeline` at its top, as
-people do, so that the process that forks workers is started there, or has it imported by another
-module, so that it starts with the first pipeline. With ``--model gpt2``, the pipeline is of GPT-2
+pipelines of linear layers, one after another. The program either calls `pipedream_rt.prepare()` at
+its top, so that the process that forks workers is started there, or does not, so that it starts
+with the first pipeline. With ``--model gpt2``, the pipeline is of GPT-2
 (124 million parameters, from its config), whose build is timed too.
 
 Prints a table, or with --json one JSON line for each.
@@ -23,10 +23,11 @@ import click
 
 PROGRAM = """
 import json, sys, time
+%s
 start = time.perf_counter()
 import torch
 found = {"import_torch_s": time.perf_counter() - start}
-%s
+from pipedream_rt import Pipeline
 import torch.nn.functional as F
 from torch import nn
 def opened(model, workers, **given):
@@ -48,9 +49,10 @@ for name in ("first_s", "second_s", "third_s"):
 print(json.dumps(found))
 """
 
-IMPORTS = {
-    "at the top": "from pipedream_rt import Pipeline",
-    "in a module": "from pipedream_rt.pipeline import Pipeline",
+BEGINNINGS = {
+    # An older checkout, beside which `compare.py` runs this, has no such function.
+    "prepared": "import pipedream_rt; getattr(pipedream_rt, 'prepare', lambda: None)()",
+    "not prepared": "",
 }
 
 
@@ -58,31 +60,33 @@ IMPORTS = {
 @click.option("--workers", default=4, show_default=True)
 @click.option("--model", type=click.Choice(["linear", "gpt2"]), default="linear")
 @click.option("--repeats", default=5, show_default=True)
-@click.option("--where", type=click.Choice(list(IMPORTS)), multiple=True, help="Leave others out.")
+@click.option("--how", type=click.Choice(list(BEGINNINGS)), multiple=True, help="Leave others out.")
 @click.option("--run", "under_run", is_flag=True, help="Under `pipedream-rt run`.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON lines.")
 def main(
-    workers: int, model: str, repeats: int, where: tuple[str, ...], under_run: bool, as_json: bool
+    workers: int, model: str, repeats: int, how: tuple[str, ...], under_run: bool, as_json: bool
 ) -> None:
     """Open pipelines in programs, one after another."""
     command = [sys.executable]
     if under_run:
         command = [str(Path(sys.executable).with_name("pipedream-rt")), "run"]
         command += ["--nproc-per-node", str(workers)]
-    for place in where or IMPORTS:
+    for begins in how or BEGINNINGS:
         lines = []
         with tempfile.TemporaryDirectory() as folder:
             script = Path(folder) / "script.py"
             of_model = "from transformers import GPT2Config, GPT2LMHeadModel"
-            script.write_text(PROGRAM % (IMPORTS[place], of_model if model == "gpt2" else "pass"))
+            script.write_text(
+                PROGRAM % (BEGINNINGS[begins], of_model if model == "gpt2" else "pass")
+            )
             for _ in range(repeats):
                 words = [*command, str(script), model, str(workers)]
                 done = subprocess.run(words, check=True, capture_output=True, text=True)
                 lines.append(json.loads(done.stdout))
         medians = {name: statistics.median(each[name] for each in lines) for name in lines[0]}
-        found: dict[str, Any] = {"imported": place, **medians}
+        found: dict[str, Any] = {"how": begins, **medians}
         figures = ", ".join(f"{name} {seconds:.2f}" for name, seconds in medians.items())
-        print(json.dumps(found) if as_json else f"Pipeline imported {place}: {figures}")
+        print(json.dumps(found) if as_json else f"{begins}: {figures}")
 
 
 if __name__ == "__main__":
