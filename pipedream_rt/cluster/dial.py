@@ -56,6 +56,10 @@ class NoPlace(PipelineError):
     """The coordinator had no place for this worker now, or gave up before the job began."""
 
 
+class NotOfThisJob(NoPlace):
+    """Who listens where the coordinator should does not know the secret that this worker has."""
+
+
 @dataclass(frozen=True, slots=True)
 class DialOptions:
     """Where a worker finds its coordinators, and how long it waits there.
@@ -150,7 +154,7 @@ def reached(place: DialOptions, who: str, secret: Secret | None) -> Control:
         control.encrypt(secret.tls(called=False), deadline)
     except ssl.SSLError as error:
         control.close()
-        raise NoPlace(
+        raise NotOfThisJob(
             f"the TLS handshake with {who} at {place.address} failed: {problem_of_tls(error)}"
         ) from error
     except MessageTimeout as error:

@@ -15,6 +15,7 @@ from pipedream_rt.cluster.control import EXIT_COORDINATOR_LOST, LIFE_AGAIN, Cont
 from pipedream_rt.cluster.dial import (
     DialOptions,
     NoPlace,
+    NotOfThisJob,
     ask_to_join,
     expect,
     pause,
@@ -121,7 +122,8 @@ def serve_at(place: DialOptions, worker: Worker, tries: JoinAttempts) -> int:
             if not place.persist:
                 raise
             if not said:
-                _log.info("%s; trying again, now and then", problem)
+                level = logging.WARNING if isinstance(problem, NotOfThisJob) else logging.INFO
+                _log.log(level, "%s; trying again, now and then", problem)
                 said = True
             tries = tries.failed()
 
