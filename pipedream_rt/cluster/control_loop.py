@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import CancelledError, TimeoutError, wait
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineClosed
 from pipedream_rt.lifecycle import Lifecycle, name_this_thread
 
 T = TypeVar("T")
 
 _TURN_S = 1.0
+"""Seconds after which a thread that waits for the loop notices a signal, whatever comes."""
 
 _LAST_S = 5.0
 """Seconds for what runs in the loop to end."""
@@ -31,6 +33,14 @@ async def within(awaited: Awaitable[T], seconds: float | None) -> T:
         return task.result()
     finally:
         task.cancel()
+
+
+async def until(changed: asyncio.Event, enough: Callable[[], bool], deadline: Deadline) -> None:
+    """Wait until it is enough, looked at whenever something has changed, or the time is over."""
+    while not enough() and not deadline.expired():
+        changed.clear()
+        with suppress(asyncio.TimeoutError):
+            await within(changed.wait(), deadline.remaining_s())
 
 
 class ControlLoop:

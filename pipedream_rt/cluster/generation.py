@@ -298,15 +298,14 @@ class Generation:
                 member.stream.send({"type": "doors", "by_name": doors})
             by_rank = {group.names.index(name): at for name, at in doors.items()}
             links = PeerLinks(group, self._listener.secret, self._doors, by_rank, deadline)
-            met: Connections = await self._beside(
-                links.meet(), lambda: self._look_while_forming(deadline), deadline
-            )
+            met: Connections = await self._beside(links.meet(), deadline)
             return met
         finally:
             self._opened.close()
 
-    async def _beside(self, doing: Any, look: Callable[[], object], deadline: Deadline) -> Any:
+    async def _beside(self, doing: Any, deadline: Deadline) -> Any:
         """Wait for a coroutine or a future, and look at the members meanwhile."""
+        look = functools.partial(self._look_while_forming, deadline)
         task = asyncio.ensure_future(doing)
         task.add_done_callback(lambda _: self._changed.set())
         try:
@@ -349,20 +348,12 @@ class Generation:
 
     async def all_joined(self, joining: Future[None], deadline: Deadline) -> None:
         """Wait until all members have joined, and this process in another thread."""
-
-        def look() -> None:
-            self._look_while_forming(deadline)
-
-        await self._beside(asyncio.wrap_future(joining), look, deadline)
+        await self._beside(asyncio.wrap_future(joining), deadline)
+        look = functools.partial(self._look_while_forming, deadline)
         everybody = self.members
         await self._until(
             lambda: all(m.met is not None for m in everybody), look, self._turn_s(deadline)
         )
-        self._remove_doors()
-
-    def _remove_doors(self) -> None:
-        """Remove the Unix sockets of members that were killed while the group formed."""
-        remove_left_behind(m.door for m in self.members if m.door is not None)
 
     async def tell(self, record: Record) -> None:
         """Send a record to all members that are there."""
@@ -401,18 +392,16 @@ class Generation:
             return
         loop = asyncio.get_running_loop()
 
+        def replace() -> None:
+            loop.remove_reader(forks)
+            loop.run_in_executor(None, self._local.replace_forks)
+
         def close() -> None:
             loop.remove_reader(forks)
             os.close(forks)
 
+        loop.add_reader(forks, replace)
         self._opened.callback(close)
-        loop.add_reader(
-            forks,
-            lambda: (
-                loop.remove_reader(forks),
-                loop.run_in_executor(None, self._local.replace_forks),
-            ),
-        )
 
     def _member_changed(self, member: Member) -> None:
         """Report a member whose connection has ended."""
@@ -491,7 +480,7 @@ class Generation:
         """Tell the workers to end, and close their connections."""
         self.ending = True
         self._opened.close()
-        self._remove_doors()
+        remove_left_behind(m.door for m in self.members if m.door is not None)
         await self.tell({"type": "exit", "failed": failed})
         there = [member.stream for member in self.members if member.ended is None]
         if there:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pipedream_rt.cluster.addresses import boot_id, joined
-from pipedream_rt.cluster.control_loop import within
+from pipedream_rt.cluster.control_loop import until
 from pipedream_rt.cluster.identity import Secret
 from pipedream_rt.cluster.members import Member
 from pipedream_rt.cluster.reception import Reception
@@ -281,16 +281,13 @@ def announce_end(
         door = Listener(secret, listener)
         door.over = code
         door.open()
-        nodes: set[str] = set()
-        while len(nodes) < count and not deadline.expired():
-            door.changed.clear()
-            try:
-                await within(door.changed.wait(), deadline.remaining_s())
-            except asyncio.TimeoutError:
-                break
+
+        def nodes() -> int:
             # The name of a worker is that of its node, and a number.
-            nodes = {name.rpartition("-")[0] for name in door.told}
+            return len({name.rpartition("-")[0] for name in door.told})
+
+        await until(door.changed, lambda: nodes() >= count, deadline)
         await door.close()
-        return len(nodes)
+        return nodes()
 
     return asyncio.run(announce())

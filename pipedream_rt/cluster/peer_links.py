@@ -18,11 +18,10 @@ import os
 import socket
 import ssl
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 from pipedream_rt.cluster.addresses import resolved
-from pipedream_rt.cluster.control_loop import within
+from pipedream_rt.cluster.control_loop import until
 from pipedream_rt.cluster.doors import DoorAddress, Doors
 from pipedream_rt.cluster.identity import Secret, is_same_user
 from pipedream_rt.cluster.reception import Reception
@@ -91,10 +90,7 @@ class PeerLinks:
         lower = [rank for rank in self._group.others if rank < self._group.rank]
         dialling = [asyncio.ensure_future(self._dial(rank)) for rank in lower]
         try:
-            while not enough() and not self._deadline.expired():
-                self._changed.clear()
-                with suppress(asyncio.TimeoutError):
-                    await within(self._changed.wait(), self._deadline.remaining_s())
+            await until(self._changed, enough, self._deadline)
         except BaseException:
             self._close()
             raise

@@ -21,14 +21,14 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
 from pipedream_rt.cluster.addresses import address_towards, host_to_listen_at, joined, listening
 from pipedream_rt.cluster.control import Control
-from pipedream_rt.cluster.control_loop import within
+from pipedream_rt.cluster.control_loop import until
 from pipedream_rt.cluster.dial import DialOptions, ask_to_join, expect, reached
 from pipedream_rt.cluster.doors import DoorAddress, Doors, opened_doors
 from pipedream_rt.cluster.engines import NodeJob
@@ -105,7 +105,7 @@ async def _look(
         def enough() -> bool:
             return len(door.members) + len(door.refused) >= count
 
-        await _changes(door.changed, enough, deadline)
+        await until(door.changed, enough, deadline)
         found.refused.update(door.refused)
         members = sorted(door.taken(), key=lambda member: member.name)
         await door.rest()
@@ -121,16 +121,6 @@ async def _look(
             member.stream.close()
     finally:
         await door.close()
-
-
-async def _changes(changed: asyncio.Event, enough: Callable[[], bool], deadline: Deadline) -> None:
-    """Wait until it is enough, or the time is over."""
-    while not enough() and not deadline.expired():
-        changed.clear()
-        try:
-            await within(changed.wait(), deadline.remaining_s())
-        except asyncio.TimeoutError:
-            return
 
 
 async def _examined(member: Member, folder: str, token: str) -> Facts:
@@ -160,16 +150,14 @@ async def _measure_links(
     with opened_doors(members[0].stream.local_host) as doors:
         for rank, member in enumerate(members, 1):
             member.stream.send(welcome(rank, names, doors.address.host))
-        await _changes(changed, lambda: all(m.door or m.ended for m in members), deadline)
+        await until(changed, lambda: all(m.door or m.ended for m in members), deadline)
         there = {m.name: m.door for m in members if m.door is not None}
         at = {"first": doors.address, **there}
         for member in members:
             member.stream.send({"type": "doors", "by_name": at})
         probe = await _probe(0, names, secret, doors, at)
     try:
-        await _changes(
-            changed, lambda: all(m.met is not None or m.ended for m in members), deadline
-        )
+        await until(changed, lambda: all(m.met is not None or m.ended for m in members), deadline)
         found.addresses.update(
             (m.name, (m.door.host, m.stream.remote_host)) for m in members if m.door and not m.ended
         )
