@@ -85,7 +85,7 @@ class Generations:
 
     def _start_here(self, spec: ClusterSpec) -> Cluster:
         """Start workers on this machine, which inherit their connections."""
-        allowed = count_of_environment(NPROC, 0) if self._workers is None else 0
+        allowed = workers_of_run(self._workers)
         if allowed and spec.assignment.fewest > allowed:
             raise ConfigError(
                 f"{spec.plan.in_words}: `pipedream-rt run` may start {allowed}; raise "
@@ -179,10 +179,10 @@ def _are_ranks_here(workers: Workers) -> bool:
 
 def numbers_of_workers(workers: Workers) -> Sequence[int]:
     """Return how many workers a plan that is to be chosen may have; empty if nothing says so."""
+    if allowed := workers_of_run(workers):
+        return range(1, allowed + 1)
     if workers == "serial" or starts_here(workers):
         return range(1, len(os.sched_getaffinity(0)) + 1)
-    if workers is None and NPROC in os.environ:
-        return range(1, count_of_environment(NPROC) + 1)
     if _are_ranks_here(workers):
         return range(max(world_size() - 1, 1), world_size() + 1)
     return ()

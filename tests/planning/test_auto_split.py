@@ -146,6 +146,7 @@ def test_what_is_missing_to_choose_is_said(options, message):
 
 def test_run_says_how_many_workers_there_are(monkeypatch):
     monkeypatch.setenv("PIPEDREAM_RT_NPROC", "7")
+    assert list(numbers_of_workers(None)) == [1, 2, 3, 4, 5, 6, 7]  # on one machine
     monkeypatch.setenv("PIPEDREAM_RT_LISTEN_FD", "9")
     assert list(numbers_of_workers(None)) == [1, 2, 3, 4, 5, 6, 7]
     assert list(numbers_of_workers("local")) == [1, 2, 3]
