@@ -11,6 +11,7 @@ import threading
 import msgpack
 import pytest
 import torch
+from support.encrypted import encrypted_pair
 
 from pipedream_rt.errors import TransportError
 from pipedream_rt.transport import link as module
@@ -23,9 +24,10 @@ def pair():
     return Link(Connection(ends[0])), Link(Connection(ends[1]))
 
 
-def test_frames_arrive_in_order_however_the_kernel_cuts_them():
+@pytest.mark.parametrize("is_encrypted", [False, True], ids=["plain", "encrypted"])
+def test_frames_arrive_in_order_however_the_kernel_cuts_them(is_encrypted):
     draw = random.Random(1)
-    left, right = pair()
+    left, right = map(Link, encrypted_pair()) if is_encrypted else pair()
     sent, came = [], []
     for number in range(60):
         size = draw.choice((0, 1, 3, 1000, 70_000))

@@ -256,27 +256,6 @@ def test_what_a_stranger_puts_between_ends_the_link(junk):
     assert isinstance(error, ssl.SSLError)
 
 
-def test_frames_arrive_in_order_however_the_kernel_cuts_them():
-    draw = random.Random(1)
-    left, right = map(Link, encrypted_pair())
-    sent, came = [], []
-    for number in range(60):
-        data = draw.randbytes(draw.choice((0, 5, 5000, 150_000)))
-        sent.append((number, data, torch.rand(draw.choice((0, 1, 3, 1000, 70_000)))))
-        left.send(number, data, [sent[-1][2], torch.tensor(number)])
-        if draw.random() < 0.5:
-            right.receive(came.append)
-    while len(came) < len(sent):
-        all_out = left.flush()
-        right.receive(came.append)
-    assert all_out
-    for (kind, data, tensor), frame in zip(sent, came, strict=True):
-        assert (frame.kind, frame.data) == (kind, data)
-        assert torch.equal(frame.tensors[0], tensor)
-    left.close()
-    right.close()
-
-
 @pytest.mark.parametrize("size", [0, 1, 16_383, 16_384, 16_385, 65_536, 200_000])
 def test_nothing_that_is_decrypted_stays_behind(size):
     """One read of the socket brings several frames; nothing comes later that would wake a thread.
