@@ -1,5 +1,6 @@
 """The doors of a member: where they are, whom they let in, and that nothing is left of them."""
 
+import errno
 import os
 import socket
 import stat
@@ -7,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from support.rights import exit_code, forked_as_another_user
 
 from pipedream_rt.cluster import doors as module
 from pipedream_rt.cluster.doors import (
@@ -120,24 +122,7 @@ def test_a_forked_child_does_not_listen():
                 except OSError:
                     pass
             os._exit(code)
-        _, status = os.waitpid(child, 0)
-        assert os.waitstatus_to_exitcode(status) == 0
-
-
-def as_another_user(do):
-    """What a function says, as a number, in a child that is of another user than this process."""
-    if os.geteuid() != 0:
-        pytest.skip("root alone can become another user")
-    child = os.fork()
-    if not child:
-        code = 255
-        try:
-            os.setgid(65534)
-            os.setuid(65534)
-            code = do()
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert exit_code(child) == 0
 
 
 def number_of_error(path):
@@ -146,19 +131,22 @@ def number_of_error(path):
         return caller.connect_ex(path)
 
 
+@pytest.mark.rights
 def test_another_user_cannot_reach_the_unix_socket(folder):
     folder.chmod(0o755)  # as /tmp is
     with opened_doors(None) as doors:
-        assert as_another_user(lambda: number_of_error(doors.address.path)) == 13  # EACCES
+        stranger = forked_as_another_user(lambda: number_of_error(doors.address.path))
+        assert exit_code(stranger) == errno.EACCES
         assert number_of_error(doors.address.path) == 0
 
 
+@pytest.mark.rights
 def test_the_kernel_tells_of_which_user_the_other_end_is(folder):
     """Where a folder should be open to others, against all care."""
     folder.chmod(0o755)
     with listening_at(folder / "open") as listener:
         (folder / "open").chmod(0o777)
-        assert as_another_user(lambda: number_of_error(str(folder / "open"))) == 0
+        assert exit_code(forked_as_another_user(lambda: number_of_error(str(folder / "open")))) == 0
         with listener.accept()[0] as stranger:
             assert not is_same_user(stranger)
         with socket.socket(socket.AF_UNIX) as caller:

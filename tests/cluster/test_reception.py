@@ -16,6 +16,7 @@ import pytest
 from support.deadlines import LATEST_S
 from support.encrypted import OTHER, SECRET
 from support.loops import run
+from support.rights import exit_code, forked_as_another_user
 
 from pipedream_rt.cluster import reception as module
 from pipedream_rt.cluster.doors import listening_at
@@ -354,38 +355,33 @@ def test_each_text_is_logged_once_a_second(at_door, caplog):
     assert caplog.text.count("no worker was dropped") < 10
 
 
+@pytest.mark.rights
 def test_a_process_of_another_user_is_dropped(caplog):
     """Where a folder should be open to others, against all care."""
-    if os.geteuid() != 0:
-        pytest.skip("root alone can become another user")
+
+    def call(path):
+        with socket.socket(socket.AF_UNIX) as caller:
+            caller.connect(str(path))
+            caller.settimeout(LATEST_S)
+            try:
+                caller.sendall(packed(LINK))
+                return 0 if caller.recv(1) == b"" else 1
+            except ConnectionError:  # what it says is not read
+                return 0
 
     async def main(folder):
         with listening_at(folder / "door") as listener:
             folder.chmod(0o755)
             (folder / "door").chmod(0o777)
-            child = os.fork()
-            if not child:
-                try:
-                    os.setgid(65534)
-                    os.setuid(65534)
-                    with socket.socket(socket.AF_UNIX) as caller:
-                        caller.connect(str(folder / "door"))
-                        caller.sendall(packed(LINK))
-                        caller.settimeout(LATEST_S)
-                        os._exit(7 if caller.recv(1) == b"" else 8)
-                except ConnectionError:  # what it says is not read
-                    os._exit(7)
-                finally:
-                    os._exit(9)
+            child = forked_as_another_user(lambda: call(folder / "door"))
             came = []
 
             async def receive(stream, first):
                 came.append(first)
 
             reception = Reception(SECRET, [listener], receive, logging.WARNING)
-            status = await asyncio.to_thread(os.waitpid, child, 0)
+            assert await asyncio.to_thread(exit_code, child) == 0
             await reception.close()
-            assert os.waitstatus_to_exitcode(status[1]) == 7
             assert came == []
 
     with tempfile.TemporaryDirectory() as folder:

@@ -184,4 +184,4 @@ def test_marked_tests_are_skipped_with_the_reason(tmp_path):
     """As `make test` of an ordinary user does."""
     test = "tests/transport/rpc/test_fence.py::test_nothing_is_in_the_way_of_root"
     out, _ = done(started("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", test))
-    assert "it needs CAP_NET_ADMIN and CAP_SYS_ADMIN, which root has" in out
+    assert "it needs CAP_NET_ADMIN, CAP_SYS_ADMIN, CAP_SETUID and CAP_SETGID, which root has" in out

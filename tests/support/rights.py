@@ -1,9 +1,11 @@
 """The rights of this process, and how to start another one without any."""
 
+import os
 import shutil
 from pathlib import Path
 
-CAP_NET_ADMIN, CAP_SYS_ADMIN = 12, 21
+CAP_SETGID, CAP_SETUID, CAP_NET_ADMIN, CAP_SYS_ADMIN = 6, 7, 12, 21
+NOBODY = 65534
 
 
 def has(*capabilities):
@@ -16,9 +18,12 @@ def has(*capabilities):
 
 def why_lacking():
     """Why tests that are marked as `rights` cannot run here; empty if they can."""
-    if has(CAP_NET_ADMIN, CAP_SYS_ADMIN):
+    if has(CAP_SETGID, CAP_SETUID, CAP_NET_ADMIN, CAP_SYS_ADMIN):
         return ""
-    return "it needs CAP_NET_ADMIN and CAP_SYS_ADMIN, which root has and an ordinary user has not"
+    return (
+        "it needs CAP_NET_ADMIN, CAP_SYS_ADMIN, CAP_SETUID and CAP_SETGID, which root has and an "
+        "ordinary user has not"
+    )
 
 
 def without():
@@ -32,3 +37,25 @@ def without():
     if shutil.which("setpriv") is None:
         raise FileNotFoundError("setpriv, of the package util-linux")
     return ["setpriv", "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"]
+
+
+def forked_as_another_user(do):
+    """The number of a child of another user, which ends with the code that a function gives.
+
+    The code is 255 if the function raises.
+    """
+    child = os.fork()
+    if not child:
+        code = 255
+        try:
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            code = do()
+        finally:
+            os._exit(code)
+    return child
+
+
+def exit_code(child):
+    """The code with which a child of this process ends, when it has ended."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
