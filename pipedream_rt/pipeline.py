@@ -210,7 +210,6 @@ class Pipeline:
         self._group = start(job, self._publisher)
         with self._group.life.guard():
             run = attach(job, self._group, self._publisher)
-            self._lease = run.lease
             self._feeder = run.feeder
             self._epochs = run.epochs
             self._references = run.references
@@ -516,14 +515,14 @@ class Pipeline:
                 "the model has a layer that does something when its mode is set, such as to merge "
                 "an adapter into a weight, so no version of its weights can be kept and read"
             )
-        return KeptVersion(self._lease, self._feeder, average=ema)
+        return KeptVersion(self._group, self._feeder, average=ema)
 
     def _number_of(self, version: KeptVersion | None) -> int:
         """Return the number under which the stages have a kept version; 0 for None."""
         if version is None:
             return 0
         require_instance("version", version, KeptVersion)
-        return version.number_for(self._lease)
+        return version.number_for(self._group)
 
     def __call__(self, *args: Any, training: bool = False, **kwargs: Any) -> Any:
         """Run the model without gradient, with every update applied, in eval mode.
@@ -914,7 +913,7 @@ class Pipeline:
     @property
     def restarts(self) -> tuple[Restart, ...]:
         """The restarts so far: recoveries from failed workers, and arrivals of others."""
-        return tuple(self._group.restarts)
+        return tuple(self._group.recovery.restarts)
 
     @property
     def state(self) -> Life:
@@ -959,7 +958,7 @@ class Pipeline:
         """
         life = self._group.life
         # Not after a failure, and not where a signal interrupted a wait.
-        healthy = self._group.is_idle
+        healthy = self._group.recovery.is_idle
         try:
             if self._watching is not None and healthy and life.is_open:
                 self._watching.end()

@@ -10,7 +10,7 @@ micro-batch that follows it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -20,28 +20,23 @@ from torch import Tensor, nn
 
 from pipedream_rt.batches.items import Batch
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.messages.message import MicroBatch, Mode
-from pipedream_rt.messages.tree import Structure, flat_copy
+from pipedream_rt.messages.message import Mode
+from pipedream_rt.messages.tree import Structure, Value
 from pipedream_rt.models.cut import StageProgram
 from pipedream_rt.models.program import Program
 from pipedream_rt.schedules.edges import Address
 
 
-class Fed(NamedTuple):
-    """The flattened inputs of a micro-batch, of which each stage gets its share.
+class Followed(NamedTuple):
+    """The program that a micro-batch follows.
 
     Attributes:
-        program: The number of its program; 0 for a sequence.
-        definition: The pickled program, if the stages do not have it yet; else empty.
-        tensors: Copies.
+        program: Its number; 0 for a sequence.
         labels: The number of labels that the model's own loss is a mean over; None if not known.
         only_labels: Whether that loss is such a mean and nothing else.
     """
 
-    program: int
-    definition: bytes
-    structure: Structure
-    tensors: tuple[Tensor, ...]
+    program: int = 0
     labels: int | None = None
     only_labels: bool = False
 
@@ -79,8 +74,8 @@ class Forwards(Protocol):
         takes_total: Whether its forward has the argument `TOTAL`.
         dtype: The coarsest dtype in which it computes.
         layers: The modules that stay whole, by name; empty for a sequence.
-        definitions: The pickled programs that were made since the start.
-        first_defined: The number of the first of these.
+        definitions: The pickled programs that were recorded since the start, each with a part for
+            every stage; their numbers follow those of the programs with which the stages begin.
     """
 
     own_loss: bool
@@ -89,20 +84,22 @@ class Forwards(Protocol):
     dtype: torch.dtype
     layers: dict[str, nn.Module]
     definitions: list[bytes]
-    first_defined: int
 
     @property
     def how(self) -> str:
         """How the model was cut, in words."""
 
-    def fed(self, batch: Batch, mode: Mode, training: bool | None) -> Fed:
-        """Flatten the inputs of a micro-batch, and find or record its program."""
+    def inputs(self, batch: Batch) -> Any:
+        """Return what goes to the stages of a micro-batch, but for its target."""
 
-    def shares(self, head: MicroBatch, tensors: Sequence[Tensor]) -> Iterator[Share]:
+    def follow(self, inputs: Value, mode: Mode, training: bool | None) -> Followed:
+        """Find, or record, the program for the inputs of a micro-batch."""
+
+    def shares(self, program: int, inputs: Value) -> Iterator[Share]:
         """Yield the share of each stage that takes inputs of a micro-batch."""
 
-    def cached(self, batch: Batch, cache: Cache, length: int) -> Fed:
-        """As `fed`, for inference with a cache, which grows by `length` positions."""
+    def cached(self, inputs: Value, cache: Cache, length: int) -> Followed:
+        """As `follow`, for inference with a cache, which grows by `length` positions."""
 
     def stage_programs(self, stage: int) -> tuple[StageProgram, ...]:
         """Return the programs with which a stage begins; none for a sequence of layers."""
@@ -121,7 +118,6 @@ class SequenceForwards:
     dtype: torch.dtype = torch.float32  # read only where the model computes its loss itself
     layers: dict[str, nn.Module] = field(default_factory=dict)
     definitions: list[bytes] = field(default_factory=list)
-    first_defined: int = 1
 
     @property
     def how(self) -> str:
@@ -130,31 +126,32 @@ class SequenceForwards:
     def program(self) -> str:
         return "the layers are called one after another"
 
-    def fed(self, batch: Batch, mode: Mode, training: bool | None) -> Fed:
+    def inputs(self, batch: Batch) -> Any:
         if len(batch.args) != 1 or batch.kwargs:
             raise ConfigError(
                 "a sequence of layers takes pairs (x, y), of which x goes to the first layer; it "
                 "may be a tuple or a dict: prepare=lambda item: (item, item['labels'])"
             )
-        return Fed(0, b"", *flat_copy(batch.args[0]))
+        return batch.args[0]
 
-    def cached(self, batch: Batch, cache: Cache, length: int) -> Fed:
+    def follow(self, inputs: Value, mode: Mode, training: bool | None) -> Followed:
+        return Followed()
+
+    def cached(self, inputs: Value, cache: Cache, length: int) -> Followed:
         raise ConfigError("a sequence of layers has no cache, so it cannot generate")
 
-    def shares(self, head: MicroBatch, tensors: Sequence[Tensor]) -> Iterator[Share]:
-        yield 0, head.structure, tuple(tensors)
+    def shares(self, program: int, inputs: Value) -> Iterator[Share]:
+        yield 0, inputs.structure, inputs.tensors
 
     def stage_programs(self, stage: int) -> tuple[StageProgram, ...]:
         return ()
 
 
-def _key(
-    mode: Mode, training: bool | None, structure: Structure, tensors: Sequence[Tensor]
-) -> bytes:
+def _key(mode: Mode, training: bool | None, inputs: Value) -> bytes:
     """Return the signature of inputs and of the mode in which the model takes them."""
     how = ["eval"] if mode in EVAL else [mode is Mode.TRAIN, training]
-    of_tensors = [[str(t.dtype), list(t.shape), list(t.stride())] for t in tensors]
-    key: bytes = msgpack.packb([how, structure, of_tensors])
+    of_tensors = [[str(t.dtype), list(t.shape), list(t.stride())] for t in inputs.tensors]
+    key: bytes = msgpack.packb([how, inputs.structure, of_tensors])
     return key
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from pipedream_rt.batches.cutting import (
     Lists,
@@ -16,26 +15,38 @@ from pipedream_rt.batches.cutting import (
     samples_of,
     unmarked,
 )
-from pipedream_rt.batches.forwards import TOTAL, Fed, Forwards
+from pipedream_rt.batches.forwards import TOTAL, Cache, Forwards
 from pipedream_rt.batches.items import Accumulated, Batch
 from pipedream_rt.batches.weighing import Samples, Weighing, has_ignored, shares_of
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.message import Mode
-from pipedream_rt.messages.tree import Structure, flat_copy, flatten
+from pipedream_rt.messages.tree import Value, flat_copy, flatten
 
 
-class CutMicroBatch(NamedTuple):
-    """A micro-batch that is to be fed.
+class MicroBatch(NamedTuple):
+    """A micro-batch that is to be fed: copies of its inputs and its target.
 
     Attributes:
-        y: The structure and the tensors of the target.
+        program: The number of the program that it follows.
+        samples: 0 for an empty one, which fills up a short mini-batch.
         weight: What it weighs in a mean of losses, as its samples or the labels that count.
+        share: The factor of its loss.
+        only_labels: Whether the model's own loss is a mean over labels and nothing else.
     """
 
-    x: Fed
-    y: tuple[Structure, tuple[Tensor, ...]]
+    program: int
+    inputs: Value
+    target: Value
     samples: int = 1
     weight: float = 1.0
+    share: float = 1.0
+    only_labels: bool = False
+
+
+NOTHING = flat_copy(None)
+"""The target of a micro-batch without one."""
+
+EMPTY = MicroBatch(0, NOTHING, NOTHING, samples=0, weight=0, share=0.0)
 
 
 class CutBatch(NamedTuple):
@@ -43,22 +54,20 @@ class CutBatch(NamedTuple):
 
     Attributes:
         batch: What was cut, with its total if the model takes that; of several parts, the first.
-        parts: The micro-batches, with None for the empty ones at the end of a short mini-batch.
-        shares: The factors of their losses.
+        parts: The micro-batches, with empty ones at the end of a short mini-batch.
         told: Whether the model divides losses by the total already, so that they only add up.
         first_part: The first part, cut alone, where the mini-batch is of several parts; else None.
     """
 
     batch: Batch
-    parts: list[CutMicroBatch | None]
-    shares: list[float]
+    parts: list[MicroBatch]
     told: bool = False
     first_part: CutBatch | None = None
 
     @property
-    def filled(self) -> dict[int, CutMicroBatch]:
+    def filled(self) -> dict[int, MicroBatch]:
         """The micro-batches with samples, by place in ``parts``."""
-        return {i: part for i, part in enumerate(self.parts) if part is not None}
+        return {i: part for i, part in enumerate(self.parts) if part.samples}
 
     def first(self, count: int) -> list[tuple[Batch, int]]:
         """Return the first ``count`` micro-batches as one, then each alone; with their samples."""
@@ -91,17 +100,29 @@ class Cutter:
         training: bool | None,
         samples: int = 1,
         clear: Samples | None = None,
-    ) -> CutMicroBatch:
+    ) -> MicroBatch:
         """Flatten a copy of a micro-batch: the caller may change its tensors afterwards."""
         given, batch = batch, unmarked(batch)
-        fed = self._forwards.fed(batch, mode, training)
+        inputs = flat_copy(self._forwards.inputs(batch))
+        program, labels, only_labels = self._forwards.follow(inputs, mode, training)
         if not mode.has_target:
-            return CutMicroBatch(fed, flat_copy(None))
-        weight = self._weighing.counted(batch, fed.labels)
+            return MicroBatch(program, inputs, NOTHING)
+        weight = self._weighing.counted(batch, labels)
         if weight is None and clear is not None:
             clear.require_clear(given)
-        weight = samples if weight is None else weight
-        return CutMicroBatch(fed, flat_copy(batch.target), samples, weight)
+        return MicroBatch(
+            program=program,
+            inputs=inputs,
+            target=flat_copy(batch.target),
+            samples=samples,
+            weight=samples if weight is None else weight,
+            only_labels=only_labels,
+        )
+
+    def cached(self, batch: Batch, cache: Cache, length: int) -> MicroBatch:
+        """Flatten a copy of what one forward of a generation takes."""
+        inputs = flat_copy(self._forwards.inputs(batch))
+        return MicroBatch(self._forwards.cached(inputs, cache, length).program, inputs, NOTHING)
 
     def cut(
         self, batch: Batch | Accumulated, training: bool | None, adds: bool = False
@@ -126,15 +147,13 @@ class Cutter:
         ]
         if batch.of == 1 and batch.factor == 1:
             return found[0]
-        pairs: list[tuple[CutMicroBatch | None, float]] = [
-            (part, share * batch.factor)
+        parts = [
+            part._replace(share=part.share * batch.factor)
             for cut in found
-            for part, share in zip(cut.parts, cut.shares, strict=True)
-            if part is not None
+            for part in cut.filled.values()
         ]
-        pairs += [(None, 0.0)] * (k - len(pairs))
-        parts, shares = map(list, zip(*pairs, strict=True))
-        return found[0]._replace(parts=parts, shares=shares, first_part=found[0])
+        parts += [EMPTY] * (k - len(parts))
+        return found[0]._replace(parts=parts, first_part=found[0])
 
     def _cut(self, batch: Batch, k: int, training: bool | None, adds: bool = False) -> CutBatch:
         """Cut a mini-batch, or a part of one, into some number of micro-batches."""
@@ -149,7 +168,7 @@ class Cutter:
                 "or give micro_batches=1"
             )
         if k == 1 or samples is None:
-            return CutBatch(batch, [self.part(batch, Mode.TRAIN, training, samples or 1)], [1.0])
+            return CutBatch(batch, [self.part(batch, Mode.TRAIN, training, samples or 1)])
         self._lists.refuse_unclear(batch, samples)
         sizes = micro_batch_sizes(samples, k)
         # BatchNorm over samples alone cannot be trained on a single sample.
@@ -157,22 +176,22 @@ class Cutter:
             sizes = micro_batch_sizes(samples, k, pairs=True)
         parts = self._parts(batch, sizes, training)
         if adds:
-            return CutBatch(batch, parts, [float(part is not None) for part in parts], told=True)
-        weights = [part.weight if part else 0 for part in parts]
+            return CutBatch(batch, parts, told=True)
+        weights = [part.weight for part in parts]
         if not self._forwards.takes_total or TOTAL in batch.kwargs or sizes[0] == samples:
-            return CutBatch(batch, parts, shares_of(weights, sizes))
+            shares = shares_of(weights, sizes)
+            return CutBatch(
+                batch, [p._replace(share=share) for p, share in zip(parts, shares, strict=True)]
+            )
         # Cut once more, since the total is known only when all micro-batches were weighed. On the
         # CPU, whatever default device the script has set.
         total = {TOTAL: torch.tensor(sum(weights), device="cpu")}
         batch = Batch(batch.args, batch.kwargs | total, batch.target)
-        parts = self._parts(batch, sizes, training)
-        return CutBatch(batch, parts, [float(part is not None) for part in parts], told=True)
+        return CutBatch(batch, self._parts(batch, sizes, training), told=True)
 
-    def _parts(
-        self, batch: Batch, sizes: Sequence[int], training: bool | None
-    ) -> list[CutMicroBatch | None]:
+    def _parts(self, batch: Batch, sizes: Sequence[int], training: bool | None) -> list[MicroBatch]:
         return [
-            self.part(each, Mode.TRAIN, training, size) if size else None
+            self.part(each, Mode.TRAIN, training, size) if size else EMPTY
             for each, size in zip(cut_batch(batch, sizes), sizes, strict=True)
         ]
 
@@ -192,7 +211,8 @@ class LossChecks:
         if len(cut.filled) < 2 or is_cut_elsewhere(cut.batch):
             return False
         is_ignored = self._looks_for_ignored and any(
-            has_ignored((*part.x.tensors, *part.y[1])) for part in cut.filled.values()
+            has_ignored((*part.inputs.tensors, *part.target.tensors))
+            for part in cut.filled.values()
         )
         if is_ignored:
             self._looks_for_ignored = False

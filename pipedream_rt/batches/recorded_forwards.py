@@ -9,13 +9,13 @@ from hashlib import blake2b
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from pipedream_rt.batches.forwards import EVAL, TOTAL, Cache, Fed, Share, _key, without_cache
+from pipedream_rt.batches.forwards import EVAL, TOTAL, Cache, Followed, Share, _key, without_cache
 from pipedream_rt.batches.items import Batch
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.messages.message import MicroBatch, Mode
-from pipedream_rt.messages.tree import Structure, flat_copy, unflatten
+from pipedream_rt.messages.message import Mode
+from pipedream_rt.messages.tree import Structure, Value, flat_copy, unflatten
 from pipedream_rt.models import dumps
 from pipedream_rt.models.cut import Cut, Routes, StageProgram, cut
 from pipedream_rt.models.label_counts import LabelCount, label_count_of
@@ -73,7 +73,6 @@ class RecordedForwards:
         self.homes: dict[str, int] = {}
         self.cuts: list[Cut] = []
         self.definitions: list[bytes] = []
-        self.first_defined = 0
 
     @property
     def how(self) -> str:
@@ -121,15 +120,14 @@ class RecordedForwards:
         """Cut the programs of an example at `firsts`, the first layers of the stages from 1 on."""
         self._num_stages = len(firsts) + 1
         self.homes.update({name: stage for stage, name in enumerate(firsts, 1)})
-        structure, tensors = flat_copy((batch.args, batch.kwargs))
+        inputs = flat_copy(self.inputs(batch))
         for mode, program in programs.items():
-            self._add(_key(mode, None, structure, tensors), program)
+            self._add(_key(mode, None, inputs), program)
         self._links = {link for each in self.cuts for link in each.links}
         self._entries = {stage for each in self.cuts for stage in each.entries}
         of_cuts = zip(*(each.used for each in self.cuts), strict=True)
         self._has = [set().union(*of_stage) for of_stage in of_cuts]
         self._began = True
-        self.first_defined = len(self.cuts)
 
     @property
     def links(self) -> tuple[tuple[int, int], ...]:
@@ -144,36 +142,35 @@ class RecordedForwards:
     def stage_programs(self, stage: int) -> tuple[StageProgram, ...]:
         return tuple(each.stages[stage] for each in self.cuts)
 
-    def fed(self, batch: Batch, mode: Mode, training: bool | None) -> Fed:
-        structure, tensors = flat_copy((batch.args, batch.kwargs))
-        key = _key(mode, training, structure, tensors)
+    def inputs(self, batch: Batch) -> Any:
+        return batch.args, batch.kwargs
+
+    def follow(self, inputs: Value, mode: Mode, training: bool | None) -> Followed:
+        key, tensors = _key(mode, training, inputs), inputs.tensors
         known = (found for found in self._programs.get(key, ()) if found[1].holds_for(tensors))
         number, program = next(known, (-1, None))
-        definition = b""
         if program is None:
-            args, kwargs = unflatten(structure, tensors)
+            args, kwargs = unflatten(inputs.structure, tensors)
             program = self.record(Batch(args, kwargs, None), mode, training)
-            number, definition = self._new(key, program)
-        labels, only = None, False
-        if self.own_loss and mode.has_target:
-            if number not in self._countings:
-                self._countings[number] = label_count_of(program)
-            if how := self._countings[number]:
-                labels, only = how.of(tensors), own_loss(program.output, None) == Slot(how.mean)
-        return Fed(number, definition, structure, tensors, labels, only)
+            number = self._new(key, program)
+        if not (self.own_loss and mode.has_target):
+            return Followed(number)
+        if number not in self._countings:
+            self._countings[number] = label_count_of(program)
+        if (how := self._countings[number]) is None:
+            return Followed(number)
+        return Followed(number, how.of(tensors), own_loss(program.output, None) == Slot(how.mean))
 
-    def _new(self, key: bytes, program: Program) -> tuple[int, bytes]:
-        """Add a program that stages do not have yet; return its number and its definition."""
+    def _new(self, key: bytes, program: Program) -> int:
+        """Add a program that stages do not have yet; return its number."""
         number = self._add(key, program)
-        definition = dumps(self.cuts[number].stages)[0]
-        self.definitions.append(definition)
-        return number, definition
+        self.definitions.append(dumps(self.cuts[number].stages)[0])
+        return number
 
-    def cached(self, batch: Batch, cache: Cache, length: int) -> Fed:
-        structure, tensors = flat_copy((batch.args, batch.kwargs))
+    def cached(self, inputs: Value, cache: Cache, length: int) -> Followed:
         before = cache.value.get_seq_length()
         how = b"cached" if before else b"cached, at first"
-        key = how + _key(Mode.INFER, None, structure, tensors)
+        key = how + _key(Mode.INFER, None, inputs)
         # What a cache holds may change the forward, so each is recorded until two in a row, with
         # different lengths in the cache, give the same program. That one then serves other lengths
         # too. It is recorded again at powers of two, and always where layers see only a window of
@@ -182,28 +179,28 @@ class RecordedForwards:
         looks = not known or before & (before - 1) == 0 or any(cache.value.is_sliding)
         if key in self._for_all_lengths and not looks:
             number, program = self._for_all_lengths[key]
-            if program.holds_for(tensors):
+            if program.holds_for(inputs.tensors):
                 cache.grow(length)
-                return Fed(number, b"", structure, tensors)
-        args, kwargs = unflatten(structure, tensors)
+                return Followed(number)
+        args, kwargs = unflatten(inputs.structure, inputs.tensors)
         program = self.record(
             Batch(args, kwargs, None), Mode.INFER, carried={cache.name: cache.value}
         )
         if before:  # `carries` would begin a new cache on the stages
             program = dataclasses.replace(program, carries={})
-        content, definition = blake2b(key + dumps(program)[0]).digest(), b""
+        content = blake2b(key + dumps(program)[0]).digest()
         if content not in self._by_content:
-            self._by_content[content], definition = self._new(key, program)
+            self._by_content[content] = self._new(key, program)
         number = self._by_content[content]
         if self._last.get(key) == number:
             self._for_all_lengths[key] = number, program
         else:
             self._for_all_lengths.pop(key, None)
         self._last[key] = number
-        return Fed(number, definition, structure, tensors)
+        return Followed(number)
 
-    def shares(self, head: MicroBatch, tensors: Sequence[Tensor]) -> Iterator[Share]:
-        stages = self.cuts[head.program].stages
+    def shares(self, program: int, inputs: Value) -> Iterator[Share]:
+        stages, tensors = self.cuts[program].stages, inputs.tensors
         for stage in self.entries:
             slots = stages[stage].takes.get(COORDINATOR, ())
             structure: Structure = ["t", [["T", i] for i in range(len(slots))]]

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from pipedream_rt.coordinator.feed.feeder import Feeder
-from pipedream_rt.coordinator.recovery.group import Lease
+from pipedream_rt.coordinator.recovery.group import WorkerGroup
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.message import CommandName
 from pipedream_rt.messages.state_keys import by_key
@@ -28,30 +28,29 @@ class KeptVersion:
         average: Whether it is the average of the weights.
     """
 
-    def __init__(self, lease: Lease, feeder: Feeder, *, average: bool) -> None:
-        self._lease = lease
+    def __init__(self, group: WorkerGroup, feeder: Feeder, *, average: bool) -> None:
+        self._group = group
         self._number = next(_numbers)
         self.average = average
-        group = lease.group
         feeder.flush()
         self.step = feeder.step
-        self._loads = group.loads
-        group.log.hold()
-        borrowed = _averages_of_ties(lease) if average else {}
+        self._loads = group.feed.loads
+        group.feed.log.hold()
+        borrowed = _averages_of_ties(group) if average else {}
         argument = {"number": self._number, "average": average, "borrowed": borrowed}
         group.command(CommandName.KEEP, argument)
 
-    def number_for(self, lease: Lease) -> int:
+    def number_for(self, group: WorkerGroup) -> int:
         """Return the number under which the stages have the copy.
 
         Raises:
             ConfigError: It was dropped, or is of another pipeline, or others were loaded since.
         """
-        if lease is not self._lease:
+        if group is not self._group:
             raise ConfigError("the version is one of another pipeline")
         if not self._number:
             raise ConfigError(f"the version of step {self.step} was dropped; keep another one")
-        if self._lease.group.loads != self._loads:
+        if self._group.feed.loads != self._loads:
             raise ConfigError(
                 f"the kept version of step {self.step} was made before load() or "
                 "load_state_dict() replaced the weights, and cannot be read any more; call "
@@ -62,10 +61,10 @@ class KeptVersion:
     def drop(self) -> None:
         """Let the stages forget the copy. Idempotent."""
         number, self._number = self._number, 0
-        group = self._lease.group
+        group = self._group
         if number and not group.life.is_over:
             group.command(CommandName.DROP, number)
-            group.log.release()
+            group.feed.log.release()
 
     def __enter__(self) -> KeptVersion:
         return self
@@ -85,9 +84,9 @@ class KeptVersion:
         return f"<the {what} after step {self.step}{'' if self._number else ', dropped'}>"
 
 
-def _averages_of_ties(lease: Lease) -> dict[str, Any]:
+def _averages_of_ties(group: WorkerGroup) -> dict[str, Any]:
     """Return the averages of tied weights, by name in the whole model."""
-    group = lease.group
+    group = group
     if not group.plan.ties:
         return {}
     found: dict[str, Any] = {}

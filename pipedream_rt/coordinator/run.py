@@ -27,7 +27,7 @@ from pipedream_rt.coordinator.checkpointing.preemption import Preemption
 from pipedream_rt.coordinator.feed.epochs import Epochs
 from pipedream_rt.coordinator.feed.feeder import Feeder
 from pipedream_rt.coordinator.recovery.decision import Failures
-from pipedream_rt.coordinator.recovery.group import Lease, WorkerGroup
+from pipedream_rt.coordinator.recovery.group import WorkerGroup
 from pipedream_rt.coordinator.references.references import References
 from pipedream_rt.coordinator.results import StepResult
 from pipedream_rt.coordinator.run_state import RunState
@@ -62,7 +62,6 @@ _log = logging.getLogger(__name__)
 class Run:
     """The parts of a pipeline whose workers are there."""
 
-    lease: Lease
     feeder: Feeder
     epochs: Epochs
     references: References
@@ -118,7 +117,7 @@ def start(job: Job, publisher: EventPublisher | None) -> WorkerGroup:
             job.options.recovery.answer,
             Failures(most, job.plan),
         )
-        group.after_workers_end.append(undo.pop_all().close)
+        group.recovery.after_workers_end.append(undo.pop_all().close)
     return group
 
 
@@ -148,14 +147,13 @@ def attach(job: Job, group: WorkerGroup, publisher: EventPublisher | None) -> Ru
     kept, traced = options.kept, bool(options.observe.trace)
     shown = options.observe.shown and options.observe.shown.open("script")
     recorder = Recorder(SPANS_KEPT, shown) if traced else None
-    lease = Lease(group)
     watch: list[Callable[[StepResult], object]] = []
     if options.workers != "serial":  # there no two stages ever compute at once
         watch.append(BalanceNotice(job.plan, functools.partial(_log.warning, "%s")))
     if publisher is not None:
         watch.append(publisher.came)
     feeder = Feeder(
-        lease,
+        group,
         forwards=job.forwards,
         credits=job.credits,
         has_loss=job.loss_fn is not None,
@@ -176,11 +174,11 @@ def attach(job: Job, group: WorkerGroup, publisher: EventPublisher | None) -> Ru
         say = functools.partial(_log.warning, "%s")
         watch.append(SizeNotice(job.plan, lambda: feeder.waited_s, say))
     epochs = Epochs(feeder)
-    references = References(lease, feeder, job.model, list(job.names))
+    references = References(group, feeder, job.model, list(job.names))
     checkpointer = Checkpointer(group, kept)
     preemption = Preemption(kept.grace) if kept is not None and options.makes_checkpoints else None
     run_state = RunState(
-        lease,
+        group,
         feeder,
         epochs,
         job.model,
@@ -189,7 +187,7 @@ def attach(job: Job, group: WorkerGroup, publisher: EventPublisher | None) -> Ru
         preemption,
     )
     if preemption is not None:
-        group.before_workers_end.append(preemption.close)
+        group.recovery.before_workers_end.append(preemption.close)
         preemption.watch()
     if job.optimizer is not None:
         references.use(references.build_optimizer(*job.optimizer))
@@ -199,13 +197,12 @@ def attach(job: Job, group: WorkerGroup, publisher: EventPublisher | None) -> Ru
     if publisher is not None:
         publisher.begin(group, options, feeder.step, feeder.credits, job.forwards.how)
     return Run(
-        lease=lease,
         feeder=feeder,
         epochs=epochs,
         references=references,
         checkpointer=checkpointer,
         run_state=run_state,
-        trace=TraceCollection(lease, feeder, recorder),
+        trace=TraceCollection(group, feeder, recorder),
     )
 
 

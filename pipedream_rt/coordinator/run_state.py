@@ -22,7 +22,8 @@ from pipedream_rt.coordinator.checkpointing.preemption import EXIT_CODE, Preempt
 from pipedream_rt.coordinator.feed.epochs import Epochs
 from pipedream_rt.coordinator.feed.feeder import Feeder
 from pipedream_rt.coordinator.recovery.feed_log import Role
-from pipedream_rt.coordinator.recovery.group import Lease, restore_argument
+from pipedream_rt.coordinator.recovery.group import WorkerGroup
+from pipedream_rt.coordinator.recovery.recovery import restore_argument
 from pipedream_rt.errors import CheckpointError, ConfigError, PipelineError
 from pipedream_rt.job.identity import Identity
 from pipedream_rt.job.unsplit_model import UnsplitModel
@@ -71,7 +72,7 @@ class RunState:
 
     def __init__(
         self,
-        lease: Lease,
+        group: WorkerGroup,
         feeder: Feeder,
         epochs: Epochs,
         model: UnsplitModel,
@@ -81,7 +82,7 @@ class RunState:
     ) -> None:
         self._identity = identity
         self._preemption = preemption
-        self._group = lease.group
+        self._group = group
         self._feeder = feeder
         self._epochs = epochs
         self._model = model
@@ -170,7 +171,7 @@ class RunState:
             self._end_with_checkpoint()
         checkpointer, step = self._checkpointer, self._feeder.step
         checkpointer.finish_if_written()
-        self._group.grow()
+        self._group.recovery.grow()
         if not checkpointer.due(step):
             return
         if checkpointer.is_begun:
@@ -251,14 +252,14 @@ class RunState:
         self._count_from(manifest)
         self._feeder.flush()  # the stages begin their orders anew, at the step of the checkpoint
         here = dataclasses.replace(
-            self._group.restore_point(),
+            self._group.feed.restore_point(),
             folder=found,
             run=manifest.run,
             floor=self._floor,
             with_optimizer=same_optimizer,
         )
         self._checkpointer.go_on(found.parent, manifest.run)
-        self._group.log.begin(here)
+        self._group.feed.log.begin(here)
         self.resumed = manifest
         self._with_groups = same_optimizer and not {"hyper_parameters", "groups"} & {*accept}
         if self._feeder.optimizer is not None and "hyper_parameters" in accept:
@@ -310,7 +311,7 @@ class RunState:
         """Count steps, passes and micro-batches on from a checkpoint."""
         self._feeder.step, self._feeder.passes = manifest.step, manifest.passes
         number = manifest.step * self._group.plan.per_update
-        self._group.next_micro_batch = self._group.next_loss = number
+        self._group.feed.next_micro_batch = self._group.recovery.next_loss = number
 
     def resume(self, accept: Sequence[str]) -> None:
         """Load the newest usable checkpoint of the run; without any, begin at the start."""

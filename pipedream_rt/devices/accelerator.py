@@ -35,16 +35,13 @@ from torch import Tensor, nn
 from pipedream_rt.devices.device import DeferredScalar, accept, moved
 from pipedream_rt.devices.events import DeviceEvents
 from pipedream_rt.lifecycle import name_this_thread
-from pipedream_rt.messages.message import Loss, Message, Payload, Send, Sender
+from pipedream_rt.messages.message import Key, Loss, Message, Payload, Send, Sender
 from pipedream_rt.messages.tree import own
 from pipedream_rt.models.program import on_device, replaced
-from pipedream_rt.schedules import EdgeKind
+from pipedream_rt.schedules.channels import OF_ACTIONS
 from pipedream_rt.torch_private import is_multithreading_enabled, set_multithreading_enabled
 
-_COMPUTED = {
-    EdgeKind.ACTIVATION, EdgeKind.TARGET, EdgeKind.GRADIENT, EdgeKind.PARTIAL, EdgeKind.SHARE,
-    EdgeKind.WEIGHT, EdgeKind.STEPPED, EdgeKind.NORM, EdgeKind.TOTAL,
-}  # fmt: skip
+_COMPUTED = {channel.kind for channel in OF_ACTIONS}
 """The kinds of messages whose tensors a stage computes with; all others it reads on the host."""
 
 
@@ -108,7 +105,7 @@ class Accelerator:
         return replaced(value, (Tensor,), back)
 
     def taken(self, message: Message) -> Message:
-        if not message.tensors or message.payload.kind not in _COMPUTED:
+        if not message.tensors or message.key.edge.kind not in _COMPUTED:
             return message
         given = message.tensors
         if message.ready is not None:
@@ -156,17 +153,17 @@ class Accelerator:
         )
 
     def sending(self, send: Sender, failed: Callable[[BaseException], object]) -> Send:
-        def leave(to: int, index: int, payload: Payload, tensors: tuple[Tensor, ...]) -> None:
+        def leave(key: Key, payload: Payload, tensors: tuple[Tensor, ...]) -> None:
             if isinstance(payload, Loss) and isinstance(payload.loss, DeferredScalar):
                 tensors = (*tensors, payload.loss.value)
             # A layer may write over its output later, so it is cloned now. What is on the host is a
             # copy already, or nobody changes it; see `copied`.
             tensors = tuple(t if t.is_cpu else own(t, copy=True) for t in tensors)
-            near = bool(tensors) and to in self._near
-            if near and send.hand_over(to, index, payload, tensors, self.stream.record_event):
+            near = bool(tensors) and key.edge.target in self._near
+            if near and send.hand_over(key, payload, tensors, self.stream.record_event):
                 return
             copies, copied = self._leave(tensors) if tensors else ((), None)
-            self._leaving.put(Leaving(send, failed, to, index, payload, copies, copied))
+            self._leaving.put(Leaving(send, failed, key, payload, copies, copied))
 
         return leave
 
@@ -257,8 +254,6 @@ class Leaving:
 
     Attributes:
         failed: Called with what the check of a late loss raises.
-        to: The address of the receiver.
-        index: See `Message`.
         payload: Its payload, whose loss may be `DeferredScalar`.
         tensors: Copies of its tensors on the host; one more, the last, for a loss that is late.
         copied: The event after which the copies are there; None if there are none.
@@ -266,8 +261,7 @@ class Leaving:
 
     send: Send
     failed: Callable[[BaseException], object]
-    to: int
-    index: int
+    key: Key
     payload: Payload
     tensors: tuple[Tensor, ...]
     copied: torch.Event | None
@@ -282,7 +276,7 @@ class Leaving:
             number, tensors = float(value.item()), tuple(rest)
             payload.loss.check(number)
             payload = replace(payload, loss=number)
-        self.send(self.to, self.index, payload, tensors)
+        self.send(self.key, payload, tensors)
 
 
 class AtOnce:

@@ -98,7 +98,7 @@ class Inbox:
         self._lock = threading.RLock()  # a signal handler may close while its thread holds it
         self._waiter = waiter or Bell()
         self._waiting: dict[Key, tuple[Message, int]] = {}  # and when each arrived, in ns
-        self._taken: dict[Edge, int] = {}  # the highest number taken from each edge
+        self._taken: dict[Edge, tuple[int, int]] = {}  # by edge, the last restores and number
         self._reason: Reason | None = None
         self._taker: int | None = None
         self._watched = False
@@ -121,7 +121,8 @@ class Inbox:
                     message.generation,
                 )
                 return False
-            if key in self._waiting or key.number <= self._taken.get(key.edge, -2):
+            last = self._taken.get(key.edge)
+            if key in self._waiting or (last is not None and (key.restores, key.number) <= last):
                 _log.debug("%s: dropped a second %s", self._owner, message)
                 return False
             if self._reason is not None:
@@ -189,8 +190,9 @@ class Inbox:
 
     def _remove(self, found: Key) -> Message:
         """Remove and return the message under a key, and remember that it was taken."""
-        edge, number = found
-        self._taken[edge] = max(number, self._taken.get(edge, number))
+        edge, number, restores = found
+        taken = (restores, number)
+        self._taken[edge] = max(taken, self._taken.get(edge, taken))
         message, self.arrived_ns = self._waiting.pop(found)
         return message
 

@@ -4,15 +4,18 @@ The coordinator numbers everything that it feeds into the pipe, micro-batches an
 that number is the *position*. The *turn* of an item counts the items that its receiver was given
 before it. A stage takes its items by rising turn: so it sees each command between the same two
 micro-batches, whatever the timing, and need not be given every position.
+
+What the number of a message counts, its kind says (`Channel.by`). Of a micro-batch, it is the turn
+on the way to the loss, and the position on the way back.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,7 +24,7 @@ from pipedream_rt.messages.tree import Structure
 from pipedream_rt.schedules.edges import COORDINATOR, Address, Edge, EdgeKind, Titles
 
 Passed: TypeAlias = list[Any]
-"""What one stage adds to the trail of a micro-batch (`MicroBatch.trail`)."""
+"""What one stage adds to the trail of a micro-batch (`Activation.trail`)."""
 
 
 class Mode(Enum):
@@ -67,6 +70,7 @@ class CommandName(Enum):
     KEEP = "keep"
     DROP = "drop"
     END_CACHE = "end-cache"
+    DEFINE = "define"  # programs that were recorded since the start; there is no reply
     CALL = "call"
     METHOD = "method"  # of one stage, by a reference to it
 
@@ -92,27 +96,8 @@ class Payload:
     """The content of a message without its tensors: a frozen class for each kind of edge."""
 
     __slots__ = ()
-    kind: ClassVar[EdgeKind]
 
 
-P = TypeVar("P", bound=Payload)
-
-PAYLOADS: list[type[Payload]] = []
-"""The classes of payloads. The place in this list is the number of a class on the wire."""
-
-
-def payload(kind: EdgeKind) -> Callable[[type[P]], type[P]]:
-    """Register the class of the payloads of a kind of edge."""
-
-    def register(cls: type[P]) -> type[P]:
-        cls.kind = kind
-        PAYLOADS.append(cls)
-        return cls
-
-    return register
-
-
-@payload(EdgeKind.START)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start(Payload):
     """Coordinator to stage, as the first message: how to build the stage.
@@ -139,26 +124,20 @@ class Start(Payload):
     definitions: list[bytes] = field(default_factory=list)
 
 
-@payload(EdgeKind.READY)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready(Payload):
-    """Stage to coordinator: the stage is built. The index of the message is the generation."""
+    """Stage to coordinator: the stage is built."""
 
 
-@payload(EdgeKind.ACTIVATION)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch(Payload):
-    """The input of a forward, from the coordinator to the first stages or from stage to stage.
+class Head:
+    """What all stages are told of a micro-batch: made once, and passed from stage to stage.
 
     Attributes:
-        turn: The turn of this item at the receiver.
-        turns: By stage, the turn of this item at the replica that it goes to; empty if no stage has
-            replicas, since all are then given the same items.
+        position: Its position in the feed.
         micro_batch: Number among the micro-batches to train on, or among all others.
         empty: Whether it has no samples; it fills up a short mini-batch and changes nothing.
         program: Number of the program that the stages follow.
-        definition: The pickled programs of all stages, where ``program`` is a new number; else
-            empty.
         version: Number of the kept version that the stages read; 0 for the newest weights.
         cache: Number of the cache in which a stage keeps what the next micro-batch needs: what
             layers cache while a text is generated, or buffers in an evaluation; 0 for none.
@@ -167,6 +146,27 @@ class MicroBatch(Payload):
             `pack_hyper`; None unless the micro-batch is trained on.
         given: The values that the script has changed since the start: the number of the holder, the
             key there, and the value as `pack_hyper` packs it.
+    """
+
+    position: int
+    micro_batch: int
+    mode: Mode
+    empty: bool = False
+    program: int = 0
+    version: int = 0
+    cache: int = 0
+    fingerprint: bool = False
+    hyper: list[dict[str, Any]] | None = None
+    given: list[list[Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activation(Payload):
+    """The input of a forward, from the coordinator to the first stages or from stage to stage.
+
+    Attributes:
+        head: The same at all stages.
+        turns: By stage, the turn of this item at the replica that it goes to.
         requires_grad: For each tensor, whether a gradient is expected back.
         coded: What the codec of the edge has packed (`Coding`); empty for nothing.
         trail: For each stage passed, in rising order: its index, the weight version that it read,
@@ -175,40 +175,28 @@ class MicroBatch(Payload):
             is not empty where the evaluation has changed buffers so far.
     """
 
-    turn: int = 0
-    turns: list[int] = field(default_factory=list)
-    micro_batch: int
-    mode: Mode
-    empty: bool = False
-    program: int = 0
-    definition: bytes = b""
-    version: int = 0
-    cache: int = 0
-    fingerprint: bool = False
-    hyper: list[dict[str, Any]] | None = None
-    given: list[list[Any]] = field(default_factory=list)
+    head: Head
+    turns: list[int]
     structure: Structure = field(default_factory=list)
     requires_grad: list[bool] = field(default_factory=list)
     coded: list[Any] = field(default_factory=list)
     trail: list[Passed] = field(default_factory=list)
 
 
-@payload(EdgeKind.COMMAND)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command(Payload):
     """Coordinator to every stage: a command to carry out at its turn and to reply to.
 
     Attributes:
-        turn: The turn of this item at the receiver.
+        position: Its position in the feed.
         structure: The structure of the argument; empty for none.
     """
 
-    turn: int = 0
+    position: int
     name: CommandName
     structure: Structure = field(default_factory=list)
 
 
-@payload(EdgeKind.TARGET)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target(Payload):
     """Coordinator to the stage that computes the loss: the target, and the weight of the loss.
@@ -227,7 +215,6 @@ class Target(Payload):
     metrics: bytes = b""
 
 
-@payload(EdgeKind.GRADIENT)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradient(Payload):
     """Consumer to producer: the gradients of the activations that the producer sent.
@@ -241,7 +228,6 @@ class Gradient(Payload):
     coded: list[Any] = field(default_factory=list)
 
 
-@payload(EdgeKind.LOSS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss(Payload):
     """Last stage to coordinator: the loss of a micro-batch, or the output in inference.
@@ -249,7 +235,7 @@ class Loss(Payload):
     Attributes:
         loss: The loss, not multiplied by its weight; None for an empty micro-batch and in
             inference. Inside a worker with an accelerator it may be a `DeferredScalar`.
-        trail: That of `MicroBatch`, with the last stage.
+        trail: That of `Activation`, with the last stage.
         metrics: By name, parts of the loss, and what the functions beside it returned, or the text
             of their errors.
         structure: The structure of the output in inference; empty otherwise.
@@ -261,88 +247,17 @@ class Loss(Payload):
     structure: Structure = field(default_factory=list)
 
 
-@payload(EdgeKind.WEIGHT)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Weight(Payload):
-    """Owner to user: the next version of shared weights, in the plan's order.
-
-    The index of the message is the number of the version.
-    """
-
-
-@payload(EdgeKind.SHARE)
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share(Payload):
-    """A stage to the one before it: its part of the gradients of the weights that both use.
-
-    The index of the message is the number of the update.
+class OfRule(Payload):
+    """A rule of a stage to the same rule of another one, or of another replica.
 
     Attributes:
-        present: For each weight, in the plan's order, whether the message carries a gradient.
+        values: What the rule packs beside tensors (`Rule.pack`).
     """
 
-    present: list[bool]
+    values: list[Any]
 
 
-@payload(EdgeKind.PARTIAL)
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Partial(Payload):
-    """A replica to another one of its stage: a partial sum of the gradients of an update.
-
-    The index of the message is the number of the update.
-
-    Attributes:
-        present: For each parameter of the stage, whether the message carries a gradient.
-        hyper: The hyper-parameters of the update, as in `MicroBatch`.
-        read: The versions that its micro-batches with samples have read.
-    """
-
-    present: list[bool]
-    hyper: list[dict[str, Any]]
-    read: list[int]
-
-
-@payload(EdgeKind.STEPPED)
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stepped(Payload):
-    """A replica to another one of its stage: the weights that the sender steps, after an update.
-
-    The index of the message is the number of the update.
-    """
-
-
-@payload(EdgeKind.NORM)
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Norm(Payload):
-    """A stage to the one before it: the norms of its gradients and those of the stages behind it.
-
-    The index of the message is the number of the update; its one tensor has the norms.
-
-    Attributes:
-        numbers: For each norm, the place of its parameter in the unsplit model.
-    """
-
-    numbers: list[int]
-
-
-@payload(EdgeKind.TOTAL)
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Total(Payload):
-    """The first stage to another: the total norm of all gradients of an update.
-
-    The index of the message is the number of the update.
-
-    Attributes:
-        update: Number of the update, of which ``index`` is made.
-        total: The norm; infinite for an update that is skipped. Without meaning if the message has
-            a tensor: that holds the norm where a device has computed it.
-    """
-
-    update: int
-    total: float
-
-
-@payload(EdgeKind.REPLY)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply(Payload):
     """Stage to coordinator: the result of a command.
@@ -355,7 +270,6 @@ class Reply(Payload):
     refused: str = ""
 
 
-@payload(EdgeKind.SAVED)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved(Payload):
     """Stage to coordinator: the result of a command to save, which later replies may overtake.
@@ -367,7 +281,6 @@ class Saved(Payload):
     structure: Structure
 
 
-@payload(EdgeKind.FAILED)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed(Payload):
     """Stage to coordinator: an error as data, since no exception crosses a transport.
@@ -384,6 +297,22 @@ class Failed(Payload):
     pickled: bytes = b""
 
 
+PAYLOADS: Mapping[EdgeKind, type[Payload]] = {
+    **dict.fromkeys(EdgeKind, OfRule),
+    EdgeKind.START: Start,
+    EdgeKind.READY: Ready,
+    EdgeKind.ACTIVATION: Activation,
+    EdgeKind.TARGET: Target,
+    EdgeKind.GRADIENT: Gradient,
+    EdgeKind.LOSS: Loss,
+    EdgeKind.COMMAND: Command,
+    EdgeKind.REPLY: Reply,
+    EdgeKind.SAVED: Saved,
+    EdgeKind.FAILED: Failed,
+}
+"""The class of the payloads of each kind of edge."""
+
+
 def digest_of(tensors: Sequence[Tensor]) -> bytes:
     """Return the SHA-256 of tensors of bytes, each behind its length (8 bytes)."""
     digest = hashlib.sha256()
@@ -394,23 +323,37 @@ def digest_of(tensors: Sequence[Tensor]) -> bytes:
     return digest.digest()
 
 
-_FED = (MicroBatch, Command)
-"""The payloads that the coordinator feeds into the pipe; they have a turn."""
+class Key(NamedTuple):
+    """The key of a message, under which it waits in an inbox.
 
-Send = Callable[[int, int, Payload, tuple[Tensor, ...]], None]
-"""``send(to, index, payload, tensors)`` hands a message to the transport. Never blocks."""
+    Attributes:
+        number: What it counts, the kind of the edge says (`Channel.by`).
+        restores: How often the sender has gone back to an earlier state, in which it gives the same
+            updates and versions again; 0 where the number always rises.
+    """
+
+    edge: Edge
+    number: int
+    restores: int = 0
+
+    def words(self, titles: Titles) -> str:
+        """Return the key for people, as ``gradient 7 from stage 2``."""
+        return f"{self.edge.kind.value} {self.number} from {titles(self.edge.source)}"
+
+
+Send = Callable[[Key, Payload, tuple[Tensor, ...]], None]
+"""``send(key, payload, tensors)`` hands a message to the transport. Never blocks."""
 
 
 class Sender(Protocol):
-    """Makes the messages of one address, and sends them."""
+    """Makes messages of a generation, and sends them."""
 
-    def __call__(self, to: int, index: int, payload: Payload, tensors: tuple[Tensor, ...]) -> None:
+    def __call__(self, key: Key, payload: Payload, tensors: tuple[Tensor, ...]) -> None:
         """Hand a message to the transport. Never blocks."""
 
     def hand_over(
         self,
-        to: int,
-        index: int,
+        key: Key,
         payload: Payload,
         tensors: tuple[Tensor, ...],
         ready: Callable[[], torch.Event],
@@ -422,50 +365,34 @@ class Sender(Protocol):
         """
 
 
-class Key(NamedTuple):
-    """The key under which a message waits in an inbox.
-
-    Attributes:
-        number: The turn of an item of the feed; the index of any other message.
-    """
-
-    edge: Edge
-    number: int
-
-    def words(self, titles: Titles) -> str:
-        """Return the key for people, as ``gradient 7 from stage 2``."""
-        return f"{self.edge.kind.value} {self.number} from {titles(self.edge.source)}"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
     """One message.
 
     Attributes:
-        index: The position of the item of the feed that the message belongs to. It is not the
-            number of the micro-batch, which comes again when a run goes back to a checkpoint. A
-            message that belongs to no item has the generation (`Ready`), a number for the version
-            (`Weight`) or the update (`Share`, `Partial`, `Stepped`, `Norm`, `Total`), or 0
-            (`Start`, `Failed`).
         generation: A receiver of another generation drops the message.
         tensors: The sender does not change them any more.
         ready: The event after which tensors on an accelerator have their values. Only within a
             process; None where the tensors are on the host.
     """
 
-    to: Address
-    sender: Address
-    index: int
+    key: Key
     generation: int
     payload: Payload
     tensors: tuple[Tensor, ...] = ()
     ready: torch.Event | None = None
 
     @property
-    def key(self) -> Key:
-        payload = self.payload
-        number = payload.turn if isinstance(payload, _FED) else self.index
-        return Key(Edge(payload.kind, self.sender, self.to), number)
+    def to(self) -> Address:
+        return self.key.edge.target
+
+    @property
+    def sender(self) -> Address:
+        return self.key.edge.source
+
+    @property
+    def number(self) -> int:
+        return self.key.number
 
     def __str__(self) -> str:
         """Return the message for logs, as ``gradient 7 from address 2 to address 1``."""
@@ -473,4 +400,4 @@ class Message:
             "the coordinator" if end == COORDINATOR else f"address {end}"
             for end in (self.sender, self.to)
         )
-        return f"{self.payload.kind.value} {self.index} from {source} to {target}"
+        return f"{self.key.edge.kind.value} {self.number} from {source} to {target}"

@@ -32,7 +32,7 @@ class Value(NamedTuple):
 
     structure: Structure
     tensors: tuple[Tensor, ...]
-    requires_grad: tuple[bool, ...]
+    requires_grad: tuple[bool, ...] = ()
 
 
 @functools.lru_cache(maxsize=256)
@@ -130,10 +130,10 @@ def _key(key: object, path: str) -> str | int:
     raise ConfigError(f"{path} has the key {key!r}; only str and int keys can cross stages")
 
 
-def flat_copy(value: object) -> tuple[Structure, tuple[Tensor, ...]]:
+def flat_copy(value: object) -> Value:
     """Flatten a value and copy its tensors to the host, so that the caller may change its own."""
     structure, tensors = flatten(value)
-    return structure, tuple(own(t, copy=True, clone=_on_host) for t in tensors)
+    return Value(structure, tuple(own(t, copy=True, clone=_on_host) for t in tensors))
 
 
 def _on_host(tensor: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import dataclasses
 import mmap
 from collections.abc import Callable, Sequence
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any, NamedTuple, get_type_hints
 
@@ -16,45 +16,73 @@ import torch
 from torch import Tensor
 
 from pipedream_rt.errors import TransportError
-from pipedream_rt.messages.message import PAYLOADS, Message, Payload
+from pipedream_rt.messages.message import PAYLOADS, Key, Message
 from pipedream_rt.messages.tree import own
+from pipedream_rt.schedules.edges import Edge, EdgeKind
 
-FORMAT = 11
+FORMAT = 12
 """Version of this format, the first element of every message. A peer with another is refused."""
 
-_NUMBERS = {cls: number for number, cls in enumerate(PAYLOADS)}
-_FIELDS = {cls: tuple(f.name for f in dataclasses.fields(cls)) for cls in PAYLOADS}  # type: ignore[arg-type]
-_ENUM_PLACES: dict[type[Payload], dict[int, type[Enum]]] = {
-    cls: {
-        names.index(name): hint
-        for name, hint in get_type_hints(cls).items()
-        if isinstance(hint, type) and issubclass(hint, Enum)
-    }
-    for cls, names in _FIELDS.items()
-}
-"""By payload, the places of the fields that are enums; their values travel."""
+
+class _Form(NamedTuple):
+    """How an object of a frozen class travels: as the list of its values.
+
+    Attributes:
+        values: Returns the values of the fields of an object, in order.
+        write: By place of a field whose value is an enum or another such object: how it travels.
+        read: The inverse of ``write``.
+    """
+
+    cls: type
+    names: tuple[str, ...]
+    values: Callable[[Any], tuple[Any, ...]]
+    write: dict[int, Callable[[Any], Any]]
+    read: dict[int, Callable[[Any], Any]]
 
 
-def _values(cls: type[Payload]) -> Callable[[Payload], tuple[Any, ...]]:
-    """Return a function that returns the values of a payload's fields, in order."""
-    names = _FIELDS[cls]
-    if len(names) > 1:  # of a single name, attrgetter returns the value itself
-        return attrgetter(*names)
-    return lambda payload: tuple(getattr(payload, name) for name in names)
+def _form_of(cls: type) -> _Form:
+    names = tuple(f.name for f in dataclasses.fields(cls))
+    values: Callable[[Any], tuple[Any, ...]] = attrgetter(*names) if names else lambda _: ()
+    if len(names) == 1:  # of a single name, attrgetter returns the value itself
+        values = lambda each: (getattr(each, names[0]),)  # noqa: E731
+    form = _Form(cls, names, values, {}, {})
+    hints = get_type_hints(cls)
+    for place, hint in enumerate(hints[name] for name in names):
+        if isinstance(hint, type) and issubclass(hint, Enum):
+            form.write[place], form.read[place] = attrgetter("value"), hint
+        elif dataclasses.is_dataclass(hint):
+            inner = _form_of(hint)  # type: ignore[arg-type]
+            form.write[place], form.read[place] = partial(_written, inner), partial(_read, inner)
+    return form
 
 
-_VALUES = {cls: _values(cls) for cls in PAYLOADS}
+def _written(form: _Form, value: Any) -> list[Any]:
+    """Return an object as plain values."""
+    values = list(form.values(value))
+    for place, write in form.write.items():
+        values[place] = write(values[place])
+    return values
+
+
+def _read(form: _Form, values: list[Any]) -> Any:
+    """Return the object of which `_written` returned the values."""
+    for place, read in form.read.items():
+        values[place] = read(values[place])
+    return form.cls(**dict(zip(form.names, values, strict=True)))
+
+
+_KINDS = tuple(EdgeKind)
+_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
+_FORMS = [_form_of(PAYLOADS[kind]) for kind in _KINDS]
 
 
 def encode(message: Message) -> bytes:
     """Return the bytes of a message without its tensors."""
-    payload = message.payload
-    cls = type(payload)
-    values = list(_VALUES[cls](payload))
-    for place in _ENUM_PLACES[cls]:
-        values[place] = values[place].value
-    head = [FORMAT, message.to, message.sender, message.index, message.generation, _NUMBERS[cls]]
+    edge, number, restores = message.key
+    kind = _NUMBERS[edge.kind]
+    head = [FORMAT, edge.target, edge.source, number, restores, message.generation, kind]
     try:
+        values = _written(_FORMS[kind], message.payload)
         return bytes(msgpack.packb([*head, values], unicode_errors="surrogatepass"))
     except (TypeError, ValueError, OverflowError) as error:
         raise TransportError(f"{message} cannot be written: {error}") from error
@@ -63,7 +91,7 @@ def encode(message: Message) -> bytes:
 def decode(data: bytes, tensors: Sequence[Tensor]) -> Message:
     """Return the message of which `encode` returned the bytes."""
     try:
-        found, to, sender, index, generation, number, values = msgpack.unpackb(
+        found, to, sender, number, restores, generation, kind, values = msgpack.unpackb(
             data, strict_map_key=False, unicode_errors="surrogatepass"
         )
         if found != FORMAT:
@@ -71,16 +99,11 @@ def decode(data: bytes, tensors: Sequence[Tensor]) -> Message:
                 f"a message has format {found}, but this version of pipedream-rt reads format "
                 f"{FORMAT}; install the same version on all machines"
             )
-        cls = PAYLOADS[number]
-        for place, enum in _ENUM_PLACES[cls].items():
-            values[place] = enum(values[place])
-        payload = cls(**dict(zip(_FIELDS[cls], values, strict=True)))
+        payload = _read(_FORMS[kind], values)
     except (ValueError, TypeError, IndexError, KeyError, msgpack.UnpackException) as error:
         raise TransportError(f"{len(data)} bytes are no message: {error!r}") from error
     return Message(
-        to=to,
-        sender=sender,
-        index=index,
+        key=Key(Edge(_KINDS[kind], sender, to), number, restores),
         generation=generation,
         payload=payload,
         tensors=tuple(tensors),

@@ -52,7 +52,7 @@ class ClusterHere:
                 plan.name_of(worker),
                 plan.stages_of(worker),
                 spec.generation,
-                lambda stage: Sender(transport, stage, spec.generation),
+                Sender(transport, spec.generation),
                 spec.timeout,
                 spec.threads,
             )

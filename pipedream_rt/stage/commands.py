@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import ChainMap
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -55,11 +56,23 @@ def carry_out(stage: Stage, name: CommandName, argument: Any) -> object:
             return restore_stage(stage, **argument)
         case CommandName.FINGERPRINT:
             return stage_state.fingerprints(stage)
-        case CommandName.FLUSH | CommandName.TRACE | CommandName.SAVE | CommandName.STATISTICS:
+        case (
+            CommandName.FLUSH
+            | CommandName.TRACE
+            | CommandName.SAVE
+            | CommandName.STATISTICS
+            | CommandName.DEFINE
+        ):
             raise ScheduleError(f"stage {stage.index}: the loop carries {name.value} out itself")
         case other:
             assert_never(other)
     return None
+
+
+def define(stage: Stage, definitions: Sequence[bytes]) -> None:
+    """Add programs, each pickled with a part for every stage; their numbers follow the last one."""
+    for number, pickled in enumerate(definitions, len(stage.runner.programs)):
+        stage.runner.define(number, loads(pickled)[stage.index])
 
 
 def set_mode(stage: Stage, training: bool) -> None:

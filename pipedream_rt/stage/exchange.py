@@ -10,12 +10,14 @@ from torch import Tensor
 
 from pipedream_rt.devices import DeferredScalar
 from pipedream_rt.messages.message import (
+    Activation,
     Gradient,
+    Head,
     Key,
     Loss,
     Message,
-    MicroBatch,
     Mode,
+    OfRule,
     Payload,
     Reply,
     Saved,
@@ -26,13 +28,14 @@ from pipedream_rt.schedules import COORDINATOR, Action, Edge, EdgeKind, Kind, Pl
 from pipedream_rt.schedules.channels import OF_ACTIONS
 from pipedream_rt.schedules.edges import Address, By, EdgeRule
 from pipedream_rt.stage.rules.coding import Coding
+from pipedream_rt.stage.rules.rule import Packed
 from pipedream_rt.stage.saving import StageSaver
 from pipedream_rt.stage.stage import Stage
 from pipedream_rt.stage.values import (
     NOTHING,
-    PACK,
     Gradients,
     Outgoing,
+    activation_of,
     dense,
     gradients_of,
     trail_of,
@@ -63,9 +66,10 @@ class Exchange:
 
     Attributes:
         turn: The turn of the next item of its feed.
-        loads: How often this stage has loaded a checkpoint; updates then count from an earlier one.
+        restores: How often this stage has loaded a checkpoint; updates then count from an earlier
+            one.
         ahead: A micro-batch that was taken from the feed before its forward is due; None for none.
-        positions: By micro-batch in flight, its position: the index of all its messages.
+        positions: By micro-batch in flight, its position in the feed.
         sent_bytes: The bytes of tensors that it has sent since its last span.
     """
 
@@ -82,7 +86,7 @@ class Exchange:
         self._next_from = tuple(dict.fromkeys(self.route(number).first for number in own))
         self._commands = Edge(EdgeKind.COMMAND, COORDINATOR, self.address)
         self.saver = StageSaver(stage, plan.num_stages, self._tell_saved)
-        self.turn = self.loads = 0
+        self.turn = self.restores = 0
         self.ahead: Message | None = None
         self.positions: dict[int, int] = {}
         # By edge, the last update or version that was taken, or given, since `begin`.
@@ -108,7 +112,7 @@ class Exchange:
             route = self._routes[place] = _Route(self._plan, self.address, place)
         return route
 
-    def route_of(self, head: MicroBatch) -> _Route:
+    def route_of(self, head: Head) -> _Route:
         """Return the route of a micro-batch whose first message has come."""
         return self.route(head.micro_batch if self._cycle > 1 and head.mode is Mode.TRAIN else 0)
 
@@ -139,7 +143,7 @@ class Exchange:
             yield Key(edge, self.position_of(index))
         else:
             for number in self._up_to(row, index, self._taken):
-                yield Key(edge, self._numbered(number))
+                yield Key(edge, number, self.restores)
 
     def _up_to(self, row: EdgeRule, index: int, done: dict[Edge, int]) -> Sequence[int]:
         """Return the numbers, of updates or versions, up to a row's last that are not `done`."""
@@ -153,28 +157,30 @@ class Exchange:
             done[edge] = last
         return numbers
 
-    def _numbered(self, update: int) -> int:
-        """Return the message number of an update or version; its high bits count loads."""
-        # Else it would fall when a run goes back, and an inbox takes a message whose number does
-        # not rise for one that came twice.
-        return (self.loads << 40) + update
-
     # -- what comes with a micro-batch ------------------------------------------------------------
 
     def values_of(self, messages: Sequence[Message]) -> list[Value]:
-        return [value_of(message, self._unpacked(message)) for message in messages]
+        inputs = (each for each in messages if each.key.edge.kind is EdgeKind.ACTIVATION)
+        return [value_of(message, self._unpacked(message)) for message in inputs]
 
     def gradients_of(self, messages: Sequence[Message]) -> list[Gradients]:
         return [gradients_of(message, self._unpacked(message)) for message in messages]
 
     def _unpacked(self, message: Message) -> tuple[Tensor, ...]:
         """Return the tensors of a message, unpacked if a codec has packed them."""
-        head = message.payload
-        assert isinstance(head, MicroBatch | Gradient)
-        if self._coding is None or not head.coded:
+        payload = message.payload
+        assert isinstance(payload, Activation | Gradient)
+        if self._coding is None or not payload.coded:
             return message.tensors
         with self.computing:
-            return self._coding.unpacked(message.key.edge, message.tensors, head.coded)
+            return self._coding.unpacked(message.key.edge, message.tensors, payload.coded)
+
+    def receive(self, message: Message) -> None:
+        """Let the stage have a message of a rule."""
+        payload = message.payload
+        assert isinstance(payload, OfRule)
+        packed = Packed(payload.values, message.tensors)
+        self.stage.receive(message.key.edge, message.number, packed)
 
     # -- what actions give ------------------------------------------------------------------------
 
@@ -184,8 +190,9 @@ class Exchange:
         for row in self._plan.rows(action, self.address)[1] if outgoing else ():
             if row.edge.kind in outgoing:
                 for number in self._up_to(row, index, self._given):
-                    packed = PACK[row.edge.kind](self._plan, row.edge, outgoing[row.edge.kind])
-                    self._send(row.edge, self._numbered(number), *packed)
+                    values, tensors = self.stage.pack(row.edge, outgoing[row.edge.kind])
+                    key = Key(row.edge, number, self.restores)
+                    self._send(key, OfRule(values=values), tensors)
 
     def send_on(
         self,
@@ -196,47 +203,34 @@ class Exchange:
         metrics: dict[str, float | str] | None = None,
     ) -> None:
         """Send a forward's outputs, or loss, on all its edges; `mark` goes into the trail."""
-        head = inputs[0].payload
-        assert isinstance(head, MicroBatch)
+        first = activation_of(inputs[0])
+        head, turns = first.head, first.turns
         trail = [*trail_of(inputs), [self.stage.index, version, self.computing.busy_ns, mark]]
         outputs = self.route_of(head).outputs
         number = made if isinstance(made, float | DeferredScalar) else None
         values = None if isinstance(made, float | DeferredScalar) else made
         for edge, output in zip(outputs, values or [NOTHING] * len(outputs), strict=True):
             payload: Payload
-            tensors = output.tensors
-            coded: list[Any] = []
             if edge.kind is EdgeKind.LOSS:
                 structure = [] if values is None else output.structure
                 said = metrics or {}
                 payload = Loss(loss=number, trail=trail, metrics=said, structure=structure)
-            else:
-                turn = head.turns[self._plan.stage_of(edge.target)] if head.turns else head.turn
-                if self._coding is not None and head.mode is Mode.TRAIN:
-                    places = [i if asks else None for i, asks in enumerate(output.requires_grad)]
-                    with self.computing:
-                        tensors, coded = self._coding.packed(
-                            edge, head.micro_batch, tensors, places
-                        )
-                payload = MicroBatch(
-                    turn=turn,
-                    turns=head.turns,
-                    micro_batch=head.micro_batch,
-                    mode=head.mode,
-                    empty=head.empty,
-                    program=head.program,
-                    definition=head.definition,
-                    version=head.version,
-                    cache=head.cache,
-                    fingerprint=head.fingerprint,
-                    hyper=head.hyper,
-                    given=head.given,
-                    structure=output.structure,
-                    requires_grad=list(output.requires_grad),
-                    coded=coded,
-                    trail=trail,
-                )
-            self._send(edge, inputs[0].index, payload, tensors)
+                self._send(Key(edge, head.position), payload, output.tensors)
+                continue
+            tensors, coded = output.tensors, list[Any]()
+            if self._coding is not None and head.mode is Mode.TRAIN:
+                places = [i if asks else None for i, asks in enumerate(output.requires_grad)]
+                with self.computing:
+                    tensors, coded = self._coding.packed(edge, head.micro_batch, tensors, places)
+            payload = Activation(
+                head=head,
+                turns=turns,
+                structure=output.structure,
+                requires_grad=list(output.requires_grad),
+                coded=coded,
+                trail=trail,
+            )
+            self._send(Key(edge, turns[self._plan.stage_of(edge.target)]), payload, tensors)
 
     def send_back(self, micro_batch: int, found: Sequence[Gradients]) -> None:
         """Send the gradients that a backward found to the stages that its inputs came from."""
@@ -249,7 +243,7 @@ class Exchange:
                 places = [i for i, there in enumerate(present) if there]
                 with self.computing:
                     tensors, coded = self._coding.packed(edge, micro_batch, tensors, places)
-            self._send(edge, position, Gradient(present=present, coded=coded), tensors)
+            self._send(Key(edge, position), Gradient(present=present, coded=coded), tensors)
 
     def reply(self, position: int, result: object, refused: str = "") -> None:
         """Send the result of a command to the coordinator, or the text of a refusal."""
@@ -257,20 +251,19 @@ class Exchange:
         structure, tensors = flatten(result)
         copied = self.stage.runner.device.copied
         copies = tuple(own(tensor, copy=True, clone=copied) for tensor in tensors)
-        edge = Edge(EdgeKind.REPLY, self.address, COORDINATOR)
-        self._send(edge, position, Reply(structure=structure, refused=refused), copies)
+        key = Key(Edge(EdgeKind.REPLY, self.address, COORDINATOR), position)
+        self._send(key, Reply(structure=structure, refused=refused), copies)
 
     def _tell_saved(self, position: int, result: object) -> None:
         """Send the result of a save command to the coordinator. Any thread."""
-        self._transport_send(COORDINATOR, position, Saved(structure=flatten(result)[0]), ())
+        key = Key(Edge(EdgeKind.SAVED, self.address, COORDINATOR), position)
+        self._transport_send(key, Saved(structure=flatten(result)[0]), ())
 
-    def _send(
-        self, edge: Edge, position: int, payload: Payload, tensors: tuple[Tensor, ...]
-    ) -> None:
+    def _send(self, key: Key, payload: Payload, tensors: tuple[Tensor, ...]) -> None:
         """Hand a message to the transport, and count the bytes of its tensors."""
         for tensor in tensors:
             self.sent_bytes += tensor.nbytes
-        self._transport_send(edge.target, position, payload, tensors)
+        self._transport_send(key, payload, tensors)
 
 
 class _Route:

@@ -29,7 +29,6 @@ from pipedream_rt.messages.message import (
     Key,
     Message,
     Ready,
-    Send,
     Sender,
     Start,
     digest_of,
@@ -39,6 +38,7 @@ from pipedream_rt.models.program import Step
 from pipedream_rt.models.settings import apply_settings
 from pipedream_rt.models.shipping import loads
 from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind
+from pipedream_rt.stage.commands import define
 from pipedream_rt.stage.loop import Doing, Loop, LoopOptions
 from pipedream_rt.stage.process_memory import give_memory_back_at_once
 from pipedream_rt.stage.rules.corrections import Corrections
@@ -63,7 +63,7 @@ class StageHost:
         name: str,
         stages: Sequence[int],
         generation: int,
-        send_of: Callable[[int], Sender],
+        send: Sender,
         timeout: timedelta,
         threads: int,
         announce: Callable[[str], None] = lambda action: None,
@@ -79,7 +79,7 @@ class StageHost:
         self._parts: list[Path] = []
         self._doing = Doing(stages[0])
         self._indices = stages  # addresses, in the order of the model
-        self._send_of = send_of
+        self._send = send
         self._timeout = timeout
         self._threads = threads
         self._announce = announce
@@ -165,7 +165,8 @@ class StageHost:
                 if spec.recompute and self._own_process:  # it holds for the whole process
                     give_memory_back_at_once()
                 self._stages[index] = _begun(Stage(spec, index, self._device), start)
-            self._send_of(index)(COORDINATOR, self._generation, Ready(), ())
+            ready = Key(Edge(EdgeKind.READY, index, COORDINATOR), self._generation)
+            self._send(ready, Ready(), ())
         shown = spec.trace_shown and spec.trace_shown.open(f"worker-{self.worker}")
         options = LoopOptions(
             timeout=self._timeout,
@@ -174,7 +175,8 @@ class StageHost:
             announced=start.announced,
         )
         stages = list(self._stages.values())
-        self._loop = Loop(stages, self.worker, self.inbox, self._sender_of, options)
+        send = self._device.sending(self._send, self.inbox.close)
+        self._loop = Loop(stages, self.worker, self.inbox, send, options)
         self._doing = self._loop.doing
 
     def _device_of(self, spec: StageSpec) -> Device:
@@ -187,9 +189,6 @@ class StageHost:
             threaded=self._own_process,
             name=self.plain_name,
         )
-
-    def _sender_of(self, address: int) -> Send:
-        return self._device.sending(self._send_of(address), self.inbox.close)
 
     def _place(self, error: BaseException) -> str:
         """Return in words which layer raised an error, on what input, and what to do about it."""
@@ -222,7 +221,7 @@ class StageHost:
             pickled = b""
         _log.debug("%s, %s: %s", self.name, action, error, exc_info=error)
         failed = Failed(action=action, type_name=name, text=text, trace=trace, pickled=pickled)
-        self._send_of(index)(COORDINATOR, 0, failed, ())
+        self._send(Key(Edge(EdgeKind.FAILED, index, COORDINATOR), 0), failed, ())
         self.inbox.close(error)
 
 
@@ -263,9 +262,7 @@ def _begun(stage: Stage, start: Start) -> Stage:
     """Return a stage with the optimizer, the mode and the state that its `Start` describes."""
     if start.optimizer:
         stage.set_optimizer(start.optimizer)
-    defined = len(stage.runner.programs)
-    for number, pickled in enumerate(start.definitions, defined):
-        stage.runner.define(number, loads(pickled)[stage.index])
+    define(stage, start.definitions)
     if start.training is not None:
         stage.passes.modes.set(stage.module, start.training)
     if start.restore is not None and not restore_stage(stage, **start.restore):

@@ -27,49 +27,29 @@ from pipedream_rt.devices import DeferredScalar
 from pipedream_rt.errors import ConfigError, ScheduleError
 from pipedream_rt.messages.inbox import Inbox, Steps, Wanted
 from pipedream_rt.messages.message import (
+    Activation,
     Command,
     CommandName,
+    Head,
     Key,
     Message,
-    MicroBatch,
     Mode,
-    Payload,
     Send,
 )
 from pipedream_rt.messages.tree import Value, unflatten
-from pipedream_rt.models.shipping import loads
 from pipedream_rt.schedules import COORDINATOR, Action, EdgeKind, Kind, Plan
 from pipedream_rt.schedules.actions import COUNTED, ENDS
 from pipedream_rt.stage import stage_state
-from pipedream_rt.stage.commands import carry_out
+from pipedream_rt.stage.commands import carry_out, define
 from pipedream_rt.stage.exchange import Exchange
 from pipedream_rt.stage.process_memory import peak_memory_bytes
 from pipedream_rt.stage.stage import Stage
-from pipedream_rt.stage.values import OPEN, Gradients, Outgoing, target_of
+from pipedream_rt.stage.values import Gradients, Outgoing, activation_of, target_of
 from pipedream_rt.tracing.spans import NOBODY, Recorder
 from pipedream_rt.tracing.trace import CODES, COMMAND, PASS
 
 _BACK = (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
 _OF_FEED = (EdgeKind.ACTIVATION, EdgeKind.TARGET)
-
-
-@dataclass(slots=True)
-class _Came:
-    """The messages that an action or a pass needs.
-
-    Attributes:
-        messages: Activations or gradients, by edge; or a command in the place of an activation.
-        target: The target, on the stage that computes the loss; None on others.
-        others: All messages that do not belong to a micro-batch.
-        arrived_ns: When the last of the messages arrived, on the clock of ``time.monotonic_ns``.
-        waited_for: The address that sent that one; `NOBODY` if no message is needed.
-    """
-
-    messages: Sequence[Message] = ()
-    target: Message | None = None
-    others: list[Message] = field(default_factory=list)
-    arrived_ns: int = 0
-    waited_for: int = NOBODY
 
 
 @dataclass(slots=True)
@@ -106,17 +86,19 @@ class Loop:
         stages: Sequence[Stage],
         worker: int,
         inbox: Inbox,
-        send_of: Callable[[int], Send],
+        send: Send,
         options: LoopOptions,
     ) -> None:
         # By address.
-        self._hosted = {stage.address: Exchange(stage, send_of(stage.address)) for stage in stages}
+        self._hosted = {stage.address: Exchange(stage, send) for stage in stages}
         self._first = self._hosted[stages[0].address]
         self._plan: Plan = stages[0].plan
         self._worker = worker
         self._inbox = inbox
         self._options = options
         self._free_ns = time.monotonic_ns()  # when the last span ended
+        # When the last message of the present action arrived (`time.monotonic_ns`), and from where.
+        self._arrived = (0, NOBODY)
         recorder, device = options.recorder, stages[0].runner.device
         self._marks = None if recorder is None else device.marks(recorder.capacity)
         # The micro-batch at which the order began, and how much of `Plan.work` is done since then.
@@ -150,11 +132,11 @@ class Loop:
                 if command is not None:
                     yield from self._flush(chain((action,), order), hosted, command)
                     return
-            came = yield from self._fence(hosted, action)
-            if came.messages and isinstance(came.messages[0].payload, Command):
-                yield from self._flush(order, hosted, came.messages[0])
+            messages = yield from self._fence(hosted, action)
+            if messages and isinstance(messages[0].payload, Command):
+                yield from self._flush(order, hosted, messages[0])
                 return
-            self._do(hosted, action, came)
+            self._do(hosted, action, messages)
         command = yield from self._flush_after_the_end(self._first)
         yield from self._flush(order, self._first, command)
 
@@ -185,8 +167,8 @@ class Loop:
         left = self._plan.work(self._worker, self._start, stop) - self._ended
         for action in self._plan.rest(order, self._worker, stop, left):
             doer = self._host_of(action)
-            came = yield from self._fence(doer, action)
-            self._do(doer, action, came)
+            messages = yield from self._fence(doer, action)
+            self._do(doer, action, messages)
 
     def _flush_after_the_end(self, hosted: Exchange) -> Steps[Message]:
         """Wait for the flush that must come where an order ends, as in a replay."""
@@ -204,35 +186,44 @@ class Loop:
 
     # -- fence ----------------------------------------------------------------------------------
 
-    def _fence(self, hosted: Exchange, action: Action) -> Steps[_Came]:
-        """Wait for the messages of an action; in the place of an activation, a flush may come."""
+    def _fence(self, hosted: Exchange, action: Action) -> Steps[list[Message]]:
+        """Wait for the messages of an action; return those that do not belong to a rule.
+
+        In the place of an activation, a flush may come.
+        """
         kind = action.kind
+        messages: list[Message] = []
+        self._arrived = (0, NOBODY)
         if kind is Kind.FORWARD:
             item, hosted.ahead = hosted.ahead, None
             if item is None:
                 item = yield from self._next_item(hosted)
             if isinstance(item.payload, Command):
-                return _Came((item,))
+                return [item]
             self._note(hosted, action)
-            came = yield from self._with_the_rest(hosted, item, item.payload)
+            messages = yield from self._with_the_rest(hosted, item)
         elif kind is Kind.DRAIN:
             command = self._commands.get(hosted.address)
-            came = _Came([command or (yield from self._next_item(hosted))])
-            came.arrived_ns, came.waited_for = self._inbox.arrived_ns, COORDINATOR
+            messages.append(command or (yield from self._next_item(hosted)))
+            self._arrived = (self._inbox.arrived_ns, COORDINATOR)
         else:
             self._note(hosted, action)
-            came = _Came([])
         for row in self._plan.rows(action, hosted.address)[0]:
             if row.edge.kind in _OF_FEED:
                 continue
-            found = came.messages if row.edge.kind is EdgeKind.GRADIENT else came.others
-            assert isinstance(found, list)
             for key in hosted.keys(row, action.index):
                 message = yield self._wanted(key)
-                found.append(message)
-                if self._inbox.arrived_ns >= came.arrived_ns:
-                    came.arrived_ns, came.waited_for = self._inbox.arrived_ns, message.sender
-        return came
+                self._note_arrival(message)
+                if row.edge.kind is EdgeKind.GRADIENT:
+                    messages.append(message)
+                else:
+                    hosted.receive(message)
+        return messages
+
+    def _note_arrival(self, message: Message) -> None:
+        """Note when a message has arrived, of those that an action waits for."""
+        if self._inbox.arrived_ns >= self._arrived[0]:
+            self._arrived = (self._inbox.arrived_ns, message.sender)
 
     def _next_item(self, hosted: Exchange) -> Steps[Message]:
         """Serve the items of a stage's feed until one trains, or is a flush, and return that."""
@@ -258,23 +249,19 @@ class Loop:
             yield from self._serve(taker, item)
             self.doing.stage = hosted.address
 
-    def _with_the_rest(self, hosted: Exchange, item: Message, head: Payload) -> Steps[_Came]:
-        """Wait for a micro-batch's other messages: activations of other producers, the target."""
-        assert isinstance(head, MicroBatch)
+    def _with_the_rest(self, hosted: Exchange, item: Message) -> Steps[list[Message]]:
+        """Wait for a micro-batch's other messages; return its activations, and the target last."""
+        head, turn = activation_of(item).head, item.number
         route = hosted.route_of(head)
-        by_edge, target = {route.first: item}, None
-        arrived, waited_for = self._inbox.arrived_ns, item.sender
+        by_edge, targets = {route.first: item}, []
+        self._arrived = (self._inbox.arrived_ns, item.sender)
         for edge in route.rest:
             if edge.kind is EdgeKind.ACTIVATION:
-                by_edge[edge] = yield self._wanted(Key(edge, head.turn))
-                if self._inbox.arrived_ns >= arrived:
-                    arrived, waited_for = self._inbox.arrived_ns, edge.source
-            elif head.mode.has_target:  # which is numbered by position, not by turn
-                target = yield self._wanted(Key(edge, item.index))
-        if head.definition:
-            hosted.stage.runner.define(head.program, loads(head.definition)[hosted.stage.index])
-        messages = [by_edge[edge] for edge in route.activations]
-        return _Came(messages, target, [], arrived, waited_for)
+                by_edge[edge] = yield self._wanted(Key(edge, turn))
+                self._note_arrival(by_edge[edge])
+            elif head.mode.has_target:
+                targets.append((yield self._wanted(Key(edge, turn))))
+        return [by_edge[edge] for edge in route.activations] + targets
 
     def _wanted(self, key: Key) -> Wanted:
         """Return what to wait for, with a deadline, since the message is sure to come."""
@@ -282,7 +269,7 @@ class Loop:
 
     # -- compute and send -------------------------------------------------------------------------
 
-    def _do(self, hosted: Exchange, action: Action, came: _Came) -> None:
+    def _do(self, hosted: Exchange, action: Action, messages: Sequence[Message]) -> None:
         """Do an action whose messages are there, and send what it gives."""
         stage, (kind, m, _) = hosted.stage, action
         if kind is Kind.STEP or kind in ENDS:
@@ -291,28 +278,27 @@ class Loop:
         if announced:
             self._options.announce(f"{hosted.address}:{kind.value}{m}")
         start, begin = time.monotonic_ns(), self._marked()
-        for message in came.others:
-            edge_kind = message.payload.kind
-            stage.receive(edge_kind, message.sender, OPEN[edge_kind](self._plan, message))
         if kind is Kind.FORWARD:
-            version = self._forward(hosted, m, came)
+            version = self._forward(hosted, m, messages)
         elif kind in _BACK:
             version = stage.version_of(m)
-            self._backward(hosted, action, came)
+            self._backward(hosted, action, messages)
         else:
-            self._update(hosted, action, came)
+            self._update(hosted, action, messages)
             version = stage.parameters.ledger.newest
         if announced:
             self._options.announce("")  # the action went well
         self._ended += kind in COUNTED
         if self._options.recorder is not None:
-            self._record(CODES[kind], hosted, m, version, came, start, begin)
+            self._record(CODES[kind], hosted, m, version, start, begin)
 
-    def _update(self, hosted: Exchange, action: Action, came: _Came) -> None:
+    def _update(self, hosted: Exchange, action: Action, messages: Sequence[Message]) -> None:
         """Do an action of an update; for a drain, reply that nothing is in flight."""
         stage, (kind, update, _) = hosted.stage, action
         if kind is Kind.DRAIN:
-            hosted.reply(came.messages[0].index, None)
+            command = messages[0].payload
+            assert isinstance(command, Command)
+            hosted.reply(command.position, None)
             return
         outgoing: Outgoing = {}
         with hosted.computing:
@@ -337,16 +323,16 @@ class Loop:
             where = self._plan.title_of(stage.address)
             raise ScheduleError(f"{where}: the order has {action} before {kind.value}{due}")
 
-    def _forward(self, hosted: Exchange, micro_batch: int, came: _Came) -> int:
+    def _forward(self, hosted: Exchange, micro_batch: int, messages: Sequence[Message]) -> int:
         """Do a forward and send its output or loss; return the weight version that it read."""
-        item, stage = came.messages[0], hosted.stage
-        head = item.payload
-        if not isinstance(head, MicroBatch):
+        item, stage = messages[0], hosted.stage
+        if not isinstance(item.payload, Activation):
             raise ScheduleError(
                 f"{stage.plan.title_of(stage.address)}: the order says F{micro_batch}, but the "
                 f"feed brings {item.key.words(self._plan.title_of)}, which is not a micro-batch "
                 "(an error of the library)"
             )
+        head = item.payload.head
         if head.micro_batch != micro_batch:
             raise ScheduleError(
                 f"{stage.plan.title_of(stage.address)}: the order says F{micro_batch}, but the "
@@ -354,9 +340,9 @@ class Loop:
                 f"({item.key.words(self._plan.title_of)}); a schedule must do the forwards of a "
                 "stage in the order of the micro-batches, also after those that its proof covers"
             )
-        hosted.positions[micro_batch] = item.index
-        inputs = None if head.empty else hosted.values_of(came.messages)
-        target, beside = target_of(came.target)
+        hosted.positions[micro_batch] = head.position
+        inputs = None if head.empty else hosted.values_of(messages)
+        target, beside = target_of(messages)
         with hosted.computing:
             made = stage.forward(
                 micro_batch,
@@ -371,13 +357,13 @@ class Loop:
             )
         version = stage.version_of(micro_batch)
         mark = stage_state.fingerprint_of(stage, micro_batch) if head.fingerprint else ""
-        hosted.send_on(came.messages, made, version, mark, stage.said_of(micro_batch))
+        hosted.send_on(messages, made, version, mark, stage.said_of(micro_batch))
         return version
 
-    def _backward(self, hosted: Exchange, action: Action, came: _Came) -> None:
+    def _backward(self, hosted: Exchange, action: Action, messages: Sequence[Message]) -> None:
         """Do a backward or one of its halves, and send the gradients that it gives."""
         stage, (kind, m, _) = hosted.stage, action
-        gradients = hosted.gradients_of(came.messages)
+        gradients = hosted.gradients_of(messages)
         found: list[Gradients] = []
         outgoing: Outgoing = {}
         with hosted.computing, hosted.saver.watching_buffers():
@@ -401,15 +387,15 @@ class Loop:
     def _serve(self, hosted: Exchange, item: Message) -> Steps[None]:
         """Serve an item that does not train: a pass of evaluation or inference, or a command."""
         start, begin = time.monotonic_ns(), self._marked()
-        came = _Came((item,), None, [], self._inbox.arrived_ns, item.sender)
+        self._arrived = (self._inbox.arrived_ns, item.sender)
         match item.payload:
-            case MicroBatch() as head:
-                kind = PASS
-                self._note(hosted, f"{head.mode.value} {item.index}")
-                came = yield from self._with_the_rest(hosted, item, head)
-                self._pass(hosted, head, came)
+            case Activation(head=head):
+                kind, position = PASS, head.position
+                self._note(hosted, f"{head.mode.value} {position}")
+                messages = yield from self._with_the_rest(hosted, item)
+                self._pass(hosted, head, messages)
             case Command() as command:
-                kind = COMMAND
+                kind, position = COMMAND, command.position
                 self._note(hosted, command.name.value)
                 self._obey(hosted, item, command)
             case other:
@@ -420,11 +406,11 @@ class Loop:
                 )
         version = hosted.stage.parameters.ledger.newest
         if self._options.recorder is not None:
-            self._record(kind, hosted, item.index, version, came, start, begin)
+            self._record(kind, hosted, position, version, start, begin)
 
-    def _pass(self, hosted: Exchange, head: MicroBatch, came: _Came) -> None:
+    def _pass(self, hosted: Exchange, head: Head, messages: Sequence[Message]) -> None:
         """Pass a micro-batch of evaluation or inference through a stage."""
-        stage, inputs = hosted.stage, hosted.values_of(came.messages)
+        stage, inputs = hosted.stage, hosted.values_of(messages)
         number, program = head.micro_batch, head.program
         made: list[Value] | float | DeferredScalar
         mark = ""
@@ -432,7 +418,7 @@ class Loop:
         with hosted.computing, stage.kept.read(head.version):
             stage.given.apply(head.given)
             if head.mode.evaluates:
-                target, beside = target_of(came.target)
+                target, beside = target_of(messages)
                 made, metrics = stage.passes.evaluate(
                     number, inputs, target, program, metrics=beside.metrics, buffers=head.cache,
                     keep_buffers=head.mode is Mode.EVALUATE_AND_KEEP,
@@ -445,13 +431,16 @@ class Loop:
                     number, inputs, training=training, program=program, cache=head.cache
                 )
         newest = stage.parameters.ledger.newest
-        hosted.send_on(came.messages, made, newest, mark, metrics)
+        hosted.send_on(messages, made, newest, mark, metrics)
 
     def _obey(self, hosted: Exchange, item: Message, command: Command) -> None:
         """Carry out a command and reply; the saver replies to the command to save."""
         argument: Any = unflatten(command.structure, item.tensors) if command.structure else None
         result: object
         match command.name:
+            case CommandName.DEFINE:
+                define(hosted.stage, argument)
+                return  # nobody waits for a reply
             case CommandName.TRACE:
                 result = self._spans_of(hosted)
             case CommandName.STATISTICS:
@@ -463,18 +452,18 @@ class Loop:
                 }
             case CommandName.SAVE:
                 with hosted.computing:
-                    hosted.saver.begin(item.index, **argument)
+                    hosted.saver.begin(command.position, **argument)
                 return  # the saver replies when its files are written
             case name if name.leaves_no_trace:
-                self._look(hosted, item.index, name, argument)
+                self._look(hosted, command.position, name, argument)
                 return
             case name:
                 with hosted.computing:
                     result = carry_out(hosted.stage, name, argument)
                 if name is CommandName.LOAD:  # a flush follows, after which the order begins anew
-                    hosted.loads += 1
+                    hosted.restores += 1
                     self._begin()
-        hosted.reply(item.index, result)
+        hosted.reply(command.position, result)
 
     def _look(self, hosted: Exchange, position: int, name: CommandName, argument: Any) -> None:
         """Carry out a command that only looks; its refusal is a reply and does not end the run."""
@@ -497,17 +486,16 @@ class Loop:
         hosted: Exchange,
         index: int,
         version: int,
-        came: _Came,
         start: int,
         begin: Any,
     ) -> None:
         """Write a span from `start` (``time.monotonic_ns``), and the mark `begin`, until now."""
         recorder, ledger = self._options.recorder, hosted.stage.parameters.ledger
         assert recorder is not None
-        end = time.monotonic_ns()
+        end, (arrived_ns, waited_for) = time.monotonic_ns(), self._arrived
         recorder.record(
             kind, hosted.address, index, version, len(ledger.kept), len(ledger.in_flight),
-            came.waited_for, self._free_ns, came.arrived_ns, start, end, hosted.sent_bytes,
+            waited_for, self._free_ns, arrived_ns, start, end, hosted.sent_bytes,
         )  # fmt: skip
         hosted.sent_bytes = 0
         self._free_ns = end
@@ -549,6 +537,6 @@ class Loop:
 def _is_for_the_order(item: Message) -> bool:
     """Whether an item of the feed is a micro-batch to train on, or the command to flush."""
     match item.payload:
-        case MicroBatch(mode=Mode.TRAIN) | Command(name=CommandName.FLUSH):
+        case Activation(head=Head(mode=Mode.TRAIN)) | Command(name=CommandName.FLUSH):
             return True
     return False

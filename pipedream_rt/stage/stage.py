@@ -29,7 +29,7 @@ from pipedream_rt.models.code import code_of, refuse_other_code
 from pipedream_rt.models.shipping import loads
 from pipedream_rt.optimizers.stepping import step
 from pipedream_rt.schedules import EdgeKind, Kind
-from pipedream_rt.schedules.edges import Address
+from pipedream_rt.schedules.edges import Address, Edge
 from pipedream_rt.stage.evaluation import measured
 from pipedream_rt.stage.first_micro_batch import FirstMicroBatch
 from pipedream_rt.stage.guards import Guards, telling_changed_inputs
@@ -40,9 +40,14 @@ from pipedream_rt.stage.loss_check import LossCheck
 from pipedream_rt.stage.optimizer import OptimizerSpec, StageOptimizer
 from pipedream_rt.stage.parameters import Adjust
 from pipedream_rt.stage.rules.order import rules_of
-from pipedream_rt.stage.rules.replicas import Replicas
-from pipedream_rt.stage.rules.rule import Context, MicroBatchRule, Rule, Update, UpdateRule
-from pipedream_rt.stage.rules.shards import Shards
+from pipedream_rt.stage.rules.rule import (
+    Context,
+    MicroBatchRule,
+    Packed,
+    Rule,
+    Update,
+    UpdateRule,
+)
 from pipedream_rt.stage.runner import Runner
 from pipedream_rt.stage.script_values import GivenValues
 from pipedream_rt.stage.spec import StageSpec
@@ -106,17 +111,20 @@ class Stage:
             norm_dtype=spec.norm_dtype,
         )
         self.rules = tuple(rules_of(spec.rules, context))
-        self._takers = {kind: rule for rule in self.rules for kind in rule.channels}
-        self._replicas, self._shards = self.rule(Replicas), self.rule(Shards)
+        self._rule_of = {kind: rule for rule in self.rules for kind in rule.channels}
+        # The newest version of which all weights are here, where other replicas step some of them.
+        self._whole = 0
         # By phase, the methods of the rules that have one, so that an absent rule costs nothing.
         self._losses = self._all(MicroBatchRule, "loss")
         self._roots = self._all(MicroBatchRule, "roots")
         self._adjusts = self._all(MicroBatchRule, "adjust")
         self._ends = self._all(MicroBatchRule, "ended")
+        self._reduces = self._all(UpdateRule, "reduce")
         self._collects = self._all(UpdateRule, "collect")
         self._changes = self._all(UpdateRule, "change")
         self._arounds = self._all(UpdateRule, "around")
         self._afters = self._all(UpdateRule, "after")
+        self._takes = self._all(UpdateRule, "take")
 
     def _all(self, protocol: type[Rule], method: str) -> list[Any]:
         """Return a method of all rules that define it, in the order of the rules."""
@@ -136,9 +144,14 @@ class Stage:
         """Number of the next micro-batch to train on."""
         return self.weights.next_forward
 
-    def receive(self, kind: EdgeKind, sender: Address, value: Any) -> None:
-        """Take a message that a rule needs, before the action that needs it."""
-        self._takers[kind].receive(kind, sender, value)
+    def receive(self, edge: Edge, number: int, packed: Packed) -> None:
+        """Take a message of a rule, before the action that needs it."""
+        rule = self._rule_of[edge.kind]
+        rule.receive(edge.kind, edge.source, rule.open(edge, number, packed))
+
+    def pack(self, edge: Edge, value: Any) -> Packed:
+        """Return the message on an edge of what a rule has given for its kind."""
+        return self._rule_of[edge.kind].pack(edge, value)
 
     # -- forward ------------------------------------------------------------------------------
 
@@ -324,13 +337,15 @@ class Stage:
 
     def reduce(self, update: int) -> Outgoing:
         """Return what this replica has summed for an update, for the others."""
-        assert self._replicas is not None
-        return self._replicas.reduce(self._pending(update))
+        made, outgoing = self._pending(update), dict[EdgeKind, Any]()
+        for reduce in self._reduces:
+            outgoing |= reduce(made)
+        return outgoing
 
     def step(self, update: int) -> Outgoing:
         """Complete and measure the gradients of an update; apply it too unless it has to wait."""
         # On a replica, `reduce` has handed this update over; what is pending may be of a later one.
-        made = self._pending(update) if self._replicas is None else Update(update, [], [], [])
+        made = Update(update, [], [], []) if self._reduces else self._pending(update)
         outgoing: dict[EdgeKind, Any] = {}
         for collect in self._collects:
             outgoing |= collect(made)
@@ -365,13 +380,14 @@ class Stage:
 
     def take(self, update: int) -> None:
         """Take the weights that other replicas have stepped: then the newest version is whole."""
-        assert self._shards is not None
-        self._shards.take(update)
+        for take in self._takes:
+            take(update)
+        self._whole = update + 1
 
     @property
     def whole_version(self) -> int:
         """The newest version of which all weights are here."""
-        return self.parameters.ledger.newest if self._shards is None else self._shards.taken
+        return self._whole if self._takes else self.parameters.ledger.newest
 
     # -- the optimizer, and what is known ---------------------------------------------------------
 
@@ -382,7 +398,9 @@ class Stage:
             refuse_other_code(code_of([spec.optimizer_class]), spec.code)
         # The optimizer's own state is saved under this number, which no other may have.
         number = self.address if self.plan.shape.shard_optimizer else self.index
-        mine = self.parameters.named if self._shards is None else self._shards.mine()
+        mine = self.parameters.named
+        for stepped in self._all(UpdateRule, "stepped"):
+            mine = stepped(mine)
         self.optimizer = StageOptimizer(spec, mine, number)
         return self.optimizer.steps
 
@@ -392,8 +410,7 @@ class Stage:
         self.ended = self.plan.next_own(self.address, step * self.plan.per_update)
         self.weights.next_forward = self.ended
         self._first.forget()
-        if self._shards is not None:
-            self._shards.taken = step
+        self._whole = step
 
     def statistics(self) -> dict[str, Any]:
         """Return the counters of this stage for `Pipeline.statistics`."""

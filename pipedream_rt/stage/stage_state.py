@@ -17,10 +17,7 @@ from pipedream_rt.stage.buffers import load_buffers, names_of_buffers
 from pipedream_rt.stage.buffers import load_state as load_module_state
 from pipedream_rt.stage.fingerprint import fingerprint, fingerprints_of
 from pipedream_rt.stage.hyper import packed_extra
-from pipedream_rt.stage.rules.coding import Coding
 from pipedream_rt.stage.rules.ema import Ema
-from pipedream_rt.stage.rules.scaling import Scaling
-from pipedream_rt.stage.rules.totals import Totals
 from pipedream_rt.stage.stage import Stage
 
 _NONE_BORROWED: Mapping[int, dict[int, dict[str, Tensor]]] = {}
@@ -102,8 +99,11 @@ def optimizer_state(stage: Stage) -> StepState:
     """Return the state of the optimizer, and the average of the weights."""
     if stage.optimizer is None:
         return {}
-    ema = stage.rule(Ema)
-    return stage.optimizer.state() | ({} if ema is None else ema.state())
+    found = stage.optimizer.state()
+    for rule in stage.rules:
+        if rule.keeps == "weights":
+            found.update(rule.state())
+    return found
 
 
 def step_state(stage: Stage) -> StepState:
@@ -127,7 +127,7 @@ def load_step_state(stage: Stage, state: Mapping[StateKey, Any], step: int) -> N
 def load_totals(stage: Stage, state: Mapping[StateKey, Any], step: int) -> None:
     """Load the state of the rules that does not belong to an optimizer."""
     for rule in stage.rules:
-        if isinstance(rule, Totals | Scaling | Coding):
+        if rule.keeps == "run":
             rule.load_state(state, step)
 
 

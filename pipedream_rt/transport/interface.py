@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipedream_rt.errors import PipelineError
-from pipedream_rt.messages.message import Message, Payload
+from pipedream_rt.messages.message import Key, Message, Payload
 
 Receive = Callable[[Message], object]
 """Takes a message that has arrived. Any thread calls it; it never blocks."""
@@ -44,45 +44,33 @@ class Transport(Protocol):
 
 
 class Sender:
-    """Makes the messages of one address, and hands them to the transport."""
+    """Makes the messages of a generation, and hands them to the transport."""
 
-    __slots__ = ("_address", "_generation", "_transport")
+    __slots__ = ("_generation", "_transport")
 
-    def __init__(self, transport: Transport, address: int, generation: int) -> None:
-        self._transport, self._address, self._generation = transport, address, generation
+    def __init__(self, transport: Transport, generation: int) -> None:
+        self._transport, self._generation = transport, generation
 
-    def __call__(self, to: int, index: int, payload: Payload, tensors: tuple[Tensor, ...]) -> None:
-        self._transport.send(self._message(to, index, payload, tensors, None))
+    def __call__(self, key: Key, payload: Payload, tensors: tuple[Tensor, ...]) -> None:
+        self._transport.send(self._message(key, payload, tensors, None))
 
     def hand_over(
         self,
-        to: int,
-        index: int,
+        key: Key,
         payload: Payload,
         tensors: tuple[Tensor, ...],
         ready: Callable[[], torch.Event],
     ) -> bool:
-        receive = self._transport.receiver(to)
+        receive = self._transport.receiver(key.edge.target)
         if receive is None:
             return False
         # Around the transport, which would encode the message and copy its tensors.
-        receive(self._message(to, index, payload, tensors, ready()))
+        receive(self._message(key, payload, tensors, ready()))
         return True
 
     def _message(
-        self,
-        to: int,
-        index: int,
-        payload: Payload,
-        tensors: tuple[Tensor, ...],
-        ready: torch.Event | None,
+        self, key: Key, payload: Payload, tensors: tuple[Tensor, ...], ready: torch.Event | None
     ) -> Message:
         return Message(
-            to=to,
-            sender=self._address,
-            index=index,
-            generation=self._generation,
-            payload=payload,
-            tensors=tensors,
-            ready=ready,
+            key=key, generation=self._generation, payload=payload, tensors=tensors, ready=ready
         )

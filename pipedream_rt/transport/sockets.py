@@ -16,16 +16,11 @@ import msgpack
 from pipedream_rt.errors import PeerLost, TransportError
 from pipedream_rt.lifecycle import Lifecycle
 from pipedream_rt.messages.inbox import Waiter
-from pipedream_rt.messages.message import (
-    Gradient,
-    Message,
-    MicroBatch,
-    Partial,
-    Share,
-    Target,
-)
+from pipedream_rt.messages.message import Message
 from pipedream_rt.messages.tree import own
 from pipedream_rt.messages.wire import decode, encode, sendable
+from pipedream_rt.schedules.channels import CHANNELS
+from pipedream_rt.schedules.edges import By
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.interface import Lost, Receive
 from pipedream_rt.transport.link import Frame
@@ -39,8 +34,8 @@ _MESSAGE, _RETURNED, _STREAM = range(3)
 (for the tunnel)."""
 
 
-_PASSING = (MicroBatch, Target, Gradient, Share, Partial)
-"""Messages whose tensors a worker drops after a backward or an update."""
+_PASSING = {each.kind for each in CHANNELS if each.by in (By.MICRO_BATCH, By.UPDATE)}
+"""The kinds of messages whose tensors a worker drops after a backward or an update."""
 
 
 class SocketTransport:
@@ -80,7 +75,7 @@ class SocketTransport:
         else:
             assert self._links is not None
             tensors = [sendable(tensor) for tensor in message.tensors]
-            passing = rank != 0 and isinstance(message.payload, _PASSING)
+            passing = rank != 0 and message.key.edge.kind in _PASSING
             reason = self._links.send(rank, _MESSAGE, data, tensors, passing)
             problem = None if reason is None else f"{{}} is gone: {reason}"
         if problem is not None:

@@ -23,7 +23,7 @@ from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.given_optimizer import OptimizerParts
 from pipedream_rt.job.job import Job
 from pipedream_rt.job.unsplit_model import UnsplitModel
-from pipedream_rt.messages.tree import unflatten
+from pipedream_rt.messages.tree import Value, unflatten
 from pipedream_rt.models import dumps, loads
 from pipedream_rt.models.program import found
 from pipedream_rt.models.tensors import gradient_hooks, home_of, own_buffers
@@ -222,12 +222,11 @@ class PlainTraining:
         tap = Tap(self._layers, seen, self._seed)
         try:
             for i, part in cut.filled.items():
-                number, share = step * len(cut.parts) + i, cut.shares[i]
+                number, share = step * len(cut.parts) + i, part.share
                 tap.begin(step, number)
-                given = unflatten(part.x.structure, [t.clone() for t in part.x.tensors])
-                target = unflatten(part.y[0], [t.clone() for t in part.y[1]])
+                given, target = copy_of(part.inputs), copy_of(part.target)
                 seed = functools.partial(self._seed, number)
-                draws = _Seeding(drawing.get(part.x.program, ()), tap.inside, seed)
+                draws = _Seeding(drawing.get(part.program, ()), tap.inside, seed)
                 with self._casting(), draws:
                     output = self._forward(given)
                 with self._casting():
@@ -273,12 +272,11 @@ class PlainTraining:
 
         None where they need not be the same: random numbers, or losses that are not finite.
         """
+        filled = cut.filled.values()
         found = [self.loss_of(*inputs_of(self._job, cut.batch))]
-        for part in cut.filled.values():
-            value = unflatten(part.x.structure, [t.clone() for t in part.x.tensors])
-            found.append(self.loss_of(value, unflatten(*part.y)))
+        found += [self.loss_of(copy_of(part.inputs), copy_of(part.target)) for part in filled]
         whole, *parts = [math.nan if each is None else each for each in found]
-        shares = [cut.shares[i] for i in cut.filled]
+        shares = [part.share for part in filled]
         weighed = [loss * share for loss, share in zip(parts, shares, strict=True) if share]
         known = all(map(math.isfinite, (whole, *weighed)))
         return (whole, sum(weighed)) if known else None
@@ -332,6 +330,11 @@ class PlainTraining:
         for names in self._by_stage if clip.over == "stage" else everything:
             mine = [self._trained[name] for name in names]
             nn.utils.clip_grad_norm_(mine, clip.norm, clip.norm_type)
+
+
+def copy_of(value: Value) -> Any:
+    """Return what was flattened, with copies of its tensors."""
+    return unflatten(value.structure, [tensor.clone() for tensor in value.tensors])
 
 
 def inputs_of(job: Job, batch: Batch) -> tuple[Any, Any]:

@@ -221,7 +221,7 @@ class _Twin:
         for group, packed in zip(feeder.optimizer.param_groups, hyper, strict=True):
             set_hyper(group, packed)
         result, cut = feeder.inject(batch).result(), self.cut(batch)
-        weighed = [i for i in cut.filled if cut.shares[i]]
+        weighed = [i for i, part in cut.filled.items() if part.share]
         for i, loss in zip(weighed, result.losses, strict=True):
             self._seen[Place(step, step * len(cut.parts) + i, "loss")] = loss
         for name, value in self._run.run_state.gathered().items():
@@ -460,7 +460,7 @@ class Watching:
         if parts is not None:
             _log.warning("%s differs by %.2g. %s", *parts)
         theirs: Seen = {}
-        weighed = [i for i in cut.filled if cut.shares[i]]
+        weighed = [i for i, part in cut.filled.items() if part.share]
         for i, loss in zip(weighed, result.losses, strict=True):
             theirs[Place(0, i, "loss")] = loss
         if _steps_plainly(job):

@@ -9,7 +9,8 @@ from support.deadlines import LATEST_S
 
 from pipedream_rt.devices import DeferredScalar
 from pipedream_rt.devices.accelerator import AtOnce, ByThread, Leaving
-from pipedream_rt.messages.message import Loss, Ready
+from pipedream_rt.messages.message import Key, Loss, Ready
+from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind
 
 pytestmark = pytest.mark.threads
 
@@ -25,10 +26,11 @@ class Copied:
 
 
 def leaving(sent, failed, index, payload=None, tensors=(), copied=None):
-    def send(to, index, payload, tensors):
-        sent.append((to, index, payload, tensors))
+    def send(key, payload, tensors):
+        sent.append((key, payload, tensors))
 
-    return Leaving(send, failed.append, 3, index, payload or Ready(), tensors, copied)
+    key = Key(Edge(EdgeKind.LOSS, 3, COORDINATOR), index)
+    return Leaving(send, failed.append, key, payload or Ready(), tensors, copied)
 
 
 def late(check=lambda number: None):
@@ -47,7 +49,7 @@ def test_messages_leave_in_order_once_their_copies_are_there():
     assert sent == []
     copied.came.set()
     out.close()
-    assert [index for _, index, _, _ in sent] == [0, 1]
+    assert [key.number for key, _, _ in sent] == [0, 1]
     assert failed == []
 
 
@@ -57,8 +59,8 @@ def test_a_late_loss_leaves_as_a_number(make):
     out = make()
     out.put(leaving(sent, [], 4, late(seen.append), (torch.ones(2), torch.tensor(0.5))))
     out.close()
-    ((to, index, payload, tensors),) = sent
-    assert (to, index, payload.loss, seen) == (3, 4, 0.5, [0.5])
+    ((key, payload, tensors),) = sent
+    assert (key.number, payload.loss, seen) == (4, 0.5, [0.5])
     assert len(tensors) == 1
 
 
@@ -70,7 +72,7 @@ def test_what_follows_a_loss_that_is_refused_does_not_leave():
     out.put(leaving(sent, failed, 2, late(partial(refuse, "two")), (torch.tensor(0.5),)))
     out.put(leaving(sent, failed, 3))
     out.close()
-    assert [index for _, index, _, _ in sent] == [0]
+    assert [key.number for key, _, _ in sent] == [0]
     assert [str(error) for error in failed] == ["one: 0.5"]
 
 

@@ -2,11 +2,12 @@ import threading
 from datetime import timedelta
 
 import pytest
+from support.messages import message
 
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import MessageTimeout, PipelineClosed
 from pipedream_rt.messages.inbox import Bell, Inbox, Wanted
-from pipedream_rt.messages.message import Gradient, Key, Message, Reply
+from pipedream_rt.messages.message import Gradient, Key, Reply
 from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind
 
 
@@ -18,9 +19,8 @@ NOW = timedelta(seconds=0)
 
 
 def gradient(index, generation=0, to=1):
-    return Message(
-        to=to, sender=to + 1, index=index, generation=generation, payload=Gradient(present=[])
-    )
+    payload = Gradient(present=[])
+    return message(payload, to=to, sender=to + 1, number=index, generation=generation)
 
 
 def key(number):
@@ -31,7 +31,7 @@ def test_messages_are_taken_by_key_whatever_the_order_of_arrival():
     inbox = Inbox("stage 1")
     for index in (2, 0, 1):
         assert inbox.put(gradient(index))
-    assert [inbox.take(Wanted(key(i), soon())).index for i in range(3)] == [0, 1, 2]
+    assert [inbox.take(Wanted(key(i), soon())).number for i in range(3)] == [0, 1, 2]
 
 
 def test_a_second_delivery_is_dropped():
@@ -49,7 +49,7 @@ def test_replies_of_two_stages_do_not_hide_each_other():
     inbox = Inbox("the coordinator")
     reply = Reply(structure=["P", None])
     for sender in (0, 1):
-        assert inbox.put(Message(to=-1, sender=sender, index=4, generation=0, payload=reply))
+        assert inbox.put(message(reply, to=-1, sender=sender, number=4))
     for sender in (1, 0):
         assert (
             inbox.take(Wanted(Key(Edge(EdgeKind.REPLY, sender, COORDINATOR), 4), soon())).sender
@@ -106,7 +106,7 @@ def test_what_has_arrived_can_still_be_taken_after_close():
     inbox.put(gradient(0))
     inbox.close(PipelineClosed("closed"))
     assert not inbox.put(gradient(1))
-    assert inbox.take(Wanted(key(0), soon())).index == 0
+    assert inbox.take(Wanted(key(0), soon())).number == 0
     with pytest.raises(PipelineClosed):
         inbox.take(Wanted(key(1), soon()))
 
@@ -158,7 +158,7 @@ def test_a_signal_handler_may_close_while_its_thread_takes(where):
         return interrupted(*given)
 
     setattr(inbox, where, interrupt)
-    assert inbox.take(Wanted(key(3), soon())).index == 3
+    assert inbox.take(Wanted(key(3), soon())).number == 3
     with pytest.raises(PipelineClosed, match="by the handler"):
         inbox.take(Wanted(key(4), soon()))
     assert not inbox.busy
@@ -185,8 +185,8 @@ def test_the_taker_is_woken_for_what_it_waits_for_alone():
     inbox.put(gradient(7))
     assert bell.rung == 0  # nobody waits
     bell.to_come = [gradient(5), gradient(4), gradient(3)]
-    assert inbox.take(Wanted(key(3), soon())).index == 3
+    assert inbox.take(Wanted(key(3), soon())).number == 3
     assert bell.rung == 1
     for number in (4, 5, 7):
-        assert inbox.take(Wanted(key(number), soon())).index == number
+        assert inbox.take(Wanted(key(number), soon())).number == number
     assert bell.rung == 1

@@ -5,17 +5,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support import messages
 
 from pipedream_rt.errors import TransportError
 from pipedream_rt.messages.message import (
+    Activation,
     Command,
     CommandName,
     Failed,
     Gradient,
+    Head,
     Loss,
     Message,
-    MicroBatch,
     Mode,
+    OfRule,
     Ready,
     Reply,
     Saved,
@@ -23,14 +26,16 @@ from pipedream_rt.messages.message import (
     Target,
 )
 from pipedream_rt.messages.wire import decode, encode
+from pipedream_rt.schedules import EdgeKind
 
 PAYLOADS = [
     Start(digest=b"\xff" * 32, restore={"folder": "run", "step": 3, "plain": {}}),
     Ready(),
-    MicroBatch(turn=5, micro_batch=3, mode=Mode.TRAIN, hyper=[{"lr": 0.1 + 0.2}],
-               structure=["T", 0], requires_grad=[True], trail=[[0, 1, 2**40]]),
-    MicroBatch(micro_batch=0, mode=Mode.EVALUATE, empty=True),
-    Command(turn=6, name=CommandName.LOAD_STATE, structure=["d", [["a", ["P", b"x"]]]]),
+    Activation(head=Head(position=9, micro_batch=3, mode=Mode.TRAIN, hyper=[{"lr": 0.1 + 0.2}]),
+               turns=[5, 4], structure=["T", 0], requires_grad=[True], trail=[[0, 1, 2**40]]),
+    Activation(head=Head(position=0, micro_batch=0, mode=Mode.EVALUATE, empty=True), turns=[0]),
+    OfRule(values=[[True, False], [{"lr": 0.5}], [3]]),
+    Command(position=6, name=CommandName.LOAD_STATE, structure=["d", [["a", ["P", b"x"]]]]),
     Target(structure=["P", None], share=1 / 3),
     Gradient(present=[True, False]),
     Loss(loss=None, trail=[[0, 0, 0]]),
@@ -40,11 +45,15 @@ PAYLOADS = [
 ]  # fmt: skip
 
 
+def made(payload, **options):
+    kind = EdgeKind.PARTIAL if isinstance(payload, OfRule) else None
+    return messages.message(payload, kind=kind, **options)
+
+
 @pytest.mark.parametrize("payload", PAYLOADS, ids=lambda p: type(p).__name__)
 def test_every_payload_goes_round(payload):
-    message = Message(
-        to=2, sender=-1, index=7, generation=3, payload=payload, tensors=(torch.ones(1),)
-    )
+    message = made(payload, to=2, sender=-1, number=7, generation=3, tensors=[torch.ones(1)])
+    message = dataclasses.replace(message, key=message.key._replace(restores=2))
     found = decode(encode(message), message.tensors)
     assert dataclasses.replace(found, tensors=()) == dataclasses.replace(message, tensors=())
     assert found.tensors[0] is message.tensors[0]
@@ -53,7 +62,7 @@ def test_every_payload_goes_round(payload):
 
 def test_what_msgpack_cannot_write_is_refused_with_the_message_named():
     payload = Loss(loss=0.0, trail=[[2**70]])
-    message = Message(to=-1, sender=1, index=7, generation=0, payload=payload)
+    message = made(payload, to=-1, sender=1, number=7)
     with pytest.raises(TransportError, match="loss 7 from address 1 to the coordinator cannot be"):
         encode(message)
 
@@ -61,8 +70,8 @@ def test_what_msgpack_cannot_write_is_refused_with_the_message_named():
 def test_another_format_is_refused():
     import msgpack
 
-    with pytest.raises(TransportError, match=r"has format 99, but .* reads format 11"):
-        decode(msgpack.packb([99, 0, 0, 0, 0, 0, []]), [])
+    with pytest.raises(TransportError, match=r"has format 99, but .* reads format 12"):
+        decode(msgpack.packb([99, 0, 0, 0, 0, 0, 0, []]), [])
 
 
 @given(st.binary(max_size=200))
@@ -73,7 +82,7 @@ def test_junk_is_refused(data):
 
 @given(st.sampled_from(PAYLOADS), st.data())
 def test_truncated_and_altered_messages_never_do_more_than_raise(payload, data):
-    whole = encode(Message(to=0, sender=1, index=0, generation=0, payload=payload))
+    whole = encode(made(payload, to=0, sender=1, number=0))
     cut = data.draw(st.integers(0, len(whole) - 1))
     with pytest.raises(TransportError):
         decode(whole[:cut], [])
@@ -88,10 +97,7 @@ def test_truncated_and_altered_messages_never_do_more_than_raise(payload, data):
 def test_fuzz():
     """100,000 random, cut and changed messages: refused, or a message; never anything else."""
     draw = random.Random(2)
-    good = [
-        encode(Message(to=1, sender=0, index=4, generation=2, payload=payload))
-        for payload in PAYLOADS
-    ]
+    good = [encode(made(payload, to=1, sender=0, number=4, generation=2)) for payload in PAYLOADS]
     refused = 0
     for i in range(100_000):
         data = bytearray(draw.choice(good))

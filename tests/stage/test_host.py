@@ -10,17 +10,18 @@ import cloudpickle
 import pytest
 import torch
 import torch.nn.functional as F
+from support import messages
 from support.deadlines import LATEST_S
 from support.stages import with_layers
 from torch import nn
 
 from pipedream_rt.errors import MessageTimeout, PeerLost, PipelineClosed, TransportError
 from pipedream_rt.messages.message import (
+    Activation,
     Command,
     CommandName,
     Failed,
-    Message,
-    MicroBatch,
+    Head,
     Mode,
     Ready,
     Start,
@@ -57,7 +58,7 @@ class Host:
     """A host with a list of what its stages have sent.
 
     Attributes:
-        sent: Sender, receiver, index and payload of every message.
+        sent: Sender, receiver, number and payload of every message.
         before: What is done before the message of a number is sent.
     """
 
@@ -68,17 +69,14 @@ class Host:
             worker=0,
             name=f"stage {stages[0]}" if len(stages) == 1 else "worker 0",
             stages=stages,
-            send_of=self._sender,
+            send=self._send,
             **{**defaults, **options},
         )
 
-    def _sender(self, stage):
-        def send(to, index, payload, tensors):
-            self.before.get(len(self.sent), lambda: None)()
-            self.sent.append((stage, to, index, payload))
-            self.tensors.append(tensors)
-
-        return send
+    def _send(self, key, payload, tensors):
+        self.before.get(len(self.sent), lambda: None)()
+        self.sent.append((key.edge.source, key.edge.target, key.number, payload))
+        self.tensors.append(tensors)
 
     def put(self, *messages):
         for message in messages:
@@ -122,33 +120,33 @@ def start(layer=None, stage=0, plan=ONE, settings=None, trace_spans=0, **changes
 
 
 def message(payload, to, position, tensors=()):
-    return Message(
+    return messages.message(
+        payload,
         to=to,
         sender=COORDINATOR,
-        index=position,
+        number=position,
         generation=GENERATION,
-        payload=payload,
-        tensors=tuple(tensors),
+        tensors=tensors,
     )
 
 
 def micro_batch(number=0, position=0):
     structure, tensors = flatten(torch.ones(1, 2))
-    head = MicroBatch(
-        turn=position,
-        micro_batch=number,
-        mode=Mode.TRAIN,
-        hyper=[{}],
+    payload = Activation(
+        head=Head(position=position, micro_batch=number, mode=Mode.TRAIN, hyper=[{}]),
+        turns=[position],
         structure=structure,
         requires_grad=[False],
     )
     of_target = Target(structure=structure, share=1.0)
-    return message(head, 0, position, tensors), message(of_target, 0, position, tensors)
+    return message(payload, 0, position, tensors), message(of_target, 0, position, tensors)
 
 
 def command(name, position=0, argument=None, to=0):
-    structure, tensors = flat_copy(argument)
-    return message(Command(turn=position, name=name, structure=structure), to, position, tensors)
+    structure, tensors, _ = flat_copy(argument)
+    return message(
+        Command(position=position, name=name, structure=structure), to, position, tensors
+    )
 
 
 # -- start ------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import cloudpickle
 import pytest
 import torch
 import torch.nn.functional as F
-from support import diamond
+from support import diamond, messages
 from support.models import mlp, regression
 from support.oracle import assert_same, layer_seed, oracle
 from support.stages import with_layers
@@ -20,11 +20,12 @@ from pipedream_rt.errors import MessageTimeout, PipelineClosed, ScheduleError, V
 from pipedream_rt.messages import inbox as inbox_module
 from pipedream_rt.messages.inbox import Inbox
 from pipedream_rt.messages.message import (
+    Activation,
     Command,
     CommandName,
     Gradient,
+    Head,
     Message,
-    MicroBatch,
     Mode,
     Target,
 )
@@ -79,29 +80,17 @@ class Worker:
             stage.set_optimizer(an_optimizer(module, rate))
             self.stages[index] = stage
         options = LoopOptions(**{"timeout": timedelta(0), **options})
-        self.loop = Loop(
-            list(self.stages.values()), worker, self.inbox, lambda s: self._sender(s), options
-        )
+        self.loop = Loop(list(self.stages.values()), worker, self.inbox, self._send, options)
 
-    def _sender(self, stage):
-        def send(to, index, payload, tensors):
-            message = Message(
-                to=to,
-                sender=stage,
-                index=index,
-                generation=self.generation,
-                payload=payload,
-                tensors=tensors,
-            )
-            self.sent.append(message)
-            if to in self.stages:
-                copies = tuple(own(t, copy=True) for t in tensors)
-                # It arrives, though the inbox was told already what comes after the last message.
-                reason, self.inbox._reason = self.inbox._reason, None
-                assert self.inbox.put(dataclasses.replace(message, tensors=copies))
-                self.inbox._reason = reason
-
-        return send
+    def _send(self, key, payload, tensors):
+        message = Message(key=key, generation=self.generation, payload=payload, tensors=tensors)
+        self.sent.append(message)
+        if message.to in self.stages:
+            copies = tuple(own(t, copy=True) for t in tensors)
+            # It arrives, though the inbox was told already what comes after the last message.
+            reason, self.inbox._reason = self.inbox._reason, None
+            assert self.inbox.put(dataclasses.replace(message, tensors=copies))
+            self.inbox._reason = reason
 
     def put(self, *messages, seed=None):
         """Let messages arrive, with a seed in random order."""
@@ -147,17 +136,15 @@ def an_optimizer(module, rate):
 
 def line(message):
     """As ``gradient 7 2>1``: kind, number of its key, ends; the coordinator is a star."""
-    edge, number = message.key
+    edge, number, _ = message.key
     return f"{edge.kind.value} {number} {edge.source}>{edge.target}".replace("-1", "*")
 
 
 # -- what arrives -----------------------------------------------------------------------------
 
 
-def of(payload, to, position, tensors=(), sender=COORDINATOR):
-    return Message(
-        to=to, sender=sender, index=position, generation=0, payload=payload, tensors=tensors
-    )
+def of(payload, to, number, tensors=(), sender=COORDINATOR):
+    return messages.message(payload, to=to, sender=sender, number=number, tensors=tensors)
 
 
 def rows(number=0):
@@ -171,22 +158,26 @@ def activation(
     position = m if position is None else position
     sender = to - 1 if sender is None else sender
     structure, tensors = flatten(None if empty else rows(position))
-    head = MicroBatch(
-        turn=position if turn is None else turn,
-        micro_batch=m,
-        mode=mode,
-        empty=empty,
-        hyper=[{}] if mode is Mode.TRAIN else None,
+    turn = position if turn is None else turn
+    payload = Activation(
+        head=Head(
+            position=position,
+            micro_batch=m,
+            mode=mode,
+            empty=empty,
+            hyper=[{}] if mode is Mode.TRAIN else None,
+        ),
+        turns=[turn] * 4,
         structure=structure,
         requires_grad=[sender != COORDINATOR] * len(tensors),
         trail=list(trail),
     )
-    return of(head, to, position, tuple(tensors), sender)
+    return of(payload, to, turn, tuple(tensors), sender)
 
 
-def target(to, position, share=1.0):
-    structure, tensors = flatten(rows(position + 100))
-    return of(Target(structure=structure, share=share), to, position, tuple(tensors))
+def target(to, turn, share=1.0, position=None):
+    structure, tensors = flatten(rows((turn if position is None else position) + 100))
+    return of(Target(structure=structure, share=share), to, turn, tuple(tensors))
 
 
 def gradient(to, position, sender=None, present=True):
@@ -197,9 +188,9 @@ def gradient(to, position, sender=None, present=True):
 
 
 def command(to, position, name, argument=None, turn=None):
-    structure, tensors = flat_copy(argument)
-    head = Command(turn=position if turn is None else turn, name=name, structure=structure)
-    return of(head, to, position, tensors)
+    structure, tensors, _ = flat_copy(argument)
+    payload = Command(position=position, name=name, structure=structure)
+    return of(payload, to, position if turn is None else turn, tensors)
 
 
 def flush(to, position, turn=None):
@@ -293,16 +284,17 @@ def test_a_micro_batch_carries_what_the_next_stage_needs():
     worker = Worker(THREE, 1)
     worker.put(activation(1, 0, position=4, turn=0, trail=[[0, 7, 123]])).run()
     (message,) = worker.sent
-    head = message.payload
-    assert (message.index, head.turn, head.micro_batch, head.mode) == (4, 0, 0, Mode.TRAIN)
-    assert (head.empty, head.hyper, head.requires_grad) == (False, [{}], [True])
-    assert head.trail[0] == [0, 7, 123]
-    ((stage, version, busy_ns, mark),) = head.trail[1:]
+    payload, head = message.payload, message.payload.head
+    assert (message.number, head.position, head.micro_batch) == (0, 4, 0)
+    assert (head.mode, head.empty, head.hyper) == (Mode.TRAIN, False, [{}])
+    assert payload.requires_grad == [True]
+    assert payload.trail[0] == [0, 7, 123]
+    ((stage, version, busy_ns, mark),) = payload.trail[1:]
     assert mark == ""
     assert (stage, version) == (1, 0)
     assert busy_ns > 0
     expected = worker.stages[1].module(rows(4))
-    assert torch.equal(unflatten(head.structure, message.tensors), expected)
+    assert torch.equal(unflatten(payload.structure, message.tensors), expected)
 
 
 def test_a_loss_tells_which_versions_were_read():
@@ -333,7 +325,7 @@ def test_a_gradient_that_is_none_is_not_sent_and_none_is_taken_for_it():
 def test_positions_may_jump_where_turns_count(seed):
     """Feed items for other stages are not this stage's turns: positions 0, 3, 7 are turns 0, 1, 2.
 
-    What belongs to an item has its position.
+    What comes back of an item has its position.
     """
     places = list(enumerate((0, 3, 7)))
     middle = Worker(THREE, 1)
@@ -352,12 +344,13 @@ def test_positions_may_jump_where_turns_count(seed):
         "gradient 7 1>0",
         "reply 12 1>*",
     ]
-    assert [m.index for m in middle.sent] == [0, 3, 0, 7, 3, 7, 12]
+    forwards = [m.payload.head for m in middle.sent if isinstance(m.payload, Activation)]
+    assert [head.position for head in forwards] == [0, 3, 7]
     last = Worker(THREE, 2)
     last.put(
         *(activation(2, m, position=p, turn=m) for m, p in places),
         flush(2, 12, turn=3),
-        *(target(2, p) for _, p in places),
+        *(target(2, m, position=p) for m, p in places),
         seed=seed,
     )
     assert last.run() == [
@@ -470,21 +463,19 @@ def test_a_worker_that_hosts_all_stages_trains_the_unsplit_model(seed):
         model, [0], data, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), k=2, reads="flushed"
     )
     worker = Worker(plan, 0, [dict(layers[:2]), dict(layers[2:])])
-    messages = []
+    fed = []
     for m, (x, y) in enumerate((x, y) for t in data for x, y in zip(*(v.chunk(2) for v in t))):
         structure, tensors = flatten(x)
-        head = MicroBatch(
-            turn=m,
-            micro_batch=m,
-            mode=Mode.TRAIN,
-            hyper=[{}],
+        payload = Activation(
+            head=Head(position=m, micro_batch=m, mode=Mode.TRAIN, hyper=[{}]),
+            turns=[m, m, m, m],
             structure=structure,
             requires_grad=[False],
         )
-        messages.append(of(head, 0, m, tuple(tensors)))
+        fed.append(of(payload, 0, m, tuple(tensors)))
         structure, tensors = flatten(y)
-        messages.append(of(Target(structure=structure, share=0.5), 1, m, tuple(tensors)))
-    worker.put(*messages, flush(0, 6), flush(1, 6), seed=seed).run()
+        fed.append(of(Target(structure=structure, share=0.5), 1, m, tuple(tensors)))
+    worker.put(*fed, flush(0, 6), flush(1, 6), seed=seed).run()
     assert_same(worker.state(), weights)
     assert [m.payload.loss for m in worker.sent if line(m).startswith("loss")] == losses
 
@@ -549,8 +540,8 @@ def test_an_empty_micro_batch_goes_all_the_way_and_back(seed):
         seed=seed,
     )
     assert first.run() == ["activation 0 0>1", "activation 1 0>1", "reply 2 0>*"]
-    head = first.sent[1].payload
-    assert (head.empty, head.requires_grad, first.sent[1].tensors) == (True, [], ())
+    payload = first.sent[1].payload
+    assert (payload.head.empty, payload.requires_grad, first.sent[1].tensors) == (True, [], ())
 
 
 def test_the_halves_of_a_backward_send_once():
@@ -692,16 +683,16 @@ def test_an_evaluation_passes_through_a_stage_at_its_turn(seed):
         "gradient 0 1>0",
         "activation 3 1>2",
     ]
-    heads = [m.payload for m in worker.sent if isinstance(m.payload, MicroBatch)]
-    assert [(h.mode, h.micro_batch) for h in heads] == [
+    sent = [m.payload for m in worker.sent if isinstance(m.payload, Activation)]
+    assert [(each.head.mode, each.head.micro_batch) for each in sent] == [
         (Mode.TRAIN, 0),
         (Mode.EVALUATE, 0),
         (Mode.TRAIN, 1),
         (Mode.INFER, 1),
     ]
-    assert [h.requires_grad for h in heads] == [[True], [False], [True], [False]]
-    assert [h.trail[-1][1] for h in heads] == [0, 0, 0, 1]
-    assert [h.hyper for h in heads] == [[{}], None, [{}], None]
+    assert [each.requires_grad for each in sent] == [[True], [False], [True], [False]]
+    assert [each.trail[-1][1] for each in sent] == [0, 0, 0, 1]
+    assert [each.head.hyper for each in sent] == [[{}], None, [{}], None]
     newest = worker.stages[1].module(rows(3))
     assert torch.equal(worker.sent[-1].tensors[0], newest)
 

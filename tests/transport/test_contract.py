@@ -8,11 +8,12 @@ from datetime import timedelta
 
 import pytest
 import torch
+from support import messages
 from support.deadlines import LATEST_S
 from support.encrypted import encrypted_pair
 
 from pipedream_rt.errors import ConfigError, PeerLost
-from pipedream_rt.messages.message import Gradient, Message
+from pipedream_rt.messages.message import Gradient
 from pipedream_rt.messages.wire import encode
 from pipedream_rt.schedules import COORDINATOR
 from pipedream_rt.serial.transport import MemoryTransport
@@ -102,8 +103,8 @@ class End:
 
 def message(index, *tensors, to=1, sender=0):
     payload = Gradient(present=[True] * len(tensors))
-    return Message(
-        to=to, sender=sender, index=index, generation=1, payload=payload, tensors=tensors
+    return messages.message(
+        payload, to=to, sender=sender, number=index, generation=1, tensors=tensors
     )
 
 
@@ -114,7 +115,7 @@ def test_every_message_arrives_unchanged(transport):
     found = {}
     while len(found) < 20:
         arrived = ends[2].arrived.get(timeout=20)
-        found[arrived.index] = arrived
+        found[arrived.number] = arrived
     for index, arrived in found.items():
         assert arrived.tensors[0].tolist() == [index] * 3
         assert (arrived.sender, arrived.to, arrived.generation) == (0, 1, 1)
@@ -175,7 +176,7 @@ def test_many_large_messages_in_both_directions_at_once(transport):
         found = {}
         while len(found) < 20:
             arrived = end.arrived.get(timeout=60)
-            found[arrived.index] = arrived.tensors[0]
+            found[arrived.number] = arrived.tensors[0]
         for index, tensor in found.items():
             assert torch.equal(tensor, large + index)
     for thread in threads:

@@ -124,7 +124,7 @@ def host_stage(
             title,
             stages,
             generation,
-            lambda stage: Sender(transport, stage, generation),
+            Sender(transport, generation),
             _PATIENCE * timeout,
             threads,
             announce=lambda action: control.send({"type": "doing", "action": action}),

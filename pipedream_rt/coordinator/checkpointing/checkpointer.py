@@ -73,14 +73,13 @@ class Checkpointer:
 
     def __init__(self, group: WorkerGroup, options: Checkpoints | None) -> None:
         self._group = group
-        # The group gets no strong reference to this object. The lease's finalizer keeps the group
-        # alive; the group would keep the lease, by a begun checkpoint and its pending steps, and
-        # the workers of a dropped pipeline would never end.
+        # The recovery gets no strong reference to this object, which refers to the group: the
+        # workers of a dropped pipeline would never end.
         abandon = weakref.WeakMethod(self.abandon)
-        group.before_workers_end.append(lambda: (still := abandon()) and still())
+        group.recovery.before_workers_end.append(lambda: (still := abandon()) and still())
         self._locks: dict[Path, RunLock] = {}
         # At last, since workers may write until they have ended.
-        group.after_workers_end.append(functools.partial(_release, self._locks))
+        group.recovery.after_workers_end.append(functools.partial(_release, self._locks))
         self._run = secrets.token_hex(16)
         self._runs: dict[Path, str] = {}  # by folder, the run as which this one goes on there
         self._cleared_folders: set[Path] = set()  # folders that hold no checkpoint of another run
@@ -98,7 +97,7 @@ class Checkpointer:
         """Say, after Ctrl-C, how far the run had come and what it can go on from."""
         if self._every is None:
             return
-        saved = self._group.log.restore_points[-1].folder
+        saved = self._group.feed.log.restore_points[-1].folder
         if saved is None:
             _log.warning("interrupted after %d mini-batches, before the first checkpoint", step)
         else:
@@ -147,14 +146,14 @@ class Checkpointer:
         part = UnfinishedCheckpoint(root, manifest.step)
         try:
             argument = {"folder": str(part.folder), "step": manifest.step}
-            position = self._group.tell(CommandName.SAVE, argument)
+            position = self._group.feed.command(CommandName.SAVE, argument)
         except BaseException:
             part.abandon()
             raise
         self._begun = _Begun(
             part=part,
             position=position,
-            restore_point=self._group.restore_point(),
+            restore_point=self._group.feed.restore_point(),
             manifest=manifest,
             unseen=tuple(unseen),
             root=root,
@@ -197,7 +196,7 @@ class Checkpointer:
             # A stage replies when the update before is done and the copy of its state is written.
             replies = self._group.replies(begun.position, EdgeKind.SAVED)
             # Not sooner: a recovery meanwhile feeds the command again, and stages write again.
-            self._group.log.forget(begun.position)
+            self._group.feed.log.forget(begun.position)
             for reply in replies:
                 if isinstance(reply, str):
                     raise CheckpointError(reply)
@@ -222,7 +221,7 @@ class Checkpointer:
         finally:
             begun.part.abandon()  # nothing is left to remove after `commit`
         self._failed = 0
-        log = self._group.log
+        log = self._group.feed.log
         log.begin(dataclasses.replace(begun.restore_point, folder=folder, run=manifest.run))
         # Where the run went back to an earlier step, a resume must not take what it gave up.
         put_aside_later(begun.root, folder)
@@ -263,7 +262,7 @@ class Checkpointer:
             raise CheckpointError(
                 f"{self._attempts} checkpoints in a row could not be written; the last one: {error}"
             ) from error
-        restore_point = self._group.log.restore_points[-1]
+        restore_point = self._group.feed.log.restore_points[-1]
         back = f"to {restore_point.folder}" if restore_point.folder else "to its start"
         _log.error("%s; the run goes on, and a recovery would go back %s", error, back)
 

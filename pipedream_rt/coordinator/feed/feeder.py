@@ -14,12 +14,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from pipedream_rt.batches.cutting import samples_of
-from pipedream_rt.batches.forwards import TOTAL, Cache, Fed, Forwards
+from pipedream_rt.batches.forwards import TOTAL, Cache, Forwards
 from pipedream_rt.batches.items import (
     Accumulated,
     Batch,
@@ -28,14 +28,14 @@ from pipedream_rt.batches.items import (
     example_of,
     require_loader,
 )
-from pipedream_rt.batches.micro_batches import CutBatch, CutMicroBatch, Cutter, LossChecks
+from pipedream_rt.batches.micro_batches import CutBatch, Cutter, LossChecks, MicroBatch
 from pipedream_rt.batches.weighing import Samples, WeighedMean, Weighing
 from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
-from pipedream_rt.coordinator.recovery.group import Lease
+from pipedream_rt.coordinator.recovery.group import WorkerGroup
 from pipedream_rt.coordinator.results import PendingStep, StepResult
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.messages.message import CommandName, Key, Loss, MicroBatch, Mode, Target
-from pipedream_rt.messages.tree import flat_copy, unflatten
+from pipedream_rt.messages.message import CommandName, Head, Key, Loss, Mode
+from pipedream_rt.messages.tree import unflatten
 from pipedream_rt.models.captures import Given
 from pipedream_rt.models.settings import (
     Settings,
@@ -51,26 +51,11 @@ from pipedream_rt.stage.evaluation import (
     words_of_bad_metric,
 )
 from pipedream_rt.stage.fingerprint import total as combined
-from pipedream_rt.stage.hyper import Hyper
 from pipedream_rt.stage.loss_check import RANDOM, refuse_no_mean, rounding_of
 from pipedream_rt.tracing.spans import NOBODY, Recorder
 from pipedream_rt.tracing.trace import INJECTED, LOSS_CAME
 
 _log = logging.getLogger(__name__)
-
-
-class _OfTarget(NamedTuple):
-    """What goes to the last stage with a target; see `Target`. The metrics are pickled."""
-
-    share: float = 1.0
-    compared: Sequence[int] = ()
-    metrics: bytes = b""
-
-
-_WHOLE = _OfTarget()
-
-_NOTHING = Fed(0, b"", *flat_copy(None))
-"""What is fed of an empty micro-batch."""
 
 
 class Feeder:
@@ -89,7 +74,7 @@ class Feeder:
 
     def __init__(
         self,
-        lease: Lease,
+        group: WorkerGroup,
         *,
         forwards: Forwards,
         credits: int,
@@ -113,8 +98,7 @@ class Feeder:
         self._refuse, self._given = refuse, given
         self._settings = settings
         self.forwards = forwards
-        self._lease = lease
-        self._group = lease.group
+        self._group = group
         self._has_loss = has_loss
         self._weighing = weighing
         self._checks = LossChecks(check_loss)
@@ -134,7 +118,7 @@ class Feeder:
     @property
     def training(self) -> bool | None:
         """The mode that all modules were set to (`Module.train`); None if never."""
-        return self._group.training
+        return self._group.feed.training
 
     def set_training(self, training: bool) -> None:
         """Flush, and set the mode of all modules."""
@@ -144,7 +128,7 @@ class Feeder:
     @property
     def was_touched(self) -> bool:
         """Whether something but training may have changed weights or optimizers since the start."""
-        return self._group.touched
+        return self._group.feed.touched
 
     def cut(self, batch: Batch) -> CutBatch:
         """Cut a mini-batch as it would be fed, without feeding it."""
@@ -166,23 +150,30 @@ class Feeder:
             self._first(batch if isinstance(batch, Batch) else batch.parts[0])
         adds = isinstance(batch, Accumulated) and self._losses_add(batch)
         cut = self._cutter.cut(batch, self.training, adds)
-        parts, shares = cut.parts, cut.shares
         compared = self._compared(cut.first_part or cut)
         while len(self.pending) >= self.credits:
             self.collect_oldest()
         hyper = optimizer.hyper()
-        pending = PendingStep(self, self.step, self._group.position, shares)
+        self._group.feed.define()
+        shares = [part.share for part in cut.parts]
+        pending = PendingStep(self, self.step, self._group.feed.position, shares)
         every = self._fingerprint_every
         wants_mark = every is not None and (self.step + 1) % every == 0
         with self._group.life.guard():  # a mini-batch that is fed in part must end the pipeline
-            for i, part in enumerate(parts):
+            for i, part in enumerate(cut.parts):
                 number = self.step * self._per_update + i
                 start = time.monotonic_ns()
-                marks = wants_mark and i == len(parts) - 1
-                target = _OfTarget(shares[i], compared.get(i, ()), metrics)
-                self._feed(
-                    Mode.TRAIN, number, part, target, hyper=hyper, given=given, fingerprint=marks
+                head = Head(
+                    position=self._group.feed.position,
+                    micro_batch=number,
+                    mode=Mode.TRAIN,
+                    empty=not part.samples,
+                    program=part.program,
+                    fingerprint=wants_mark and i == len(cut.parts) - 1,
+                    hyper=hyper,
+                    given=given,
                 )
+                self._group.feed.micro_batch(head, part, compared.get(i, ()), metrics)
                 self._record(INJECTED, number, NOBODY, start, start)
             optimizer.count_step()
             self.step += 1
@@ -214,9 +205,9 @@ class Feeder:
         refuse_other_settings(self._settings)
         refuse_contexts()
 
-    def _part(self, batch: Batch, mode: Mode, samples: int = 1) -> CutMicroBatch:
+    def _part(self, batch: Batch, mode: Mode, samples: int = 1) -> MicroBatch:
         """Return what is fed of a micro-batch."""
-        return self._cutter.part(batch, mode, self._group.training, samples)
+        return self._cutter.part(batch, mode, self._group.feed.training, samples)
 
     def _compared(self, cut: CutBatch) -> dict[int, list[int]]:
         """Arrange the loss check of a mini-batch; return `Target.compared` by micro-batch."""
@@ -224,7 +215,7 @@ class Feeder:
             return {}
         # A loss function is compared by the stage that computes it, the model's own loss here.
         if self.forwards.own_loss:
-            if self._weighing.is_given or not all(p.x.only_labels for p in cut.filled.values()):
+            if self._weighing.is_given or not all(p.only_labels for p in cut.filled.values()):
                 self._compare_own_loss(cut)
             return {}
         first = self.step * self._per_update
@@ -247,43 +238,9 @@ class Feeder:
             return
         # Told losses add up, and means are compared.
         whole = whole / len(of_parts) if cut.told else whole
-        weighed = [(loss, cut.shares[i]) for loss, i in zip(of_parts, cut.filled, strict=False)]
+        filled = cut.filled.values()
+        weighed = [(loss, part.share) for loss, part in zip(of_parts, filled, strict=False)]
         refuse_no_mean(whole, weighed, rounding_of(self.forwards.dtype))
-
-    def _feed(
-        self,
-        mode: Mode,
-        number: int,
-        part: CutMicroBatch | None,
-        of_target: _OfTarget = _WHOLE,
-        *,
-        hyper: list[Hyper] | None = None,
-        given: list[Given] | None = None,
-        fingerprint: bool = False,
-        version: int = 0,
-        cache: int = 0,
-    ) -> int:
-        """Feed one micro-batch, with its target if stages compute a loss; return its position."""
-        program, definition, structure, tensors, *_ = part.x if part else _NOTHING
-        head = MicroBatch(
-            micro_batch=number,
-            mode=mode,
-            empty=part is None,
-            program=program,
-            definition=definition,
-            version=version,
-            cache=cache,
-            fingerprint=fingerprint,
-            hyper=hyper,
-            given=self._given() if given is None else given,
-            structure=structure,
-        )
-        if not mode.has_target:
-            return self._group.feed(head, tensors)
-        structure, of_y = part.y if part else flat_copy(None)
-        share, compared, metrics = of_target
-        target = Target(structure=structure, share=share, compared=list(compared), metrics=metrics)
-        return self._group.feed(head, tensors, target, of_y)
 
     def collect_oldest(self) -> None:
         """Wait for the losses of the oldest mini-batch on its way, and set its outcome."""
@@ -294,7 +251,7 @@ class Feeder:
             for i in range(len(pending.shares)):
                 number = pending.step * self._per_update + i
                 taken.append(self._take_loss(pending.first + i, number)[0])
-                self._group.next_loss = number + 1
+                self._group.recovery.next_loss = number + 1
                 source = self._loss_edge(number).source
                 self._record(LOSS_CAME, number, source, asked, time.monotonic_ns())
         self.waited_s += (time.monotonic_ns() - asked) / 1e9
@@ -317,14 +274,14 @@ class Feeder:
         keys = (
             Key(self._loss_edge(number + i), pending.first + i) for i in range(len(pending.shares))
         )
-        return all(map(self._group.inbox.holds, keys))
+        return all(map(self._group.holds, keys))
 
     def flush(self) -> None:
         """Wait until nothing is in flight on any stage, and every update is applied."""
         self._group.check_settings_unchanged()
         while self.pending:  # first, because the messages of an edge are taken by rising position
             self.collect_oldest()
-        self._group.command(CommandName.FLUSH, self._group.next_micro_batch)
+        self._group.command(CommandName.FLUSH, self._group.feed.next_micro_batch)
 
     def _loss_edge(self, number: int) -> Edge:
         """Return the edge on which the loss of a training micro-batch comes."""
@@ -341,7 +298,7 @@ class Feeder:
     def _record(self, kind: int, number: int, waited_for: int, ready: int, start: int) -> None:
         """Record a span of the coordinator that ends now; times are of ``time.monotonic_ns``."""
         if self._recorder is not None:
-            arrived = 0 if waited_for == NOBODY else self._group.inbox.arrived_ns
+            arrived = 0 if waited_for == NOBODY else self._group.recovery.inbox.arrived_ns
             self._recorder.record(
                 kind, COORDINATOR, number, 0, 0, 0,
                 waited_for, ready, arrived, start, time.monotonic_ns(), 0,
@@ -366,11 +323,11 @@ class Feeder:
                 "loss itself, example=, a mini-batch with the labels"
             )
         require_loader(loader, "evaluate")
-        target = _OfTarget(metrics=packed_metrics(metrics or {}))
+        packed = packed_metrics(metrics or {})
         mode = Mode.EVALUATE_AND_KEEP if keep_buffers else Mode.EVALUATE
         means = {"loss": WeighedMean()}
         batches = (batch_of(item, prepare) for item in loader)
-        clear, training = Samples(), self._group.training
+        clear, training = Samples(), self._group.feed.training
         parts = (
             self._cutter.part(each, mode, training, samples_of(each) or 1, clear)
             for each in batches
@@ -378,7 +335,7 @@ class Feeder:
         number = next(self.numbers)
         with (
             self._buffers_of(number) as stays,
-            closing(self._passed(mode, parts, version, number, target, stays)) as passed,
+            closing(self._passed(mode, parts, version, number, packed, stays)) as passed,
         ):
             for part, loss, _ in passed:
                 refuse_bad_metrics(loss.metrics)
@@ -399,23 +356,23 @@ class Feeder:
             if stays and not self._group.life.is_over:
                 self._group.command(CommandName.END_CACHE, number)
             for position in stays:
-                self._group.log.forget(position)
+                self._group.feed.log.forget(position)
 
     def _passed(
         self,
         mode: Mode,
-        parts: Iterable[CutMicroBatch],
+        parts: Iterable[MicroBatch],
         version: int = 0,
         cache: int = 0,
-        target: _OfTarget = _WHOLE,
+        metrics: bytes = b"",
         stays: list[int] | None = None,
-    ) -> Generator[tuple[CutMicroBatch, Loss, Any], None, None]:
+    ) -> Generator[tuple[MicroBatch, Loss, Any], None, None]:
         """Flush, then pass micro-batches through the stages, several at a time."""
         self._refuse_local_contexts()
         self.flush()
-        ahead: deque[tuple[int, CutMicroBatch]] = deque()
+        ahead: deque[tuple[int, MicroBatch]] = deque()
 
-        def collect() -> tuple[CutMicroBatch, Loss, Any]:
+        def collect() -> tuple[MicroBatch, Loss, Any]:
             """Take what came of the oldest micro-batch on its way."""
             position, part = ahead.popleft()
             loss, output = self._take_loss(position)
@@ -423,12 +380,12 @@ class Feeder:
             if stays is not None and any(mark for *_, mark in loss.trail):
                 stays.append(position)
             elif mode.leaves_no_trace:
-                self._group.log.forget(position)
+                self._group.feed.log.forget(position)
             return part, loss, output
 
         try:
             for part in parts:
-                ahead.append((self._pass(mode, part, version, cache, target), part))
+                ahead.append((self._pass(mode, part, version, cache, metrics), part))
                 while len(ahead) > 2 * self._group.plan.num_stages:
                     yield collect()
             while ahead:
@@ -458,21 +415,31 @@ class Feeder:
         position = self._pass(mode, self._part(batch, mode))
         _, output = self._take_loss(position)
         if mode.leaves_no_trace:
-            self._group.log.forget(position)
+            self._group.feed.log.forget(position)
         return output
 
     def _pass(
         self,
         mode: Mode,
-        part: CutMicroBatch,
+        part: MicroBatch,
         version: int = 0,
         cache: int = 0,
-        target: _OfTarget = _WHOLE,
+        metrics: bytes = b"",
     ) -> int:
         """Feed one micro-batch for evaluation or inference, and return its position."""
-        position = self._feed(mode, self.passes, part, target, version=version, cache=cache)
+        self._group.feed.define()
+        head = Head(
+            position=self._group.feed.position,
+            micro_batch=self.passes,
+            mode=mode,
+            program=part.program,
+            version=version,
+            cache=cache,
+            given=self._given(),
+        )
+        self._group.feed.micro_batch(head, part, metrics=metrics)
         self.passes += 1
-        return position
+        return head.position
 
     # -- generation, and versions that are kept -------------------------------------------------
 
@@ -489,7 +456,7 @@ class Feeder:
         if cache is None:
             part = self._part(batch, Mode.INFER)
         else:
-            part = CutMicroBatch(self.forwards.cached(batch, cache, length), flat_copy(None))
+            part = self._cutter.cached(batch, cache, length)
         position = self._pass(Mode.INFER, part, version, number)
         while self.pending:  # the messages of an edge are taken by rising position
             self.collect_oldest()
@@ -497,7 +464,7 @@ class Feeder:
 
     def hold(self) -> None:
         """Let recoveries redo all that is fed from now on, until `end_generation`."""
-        self._group.log.hold()
+        self._group.feed.log.hold()
 
     def end_generation(self, caches: Iterable[int], positions: Iterable[int]) -> None:
         """Forget the forwards of a generation, and the caches that they filled."""
@@ -505,8 +472,8 @@ class Feeder:
             if not self._group.life.is_over:
                 self._group.command(CommandName.END_CACHE, cache)
         for position in positions:
-            self._group.log.forget(position)
-        self._group.log.release()
+            self._group.feed.log.forget(position)
+        self._group.feed.log.release()
 
 
 def _result(pending: PendingStep, taken: list[Loss]) -> StepResult:

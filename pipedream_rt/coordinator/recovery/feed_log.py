@@ -5,31 +5,28 @@ restore point, and are fed what came after it in the same order, compute the sam
 So the coordinator keeps what it has fed since the oldest restore point, and a recovery is: new
 workers, the state of a restore point, the feed since.
 
-An entry names the role of the stages that it is for, not their numbers, so that a later generation
+A command names the role of the stages that it is for, not their numbers, so that a later generation
 may have another plan.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from pipedream_rt.messages.message import Command, MicroBatch, Target
+from pipedream_rt.batches.micro_batches import MicroBatch
+from pipedream_rt.messages.message import Command, Head
 
 
 class Role(Enum):
-    """The stages that an entry of the feed is for."""
+    """The stages that a command is for."""
 
-    ENTRY = "entry"
-    """The stages that take the model's input."""
-    TARGET = "target"
-    """The stages that compute the loss."""
     EVERY = "every"
     """All stages; each gets the same."""
     OWN = "own"
@@ -63,13 +60,38 @@ class RestorePoint:
     apart: tuple[tuple[int, bool], ...] = ()
 
 
-class Entry(NamedTuple):
-    """One item of the feed; the turn of its payload is set anew in each generation."""
+class FedMicroBatch(NamedTuple):
+    """A micro-batch in the feed.
 
-    role: Role
-    position: int
-    payload: MicroBatch | Command | Target
+    Attributes:
+        compared: See `Target`.
+        metrics: See `Target`.
+    """
+
+    head: Head
+    micro_batch: MicroBatch
+    compared: Sequence[int]
+    metrics: bytes
+
+    @property
+    def position(self) -> int:
+        return self.head.position
+
+
+class FedCommand(NamedTuple):
+    """A command in the feed."""
+
+    command: Command
     tensors: tuple[Tensor, ...]
+    role: Role
+
+    @property
+    def position(self) -> int:
+        return self.command.position
+
+
+Entry: TypeAlias = FedMicroBatch | FedCommand
+"""An item of the feed."""
 
 
 class FeedLog:

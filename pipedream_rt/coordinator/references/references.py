@@ -14,7 +14,7 @@ from pipedream_rt.cluster.interface import Reference
 from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
 from pipedream_rt.coordinator.feed.feeder import Feeder
 from pipedream_rt.coordinator.recovery.feed_log import Role
-from pipedream_rt.coordinator.recovery.group import Lease
+from pipedream_rt.coordinator.recovery.group import WorkerGroup
 from pipedream_rt.coordinator.references.stage_reference import StageReference, refuse_left_out
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.unsplit_model import UnsplitModel
@@ -38,19 +38,19 @@ class StageHandle:
 
     index: int
     layers: tuple[str, ...]
-    _lease: Lease
+    _group: WorkerGroup
     _feeder: Feeder
 
     @property
     def worker(self) -> str:
         """Name of the worker that hosts the stage in this generation."""
-        return StageReference(self.index, self._lease, self._feeder).owner_name()
+        return StageReference(self.index, self._group, self._feeder).owner_name()
 
     @property
     def rref(self) -> StageReference:
         """A reference to the stage's module, through which its methods are called."""
-        self._lease.group.life.check()
-        return StageReference(self.index, self._lease, self._feeder)
+        self._group.life.check()
+        return StageReference(self.index, self._group, self._feeder)
 
 
 class _Nowhere:
@@ -74,22 +74,22 @@ class References:
 
     def __init__(
         self,
-        lease: Lease,
+        group: WorkerGroup,
         feeder: Feeder,
         model: UnsplitModel,
         names: Sequence[str],
     ) -> None:
         self._model = model
-        self._lease = lease
+        self._group = group
         self._feeder = feeder
-        self._group = lease.group
+        self._group = group
         self._names = names  # of the trainable parameters, stage by stage
         self._by_generation: dict[int, list[tuple[Reference, str]]] = {}
 
     def handles(self) -> list[StageHandle]:
         """Return a handle for every stage, in order."""
         layers = self._group.plan.layers
-        return [StageHandle(s, names, self._lease, self._feeder) for s, names in enumerate(layers)]
+        return [StageHandle(s, names, self._group, self._feeder) for s, names in enumerate(layers)]
 
     def of_parameters(self) -> list[tuple[Reference, str]]:
         """Return a reference to each trainable parameter, with its name."""
@@ -109,16 +109,16 @@ class References:
                     for stage in range(group.plan.num_stages)
                     for reference in cluster.parameter_references(group.plan.address_of(stage))
                 ]
-                if group.generation not in self._by_generation
+                if group.recovery.generation not in self._by_generation
                 else []
             )
         )
-        if group.generation not in self._by_generation:
+        if group.recovery.generation not in self._by_generation:
             by_name = dict(zip(self._names, references, strict=True))
             # In the order of the unsplit model.
             named = [(by_name[name], name) for name in self._model.names.values()]
-            self._by_generation[group.generation] = named
-        return self._by_generation[group.generation]
+            self._by_generation[group.recovery.generation] = named
+        return self._by_generation[group.recovery.generation]
 
     def build_optimizer(
         self,

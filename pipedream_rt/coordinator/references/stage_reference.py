@@ -13,7 +13,7 @@ from typing import Any
 
 from pipedream_rt.cluster.interface import Cluster, Reference
 from pipedream_rt.coordinator.feed.feeder import Feeder
-from pipedream_rt.coordinator.recovery.group import Lease
+from pipedream_rt.coordinator.recovery.group import WorkerGroup
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.message import CommandName
 from pipedream_rt.stage.remote_methods import METHODS
@@ -81,9 +81,9 @@ class _Methods:
 class StageReference:
     """A reference to the module of a stage, which its worker owns."""
 
-    def __init__(self, index: int, lease: Lease, feeder: Feeder) -> None:
+    def __init__(self, index: int, group: WorkerGroup, feeder: Feeder) -> None:
         self._index = index
-        self._lease = lease
+        self._group = group
         self._feeder = feeder
 
     def rpc_sync(self) -> Any:
@@ -114,19 +114,19 @@ class StageReference:
 
     def owner_name(self) -> str:
         """Return the name of the worker that owns the module."""
-        group = self._lease.group
+        group = self._group
         return group.cluster.names[group.plan.worker_of(group.plan.address_of(self._index))]
 
     def _rref(self) -> Reference:
         """Return the RRef of this generation."""
-        group = self._lease.group
+        group = self._group
         refuse_left_out(group.cluster)
         address = group.plan.address_of(self._index)
         return group.call(lambda cluster: cluster.reference(address, "module"))
 
     def ask(self, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> PendingResult:
         """Put the call of a method into the feed, behind all that was fed before."""
-        group, index = self._lease.group, self._index
+        group, index = self._group, self._index
         if name in _OF_SEQUENCES and not self._feeder.forwards.is_sequence:
             raise ConfigError(
                 f"{name} of a stage alone is for sequences of layers: the forward of a model given "
@@ -136,14 +136,14 @@ class StageReference:
         self._feeder.flush()
         if name in ("train", "eval"):
             mode = self._mode_of(name, args, named)
-            position = group.tell(CommandName.TRAINING, (index, mode))
+            position = group.feed.command(CommandName.TRAINING, (index, mode))
         else:
-            position = group.tell(CommandName.METHOD, [index, name, list(args), named])
+            position = group.feed.command(CommandName.METHOD, [index, name, list(args), named])
 
-        generation = group.generation
+        generation = group.recovery.generation
 
         def collect() -> Any:
-            if group.generation != generation:  # the reply went with the workers of then
+            if group.recovery.generation != generation:  # the reply went with the workers of then
                 if name not in METHODS:
                     return None  # a recovery feeds train and eval again, and they return nothing
                 raise ConfigError(
@@ -154,7 +154,7 @@ class StageReference:
                 return group.of_stages(group.replies(position))[index]
             finally:
                 if name in METHODS:
-                    group.log.forget(position)
+                    group.feed.log.forget(position)
 
         return PendingResult(self.owner_name(), collect)
 

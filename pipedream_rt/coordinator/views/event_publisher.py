@@ -24,6 +24,7 @@ from pipedream_rt.batches.micro_batches import CutBatch
 from pipedream_rt.checkpoint.layout import step_of
 from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
 from pipedream_rt.coordinator.recovery.group import WorkerGroup
+from pipedream_rt.coordinator.recovery.recovery import Recovery
 from pipedream_rt.coordinator.results import StepResult
 from pipedream_rt.job.options import Options
 from pipedream_rt.messages.message import CommandName
@@ -89,7 +90,7 @@ class EventPublisher:
         self._observers = list(observers)
         self._fed: deque[_FedMiniBatch] = deque()
         self._heard: deque[Warned] = deque()
-        self._group: WorkerGroup | None = None
+        self._recovery: Recovery | None = None
         self._restarts = self._step = 0
         self._saved: object = None
         self._handler = _Listening(self._heard)
@@ -98,8 +99,8 @@ class EventPublisher:
     def begin(
         self, group: WorkerGroup, options: Options, step: int, credits: int, how: str
     ) -> None:
-        self._group, self._step = group, step
-        self._saved = group.log.restore_points[-1].folder
+        self._recovery, self._step = group.recovery, step
+        self._saved = group.feed.log.restore_points[-1].folder
         self._tell(
             Begun(
                 time=time.time(),
@@ -170,8 +171,8 @@ class EventPublisher:
 
     def end(self, reason: BaseException | None = None) -> None:
         """Tell that a run has ended, unless that was told. Idempotent."""
-        if self._group is not None and reason is None:
-            reason = self._group.life.reason
+        if self._recovery is not None and reason is None:
+            reason = self._recovery.life.reason
         words = f"{type(reason).__name__}: {reason}" if reason is not None else ""
         self._end(Ended(time=time.time(), step=self._step, reason=words))
 
@@ -184,9 +185,10 @@ class EventPublisher:
 
     def look(self) -> None:
         """Tell of the recoveries and checkpoints that have come since the last look."""
-        if self._group is None or not self._observers:
+        if self._recovery is None or not self._observers:
             return
-        restarts, folder = self._group.restarts, self._group.log.restore_points[-1].folder
+        restarts = self._recovery.restarts
+        folder = self._recovery.feed.log.restore_points[-1].folder
         for restart in restarts[self._restarts :]:
             self._tell(
                 Recovered(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pipedream_rt.coordinator.feed.feeder import Feeder
-from pipedream_rt.coordinator.recovery.group import Lease
+from pipedream_rt.coordinator.recovery.group import WorkerGroup
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.message import CommandName
 from pipedream_rt.schedules import Plan
@@ -20,8 +20,8 @@ from pipedream_rt.tracing.trace import Trace, WorkerFacts
 class TraceCollection:
     """Collects the trace of a run; without a recorder nothing is recorded."""
 
-    def __init__(self, lease: Lease, feeder: Feeder, recorder: Recorder | None) -> None:
-        self._group = lease.group
+    def __init__(self, group: WorkerGroup, feeder: Feeder, recorder: Recorder | None) -> None:
+        self._group = group
         self._feeder = feeder
         self._recorder = recorder
         self._clocks: dict[int, list[Reading]] = {}
@@ -34,7 +34,7 @@ class TraceCollection:
 
     def _first_readings(self) -> list[Reading]:
         """Return the first reading of each worker's clock in this generation."""
-        generation = self._group.generation
+        generation = self._group.recovery.generation
         if generation not in self._clocks:
             self._clocks[generation] = self._group.call(lambda cluster: cluster.clocks())
         return self._clocks[generation]

@@ -51,6 +51,8 @@ class EdgeCodecs(RuleOption):
 class Coding(MicroBatchRule):
     """The coding of one stage, or of a replica of it."""
 
+    keeps = "run"
+
     def __init__(self, by_edge: Mapping[tuple[int, int], ByteCodec], context: Context) -> None:
         self._plan, self._address, self._by_edge = context.plan, context.address, by_edge
         self._codecs: dict[Edge, ByteCodec | None] = {}

@@ -36,6 +36,8 @@ class Averaging(RuleOption):
 class Ema(UpdateRule):
     """The average of one stage's weights. It outlives the optimizer."""
 
+    keeps = "weights"
+
     def __init__(self, decay: float, context: Context) -> None:
         self._decay = decay
         self._parameters = context.named

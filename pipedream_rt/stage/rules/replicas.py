@@ -5,16 +5,25 @@ Each replica adds up all parts itself, in the same order, so all come to the sam
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.schedules import EdgeKind
-from pipedream_rt.schedules.edges import Address
-from pipedream_rt.stage.rules.rule import Context, Update, UpdateRule
-from pipedream_rt.stage.values import Outgoing, ReplicaGradients
+from pipedream_rt.schedules.edges import Address, Edge
+from pipedream_rt.stage.hyper import Hyper
+from pipedream_rt.stage.rules.rule import Context, Packed, Update, UpdateRule
+from pipedream_rt.stage.values import Outgoing, dense, with_gaps
+
+
+class ReplicaGradients(NamedTuple):
+    """What a replica has summed for an update."""
+
+    gradients: list[Tensor | None]
+    hyper: list[Hyper]
+    read: list[int]  # versions, one for each micro-batch with samples
 
 
 class Replicas(UpdateRule):
@@ -41,6 +50,14 @@ class Replicas(UpdateRule):
         part = ReplicaGradients(update.gradients, update.hyper, update.read)
         self._mine[update.number] = part
         return {EdgeKind.PARTIAL: part}
+
+    def pack(self, edge: Edge, value: ReplicaGradients) -> Packed:
+        present, tensors = dense(value.gradients)
+        return Packed([present, value.hyper, value.read], tensors)
+
+    def open(self, edge: Edge, number: int, packed: Packed) -> ReplicaGradients:
+        present, hyper, read = packed.values
+        return ReplicaGradients(with_gaps(present, packed.tensors), hyper, read)
 
     def receive(self, kind: EdgeKind, sender: Address, value: Any) -> None:
         """Take the gradients of another replica for the update whose step is next."""

@@ -8,10 +8,12 @@ costs nothing.
 The life of an update t on a stage, with the methods of `UpdateRule`::
 
     B .. B      each micro-batch adds its gradients        MicroBatchRule.loss, roots, adjust, ended
+    R t         reduce      hand them to the other replicas
     S t         collect     complete and measure them
     A t         change      the last change of gradients, or the update is skipped
                 around      around the step of the torch optimizer, unless it is skipped
                 after       the version is made, even if the update was skipped
+    T t         take        weights that other replicas have stepped come in
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +29,18 @@ from torch.autograd.graph import GradientEdge
 
 from pipedream_rt.messages.state_keys import StateKey, StepState
 from pipedream_rt.schedules import EdgeKind, Plan
-from pipedream_rt.schedules.edges import Address
+from pipedream_rt.schedules.edges import Address, Edge
 from pipedream_rt.stage.hyper import Hyper
 from pipedream_rt.stage.parameters import Adjust
 from pipedream_rt.stage.values import Outgoing
 from pipedream_rt.stage.weights import Weights
+
+
+class Packed(NamedTuple):
+    """A message of a rule: plain values, and tensors."""
+
+    values: list[Any]
+    tensors: tuple[Tensor, ...]
 
 
 @dataclass(slots=True)
@@ -86,12 +95,26 @@ class Rule:
     """What rules of both kinds may have.
 
     Attributes:
-        channels: The kinds of messages that `receive` takes.
+        channels: The kinds of messages that it sends and takes.
         names: The names under which it keeps something, besides those of parameters.
+        keeps: Whose state `state` returns: the optimizer's, so that another optimizer does not go
+            on with it; the weights', as an average of them; or the run's.
     """
 
     channels: ClassVar[tuple[EdgeKind, ...]] = ()
     names: Sequence[str] = ()
+    keeps: ClassVar[Literal["optimizer", "weights", "run"]] = "optimizer"
+
+    def pack(self, edge: Edge, value: Any) -> Packed:
+        """Return the message on an edge of what another method has given for its kind."""
+        return Packed([], value)
+
+    def open(self, edge: Edge, number: int, packed: Packed) -> Any:
+        """Return the value that the sender's `pack` was given, or its part for this stage.
+
+        ``number`` is that of the message: of the update, or of the version.
+        """
+        return packed.tensors
 
     def receive(self, kind: EdgeKind, sender: Address, value: Any) -> None:
         """Take a message of one of its channels, for a later method to use."""
@@ -143,6 +166,17 @@ class UpdateRule(Rule):
     def collect(self, update: Update) -> Outgoing:
         """Complete or measure the gradients of an update, at its step; return what is sent."""
         return {}
+
+    def reduce(self, update: Update) -> Outgoing:
+        """Hand over the gradients that this replica has summed, which `collect` gets whole."""
+        return {}
+
+    def stepped(self, named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        """Return those of a stage's parameters that the optimizer steps here."""
+        return dict(named)
+
+    def take(self, update: int) -> None:
+        """Take what other replicas have stepped in an update."""
 
     def change(self, update: Update) -> None:
         """Change the gradients, which are on the parameters now, or skip the update."""

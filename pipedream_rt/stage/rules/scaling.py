@@ -76,6 +76,8 @@ class LossScale(RuleOption):
 class Scaling(UpdateRule, MicroBatchRule):
     """The scales of one stage. All stages learn the same totals, so all have the same scales."""
 
+    keeps = "run"
+
     def __init__(self, scale: LossScale, context: Context) -> None:
         self._given = scale
         assert isinstance(context.totals, Totals)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,6 @@ class Shards(UpdateRule):
     """The weights of a stage, dealt to its replicas.
 
     Source: Rajbhandari et al., ZeRO (SC 2020), section 5.1, stage 1 (optimizer states).
-
-    Attributes:
-        taken: The newest version of which this replica has all weights.
     """
 
     channels = (EdgeKind.STEPPED,)
@@ -37,12 +34,11 @@ class Shards(UpdateRule):
             held[least] += named[name].nbytes
             self._dealt[least].append(name)
         self._came: dict[Address, Sequence[Tensor]] = {}
-        self.taken = 0
 
-    def mine(self) -> dict[str, nn.Parameter]:
+    def stepped(self, named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """Return the parameters that this replica steps, by name, in the order of the module."""
         mine = {*self._dealt[self._address]}
-        return {name: parameter for name, parameter in self._named.items() if name in mine}
+        return {name: parameter for name, parameter in named.items() if name in mine}
 
     @torch.no_grad()
     def after(self, update: Update, optimizer: torch.optim.Optimizer | None) -> Outgoing:
@@ -58,9 +54,8 @@ class Shards(UpdateRule):
 
     @torch.no_grad()
     def take(self, update: int) -> None:
-        """Copy in the weights that others have stepped: the newest version is whole then."""
+        """Copy in the weights that others have stepped."""
         came, self._came = self._came, {}
         for address, tensors in came.items():
             for name, tensor in zip(self._dealt[address], tensors, strict=True):
                 self._named[name].data.copy_(tensor)
-        self.taken = update + 1

@@ -16,8 +16,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pipedream_rt.schedules import Edge, EdgeKind
 from pipedream_rt.schedules.edges import Address
 from pipedream_rt.schedules.placement import Tie
-from pipedream_rt.stage.rules.rule import Context, MicroBatchRule, Update, UpdateRule
-from pipedream_rt.stage.values import Outgoing
+from pipedream_rt.stage.rules.rule import (
+    Context,
+    MicroBatchRule,
+    Packed,
+    Update,
+    UpdateRule,
+)
+from pipedream_rt.stage.values import Outgoing, dense, with_gaps
 
 
 class Ties(UpdateRule, MicroBatchRule):
@@ -26,11 +32,24 @@ class Ties(UpdateRule, MicroBatchRule):
     channels = (EdgeKind.WEIGHT, EdgeKind.SHARE)
 
     def __init__(self, context: Context) -> None:
-        plan, stage = context.plan, context.stage
+        self._plan, self._stage = plan, stage = context.plan, context.stage
         self._weights, self._per_update = context.weights, plan.per_update
         self._lent = _names(plan.lends(stage))
         self._passed_on = _names(plan.shares_of(stage))
         self._shares: dict[str, Tensor] = {}
+
+    def pack(self, edge: Edge, value: Mapping[str, Tensor | None]) -> Packed:
+        lends = edge.kind is EdgeKind.WEIGHT
+        ties = (self._plan.lends if lends else self._plan.shares_of)(self._stage)[edge]
+        present, tensors = dense([value[tie.name] for tie in ties])
+        return Packed([present], tensors)
+
+    def open(self, edge: Edge, number: int, packed: Packed) -> dict[str, Tensor]:
+        (present,) = packed.values
+        borrows = edge.kind is EdgeKind.WEIGHT
+        ties = (self._plan.borrows if borrows else self._plan.shares_for)(self._stage)[edge]
+        tensors = with_gaps(present, packed.tensors)
+        return {tie.name: t for tie, t in zip(ties, tensors, strict=True) if t is not None}
 
     def receive(self, kind: EdgeKind, sender: Address, value: Any) -> None:
         """Take a new version of weights from their owner, or a share of their gradients."""

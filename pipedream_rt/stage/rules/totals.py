@@ -32,8 +32,8 @@ from torch import Tensor
 
 from pipedream_rt.messages.state_keys import StateKey, StepState
 from pipedream_rt.schedules import EdgeKind, Plan
-from pipedream_rt.schedules.edges import Address
-from pipedream_rt.stage.rules.rule import Context, Update, UpdateRule
+from pipedream_rt.schedules.edges import Address, Edge
+from pipedream_rt.stage.rules.rule import Context, Packed, Update, UpdateRule
 from pipedream_rt.stage.values import Outgoing
 from pipedream_rt.torch_private import order_of_dtypes
 
@@ -83,6 +83,7 @@ class Totals(UpdateRule):
     """The totals that one stage knows. The rules that need one say how gradients are measured."""
 
     channels = (EdgeKind.NORM, EdgeKind.TOTAL)
+    keeps = "run"
 
     def __init__(self, context: Context) -> None:
         plan = context.plan
@@ -111,6 +112,22 @@ class Totals(UpdateRule):
     def tell(self, listener: Callable[[int, float], None]) -> None:
         """Call a function with each update and its total, as soon as it is known."""
         self._told.append(listener)
+
+    def pack(self, edge: Edge, value: Any) -> Packed:
+        if edge.kind is EdgeKind.NORM:
+            norms = torch.stack(list(value.values())) if value else torch.empty(0, device="cpu")
+            return Packed(list(value), (norms,))
+        _, total = value
+        return Packed([total], ()) if isinstance(total, float) else Packed([], (total,))
+
+    def open(self, edge: Edge, number: int, packed: Packed) -> Norms | tuple[int, float | Tensor]:
+        values, tensors = packed
+        if edge.kind is EdgeKind.NORM:
+            return dict(zip(values, tensors[0].unbind(), strict=True))
+        # A total on an accelerator stays a tensor, so that the host need not wait for it.
+        (total,) = tensors or values
+        is_there = isinstance(total, float) or not total.is_cpu
+        return number, total if is_there else float(total)
 
     def receive(self, kind: EdgeKind, sender: Address, value: Any) -> None:
         """Take the norms of the stages behind, or a total."""

@@ -5,6 +5,7 @@ from datetime import timedelta
 
 import cloudpickle
 import pytest
+from support import messages
 
 from pipedream_rt.coordinator.recovery.coordinator_inbox import CoordinatorInbox
 from pipedream_rt.deadline import Deadline
@@ -17,7 +18,7 @@ from pipedream_rt.errors import (
     WorkerLost,
 )
 from pipedream_rt.messages.inbox import Wanted
-from pipedream_rt.messages.message import Failed, Message, Ready
+from pipedream_rt.messages.message import Failed, Ready
 from pipedream_rt.schedules import COORDINATOR, plan_named
 
 GENERATION = 3
@@ -38,8 +39,8 @@ def reception():
 
 
 def message(payload, sender=2, generation=GENERATION):
-    return Message(
-        to=COORDINATOR, sender=sender, index=generation, generation=generation, payload=payload
+    return messages.message(
+        payload, to=COORDINATOR, sender=sender, number=generation, generation=generation
     )
 
 

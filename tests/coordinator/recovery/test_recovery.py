@@ -31,7 +31,7 @@ from pipedream_rt import (
     WorkerLost,
 )
 from pipedream_rt.coordinator.recovery.decision import Failures, action_of, is_passing
-from pipedream_rt.coordinator.recovery.feed_log import Entry, FeedLog, RestorePoint, Role
+from pipedream_rt.coordinator.recovery.feed_log import FedCommand, FeedLog, RestorePoint, Role
 from pipedream_rt.messages.message import Command, CommandName
 from pipedream_rt.schedules import Action, plan_for
 
@@ -155,7 +155,7 @@ def test_only_exceptions_and_crashes_are_evidence_of_poison(failure):
 
 
 def entry(position):
-    return Entry(Role.EVERY, position, Command(name=CommandName.FLUSH), ())
+    return FedCommand(Command(position=position, name=CommandName.FLUSH), (), Role.EVERY)
 
 
 def test_the_feed_is_kept_since_the_last_two_origins():
