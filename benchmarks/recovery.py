@@ -84,7 +84,7 @@ def throughput(every: int | None, count: int) -> tuple[float, float]:
         for _ in pipe.train_epoch(data):
             pass
         pipe.flush()
-        return count / (time.perf_counter() - start), pipe._checkpointer.blocked_s
+        return count / (time.perf_counter() - start), pipe._run.checkpointer.blocked_s
 
 
 @click.command()

@@ -209,18 +209,11 @@ class Pipeline:
         # From here on there are workers, which an error ends.
         self._group = start(job, self._publisher)
         with self._group.life.guard():
-            run = attach(job, self._group, self._publisher)
-            self._feeder = run.feeder
-            self._epochs = run.epochs
-            self._references = run.references
-            self._checkpointer = run.checkpointer
-            self._run_state = run.run_state
-            self._trace = run.trace
+            self._run = run = attach(job, self._group, self._publisher)
             self.stages = run.references.handles()
             self._watching = watching(job.without_start_data, run, count_of_environment(VERIFY, 0))
             if self._watching is not None:
                 run.feeder.watch_first = self._watching.injected
-            self._run = run
         remember(self)
 
     # -- training -------------------------------------------------------------------------------
@@ -282,8 +275,8 @@ class Pipeline:
         """Train, and yield the results. ``begun`` is not empty once something was drawn."""
         begun.append(True)
         with ShorterTracebacks():
-            fed = self._run_state.mini_batch_was_fed
-            results = self._epochs.train(loader, fed, prepare, metrics)
+            fed = self._run.run_state.mini_batch_was_fed
+            results = self._run.epochs.train(loader, fed, prepare, metrics)
             if progress:
                 # A run that shows nothing to anybody loads none of the observers.
                 from pipedream_rt.observers.progress import count_of, loss_words, with_bar
@@ -309,8 +302,8 @@ class Pipeline:
             ConfigError: No loss or optimizer was given, or the mini-batch cannot be split.
         """
         one = item[0] if len(item) == 1 else item
-        pending = self._feeder.inject(one if isinstance(one, Accumulated) else batch_of(one))
-        self._run_state.mini_batch_was_fed()
+        pending = self._run.feeder.inject(one if isinstance(one, Accumulated) else batch_of(one))
+        self._run.run_state.mini_batch_was_fed()
         return pending
 
     def flush(self) -> None:
@@ -319,12 +312,12 @@ class Pipeline:
         Nothing else changes: the version that a later micro-batch reads depends on its number only,
         so a run with a flush gives the same bits as one without.
         """
-        self._feeder.flush()
+        self._run.feeder.flush()
 
     @property
     def step(self) -> int:
         """The number of mini-batches injected so far."""
-        return self._feeder.step
+        return self._run.feeder.step
 
     @property
     def seen(self) -> int:
@@ -332,7 +325,7 @@ class Pipeline:
 
         It is behind `step` while results are in flight, and stays behind after a ``break``.
         """
-        return self._epochs.seen
+        return self._run.epochs.seen
 
     @property
     def epoch(self) -> int:
@@ -340,7 +333,7 @@ class Pipeline:
 
         ``for epoch in range(pipe.epoch, epochs)`` goes on in the right one after a resume.
         """
-        return self._epochs.number
+        return self._run.epochs.number
 
     # -- evaluation and inference ---------------------------------------------------------------
 
@@ -414,7 +407,7 @@ class Pipeline:
         with ShorterTracebacks():
             number = self._number_of(version)
             found = calm_call(
-                lambda drawn: self._feeder.evaluate(
+                lambda drawn: self._run.feeder.evaluate(
                     drawn, prepare, number, metrics=metrics, keep_buffers=keep_buffers
                 ),
                 loader,
@@ -444,7 +437,7 @@ class Pipeline:
             The output of the model for each item, in order. It is what ``pipe(...)`` returns.
         """
         with ShorterTracebacks():
-            outputs = self._feeder.predict(loader, prepare, self._number_of(version))
+            outputs = self._run.feeder.predict(loader, prepare, self._number_of(version))
             if progress:
                 # A run that shows nothing to anybody loads none of the observers.
                 from pipedream_rt.observers.progress import count_of, with_bar
@@ -488,7 +481,7 @@ class Pipeline:
             )
         with ShorterTracebacks():
             number = self._number_of(version)
-            return generate(self._feeder, self._job.model.whole, args, kwargs, number, drawn)
+            return generate(self._run.feeder, self._job.model.whole, args, kwargs, number, drawn)
 
     def keep_version(self, *, ema: bool = False) -> KeptVersion:
         """Keep a copy of the current weights and buffers on the stages. Flushes the pipe.
@@ -515,7 +508,7 @@ class Pipeline:
                 "the model has a layer that does something when its mode is set, such as to merge "
                 "an adapter into a weight, so no version of its weights can be kept and read"
             )
-        return KeptVersion(self._group, self._feeder, average=ema)
+        return KeptVersion(self._group, self._run.feeder, average=ema)
 
     def _number_of(self, version: KeptVersion | None) -> int:
         """Return the number under which the stages have a kept version; 0 for None."""
@@ -538,7 +531,7 @@ class Pipeline:
             The output of the model.
         """
         with ShorterTracebacks():
-            return self._feeder.infer(Batch(args, kwargs, None), training=training)
+            return self._run.feeder.infer(Batch(args, kwargs, None), training=training)
 
     def train(self, mode: bool = True) -> Pipeline:
         """Set the mode that every module has in training, as `nn.Module.train`. Flushes the pipe.
@@ -591,7 +584,7 @@ class Pipeline:
         Args:
             version: The kept version to return; None for the current weights.
         """
-        return self._run_state.state_dict(self._number_of(version))
+        return self._run.run_state.state_dict(self._number_of(version))
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
         """Load weights and buffers, with the keys of the unsplit model. Flushes the pipe.
@@ -602,7 +595,7 @@ class Pipeline:
         Raises:
             ConfigError: A key is missing or unknown, or a shape differs.
         """
-        self._run_state.load_state_dict(state_dict)
+        self._run.run_state.load_state_dict(state_dict)
 
     def module(self, *, version: KeptVersion | None = None) -> nn.Module:
         """Return a copy of the unsplit model with the current weights. Flushes the pipe.
@@ -649,7 +642,7 @@ class Pipeline:
         Raises:
             ConfigError: The loss function is no ``nn.Module``.
         """
-        return self._run_state.loss_module()
+        return self._run.run_state.loss_module()
 
     def fingerprint(self) -> Fingerprint:
         """Return a number for the whole state, and one for each stage and weight version.
@@ -657,7 +650,7 @@ class Pipeline:
         Two runs whose fingerprints have the same ``digest`` have the same weights, buffers and
         optimizer state, bit for bit. Flushes the pipe.
         """
-        return self._run_state.fingerprint()
+        return self._run.run_state.fingerprint()
 
     # -- checkpoints ----------------------------------------------------------------------------
 
@@ -693,7 +686,7 @@ class Pipeline:
         if keep is not None:
             require_count("keep", keep)
         root = None if folder is None else Path(folder).absolute()
-        saved = self._run_state.save(root, keep, extra)
+        saved = self._run.run_state.save(root, keep, extra)
         if self._publisher is not None:
             self._publisher.look()  # the next result may be far away, or never come
         return saved
@@ -726,7 +719,7 @@ class Pipeline:
             raise ConfigError(
                 f"value must be a number, such as pipe.evaluate(loader), not {value!r}"
             )
-        return self._run_state.keep_best(Path(path).absolute(), float(value), highest)
+        return self._run.run_state.keep_best(Path(path).absolute(), float(value), highest)
 
     def load(self, folder: str | os.PathLike[str], *, accept: Sequence[str] = ()) -> Manifest:
         """Go on from a checkpoint: weights, versions, optimizer state, its parameter groups, step.
@@ -752,7 +745,7 @@ class Pipeline:
             CheckpointError: No checkpoint is complete, or it is of another model, or the script
                 differs in something that ``accept`` does not name. Nothing was changed.
         """
-        return self._run_state.load(Path(folder).absolute(), require_acceptable(accept))
+        return self._run.run_state.load(Path(folder).absolute(), require_acceptable(accept))
 
     def attach(self, **stateful: Any) -> None:
         """Save objects of yours in checkpoints, and restore them with these.
@@ -768,12 +761,12 @@ class Pipeline:
             ConfigError: An object lacks these, or its state holds more than numbers, texts, bytes,
                 lists and dicts.
         """
-        self._run_state.attach(**stateful)
+        self._run.run_state.attach(**stateful)
 
     @property
     def resumed(self) -> Manifest | None:
         """The manifest of the checkpoint from which the run goes on; None if there is none."""
-        return self._run_state.resumed
+        return self._run.run_state.resumed
 
     # -- optimizer ------------------------------------------------------------------------------
 
@@ -786,7 +779,7 @@ class Pipeline:
         Raises:
             ConfigError: The pipeline was made without one.
         """
-        optimizer = self._feeder.optimizer
+        optimizer = self._run.feeder.optimizer
         if optimizer is None:
             raise ConfigError("this pipeline was made without an optimizer")
         return optimizer
@@ -794,11 +787,11 @@ class Pipeline:
     @optimizer.setter
     def optimizer(self, optimizer: DistributedOptimizer) -> None:
         """Let the stages step with another optimizer."""
-        self._references.use(optimizer)
+        self._run.references.use(optimizer)
 
     def parameter_rrefs(self) -> list[Reference]:
         """Return RRefs to all trainable parameters, in the order of the unsplit model."""
-        return [reference for reference, _ in self._references.of_parameters()]
+        return [reference for reference, _ in self._run.references.of_parameters()]
 
     # -- inspection -----------------------------------------------------------------------------
 
@@ -856,7 +849,7 @@ class Pipeline:
             program: Whether to also show what the first recorded forward does between the layers,
                 stage by stage. A sequence of layers has none.
         """
-        forwards = self._feeder.forwards
+        forwards = self._run.feeder.forwards
         text = explain(
             self.plan,
             self._group.cluster.names,
@@ -900,7 +893,7 @@ class Pipeline:
 
     def _traced(self) -> Trace | None:
         """Return the trace so far; None if none is recorded."""
-        return self._trace.collect() if self._trace.is_recorded else None
+        return self._run.trace.collect() if self._run.trace.is_recorded else None
 
     def trace(self) -> Trace:
         """Return the trace of what every stage did so far. Flushes the pipe.
@@ -908,7 +901,7 @@ class Pipeline:
         Raises:
             ConfigError: Nothing is recorded; see `Observe`.
         """
-        return self._trace.collect()
+        return self._run.trace.collect()
 
     @property
     def restarts(self) -> tuple[Restart, ...]:
@@ -963,16 +956,16 @@ class Pipeline:
             if self._watching is not None and healthy and life.is_open:
                 self._watching.end()
             if life.begin_closing() and healthy:
-                if self._checkpointer.is_begun:
+                if self._run.checkpointer.is_begun:
                     self.flush()
-                    self._run_state.finish_checkpoint()
+                    self._run.run_state.finish_checkpoint()
                 path = self._job.options.observe.trace
                 trace = self._traced() if self._publisher or isinstance(path, Path) else None
                 if self._publisher is not None:
                     self._publisher.finish(self.statistics(), trace)
                 if isinstance(path, Path) and trace is not None:
                     trace.save(path)
-                if self.seen and not self._run_state.is_read:
+                if self.seen and not self._run.run_state.is_read:
                     _log.warning(
                         "the pipeline ends, and nobody has read what it has trained: the model in "
                         "the script is as it was at the start. Before the end, call "
@@ -993,8 +986,8 @@ class Pipeline:
         shorten(exception[0])
         try:
             if issubclass(exception_type, KeyboardInterrupt):
-                self._checkpointer.interrupted(self.step)
-            self._checkpointer.abandon()
+                self._run.checkpointer.interrupted(self.step)
+            self._run.checkpointer.abandon()
             if issubclass(exception_type, Exception):
                 self.close()
         except PipelineError as error:  # the caller's own error is to be seen

@@ -234,7 +234,7 @@ def test_a_mini_batch_of_another_kind_is_another_program():
     with case.pipeline(stages=3, schedule="1f1b") as pipe:
         pipe.submit((words,), {"keep": torch.ones_like(words, dtype=torch.bool)}, target).result()
         pipe.submit(words, target).result()
-        assert len(pipe._feeder.forwards.cuts) > 2
+        assert len(pipe._run.feeder.forwards.cuts) > 2
         with pytest.raises(Exception, match=r"layer 'embed'.*does not take"):
             pipe.submit(words.float(), target)
 

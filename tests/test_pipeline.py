@@ -528,7 +528,7 @@ def test_a_dropped_pipeline_with_a_checkpoint_on_its_way_ends_its_threads(tmp_pa
     pipe = open_pipe(checkpoint=Checkpoints(tmp_path, every=2))
     for x, y in regression(2):
         pipe.submit(x, y)
-    assert pipe._checkpointer.is_begun
+    assert pipe._run.checkpointer.is_begun
     del pipe
     gc.collect()
     # The fixture around every test finds what is left.

@@ -163,7 +163,7 @@ def with_a_loss_of_a_worker(folder, kill, make=mlp, **kwargs):
         if kill:
             group = pipe._group
             gone = WorkerLost("worker 'stage-1' is gone", worker="stage-1", stage=1)
-            group._coordinator_inbox.fail_of(group.generation)(gone)
+            group.recovery._came.fail_of(group.recovery.generation)(gone)
         found += losses(pipe, data[4:])
         assert len(pipe.restarts) == kill
         return found, pipe.fingerprint().digest

@@ -187,7 +187,7 @@ class Script:
                 os.kill(process.pid, signal.SIGKILL)
         else:
             error = WorkerLost("worker 'stage-1' is gone", worker="stage-1", stage=1)
-            group._coordinator_inbox.fail_of(group.generation)(error)
+            group.recovery._came.fail_of(group.recovery.generation)(error)
 
 
 def check(schedule, workers, script):

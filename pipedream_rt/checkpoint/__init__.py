@@ -1,6 +1,6 @@
 """Checkpoints on disk: how they are written whole, found, verified and read."""
 
-from pipedream_rt.checkpoint.layout import Snapshot, checkpoints, replica_name
+from pipedream_rt.checkpoint.layout import checkpoints
 from pipedream_rt.checkpoint.lock import RunLock
 from pipedream_rt.checkpoint.manifest import Manifest, read_manifest, refuse_unsaveable
 from pipedream_rt.checkpoint.reading import newest_good, read_stage, shapes, verify, weights_of
@@ -17,7 +17,6 @@ from pipedream_rt.checkpoint.writing import (
 __all__ = [
     "Manifest",
     "RunLock",
-    "Snapshot",
     "UnfinishedCheckpoint",
     "checkpoints",
     "newest_good",
@@ -27,7 +26,6 @@ __all__ = [
     "read_manifest",
     "read_stage",
     "refuse_unsaveable",
-    "replica_name",
     "shapes",
     "verify",
     "weights_of",

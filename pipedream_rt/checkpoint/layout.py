@@ -31,14 +31,10 @@ import re
 import shutil
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from pipedream_rt.messages.state_keys import StepState
 from pipedream_rt.schema import open_file
 
 MANIFEST = "manifest.msgpack"
@@ -74,11 +70,6 @@ def is_name(name: str) -> bool:
 def file_name(kind: str, stage: int, num_stages: int) -> str:
     """Name of the file with one kind of tensors of a stage, or, by address, of a replica."""
     return f"{kind}-{stage + 1:05d}-of-{num_stages:05d}.safetensors"
-
-
-def replica_name(replica: int, count: int) -> str:
-    """Name of a replica of a stage, ``1 of 2``: its state is of use only with as many replicas."""
-    return f"{replica} of {count}"
 
 
 def files_of(folder: Path, files: Iterable[str], kind: str) -> list[Path]:
@@ -151,24 +142,3 @@ def sync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """The state of a stage after an update, as if nothing were in flight. It owns its tensors.
-
-    Attributes:
-        weights: State dict of the stage, newest version, under the keys of the unsplit model.
-        steps: What its optimizer and its rules keep for the next steps.
-        versions: Older versions of the trainable weights that later micro-batches read, by version
-            and name.
-        hidden: Buffers that are in no state dict, by name.
-        extra: What modules give by ``get_extra_state`` that is no tensor, packed by `pack_hyper`,
-            by key of the state dict.
-    """
-
-    weights: dict[str, Tensor]
-    steps: StepState
-    versions: dict[int, dict[str, Tensor]]
-    hidden: dict[str, Tensor] = field(default_factory=dict)
-    extra: dict[str, Any] = field(default_factory=dict)

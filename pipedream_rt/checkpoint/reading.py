@@ -19,7 +19,6 @@ from pipedream_rt.checkpoint.layout import (
     EXTRA,
     EXTRA_OF_REPLICA,
     MANIFEST,
-    Snapshot,
     checkpoints,
     digest_of,
     files_of,
@@ -29,6 +28,7 @@ from pipedream_rt.checkpoint.layout import (
 from pipedream_rt.checkpoint.lock import restore_replaced_if_idle
 from pipedream_rt.checkpoint.manifest import Manifest, read_manifest
 from pipedream_rt.errors import CheckpointError
+from pipedream_rt.messages.snapshot import Snapshot, Wanted
 from pipedream_rt.messages.state_keys import OF_OPTIMIZERS, StateKey, StepState, by_key, parsed
 from pipedream_rt.schema import list_of, open_file, printable, text
 
@@ -106,16 +106,9 @@ def _verify_file(path: Path, size: int, digest: bytes) -> None:
 
 
 def read_stage(
-    folder: Path,
-    files: Collection[str],
-    weights: Sequence[str],
-    parameters: Sequence[str],
-    buffers: Sequence[str],
-    plain: dict[str, Any],
-    replica: str = "",
-    others: Collection[str] = (),
+    folder: Path, files: Collection[str], plain: dict[str, Any], wanted: Wanted
 ) -> Snapshot:
-    """Read the state of a stage, whose bounds may differ from those of the stages that wrote it."""
+    """Read what a stage wants; ``plain`` has what the manifest itself keeps, by texts of keys."""
 
     def tensors(kind: str, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
         return _tensors(files_of(folder, files, kind), wanted)
@@ -125,33 +118,26 @@ def read_stage(
         return {parsed(text): tensor for text, tensor in found.items()}
 
     said = by_key(plain)
-    buffered = set(buffers).__contains__
-    mine = set(weights).__contains__
+    weights, buffers = set(wanted.weights), set(wanted.buffers)
     # What replica 0 (with the empty name) has is in the files of the stage.
-    own = {
-        str(name): tensor
-        for (_, name), tensor in written_tensors("replica", lambda key: key[0] == replica).items()
-    }
-    found = tensors("model", mine) | tensors("loss", mine)
-    found |= {key: tensor for key, tensor in own.items() if mine(key)}
-    missing = [key for key in weights if key not in found]
-    if missing:
+    of_replica = written_tensors("replica", lambda key: key[0] == wanted.replica)
+    both = (weights | buffers).__contains__
+    there = tensors("model", both) | tensors("loss", both)
+    there |= {str(name): tensor for (_, name), tensor in of_replica.items()}
+    if missing := [key for key in wanted.weights if key not in there]:
         raise CheckpointError(f"{folder} has no weight {missing[0]!r}; is it of another model?")
     return Snapshot(
-        weights=found,
-        steps=_step_state(written_tensors, {*parameters, *others}, said),
-        versions=_older_versions(written_tensors, set(parameters)),
+        weights={key: tensor for key, tensor in there.items() if key in weights},
+        steps=_step_state(written_tensors, {*wanted.parameters, *wanted.others}, said),
+        versions=_older_versions(written_tensors, set(wanted.versions)),
         extra={str(k.path[-1]): v for k, v in said.items() if k.part == EXTRA}
         | {
             str(k.path[-1]): v
             for k, v in said.items()
-            if (k.part, k.name) == (EXTRA_OF_REPLICA, replica)
+            if (k.part, k.name) == (EXTRA_OF_REPLICA, wanted.replica)
         },
-        # All buffers, also those that the state dict has.
-        hidden=tensors("buffers", buffered)
-        | tensors("model", buffered)
-        | tensors("loss", buffered)
-        | {key: tensor for key, tensor in own.items() if buffered(key)},
+        buffers={key: tensor for key, tensor in there.items() if key in buffers},
+        hidden=tensors("buffers", buffers.__contains__),
     )
 
 
@@ -179,15 +165,14 @@ def _step_state(tensors_of: Written, names: set[str], said: Mapping[StateKey, An
 
 
 def _older_versions(tensors_of: Written, parameters: set[str]) -> dict[int, dict[str, Tensor]]:
-    """The older weight versions that have all parameters of a stage, by version and name."""
+    """The older versions of parameters, by version and name."""
     versions: dict[int, dict[str, Tensor]] = {}
     found = tensors_of("versions", lambda parts: parts[-1] in parameters)
     for parts, tensor in found.items():
         if len(parts) != 2 or not isinstance(parts[0], int) or parts[0] < 0:
             raise CheckpointError(f"a file of versions has the key {printable(repr(parts), 100)}")
         versions.setdefault(parts[0], {})[str(parts[1])] = tensor
-    # No forward can read a version that lacks a parameter.
-    return {v: named for v, named in versions.items() if named.keys() == parameters}
+    return versions
 
 
 def shapes(folder: Path, files: Collection[str]) -> dict[str, tuple[int, ...]]:

@@ -25,7 +25,6 @@ from pipedream_rt.checkpoint.layout import (
     EXTRA_OF_REPLICA,
     INDEX,
     MANIFEST,
-    Snapshot,
     checkpoints,
     file_name,
     name_of,
@@ -36,6 +35,7 @@ from pipedream_rt.checkpoint.layout import (
 )
 from pipedream_rt.checkpoint.manifest import Manifest, is_plain, read_manifest, seal
 from pipedream_rt.errors import CheckpointError
+from pipedream_rt.messages.snapshot import Snapshot
 from pipedream_rt.messages.state_keys import StateKey, StepState, written
 from pipedream_rt.schedules.placement import LOSS_LAYER
 
@@ -98,9 +98,10 @@ def write_stage(
         for version, named in state.versions.items()
         for name, tensor in named.items()
     }
-    loss = {key: t for key, t in state.weights.items() if key.startswith(f"{LOSS_LAYER}.")}
+    there = state.weights | state.buffers
+    loss = {key: t for key, t in there.items() if key.startswith(f"{LOSS_LAYER}.")}
     kinds = {
-        "model": {key: t for key, t in state.weights.items() if key not in loss},
+        "model": {key: t for key, t in there.items() if key not in loss},
         "loss": loss, "optimizer": moments, "versions": older, "buffers": state.hidden,
     }  # fmt: skip
     files = _write_kinds(folder, kinds, stage, num_stages)
@@ -128,13 +129,15 @@ def write_replica(
     address: int,
     num_addresses: int,
     name: str,
-    buffers: dict[str, Tensor],
-    steps: StepState,
-    extra: dict[str, Any],
+    state: Snapshot,
 ) -> tuple[dict[str, list[Any]], dict[str, Any], dict[str, dict[str, int]]]:
-    """Write and sync the files of another replica than 0; return what `write_stage` does."""
-    moments, plain = _tensors_and_plain(steps)
-    plain |= {str(StateKey(EXTRA_OF_REPLICA, name, (address, k))): v for k, v in extra.items()}
+    """Write and sync the buffers, extra state and steps of another replica than 0."""
+    moments, plain = _tensors_and_plain(state.steps)
+    plain |= {
+        str(StateKey(EXTRA_OF_REPLICA, name, (address, key))): value
+        for key, value in state.extra.items()
+    }
+    buffers = state.buffers | state.hidden
     own = {written(name, key): tensor for key, tensor in buffers.items()}
     kinds = {"replica": own, "shard": moments}
     return _write_kinds(folder, kinds, address, num_addresses), plain, {}

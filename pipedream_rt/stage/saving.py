@@ -17,31 +17,21 @@ import shutil
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipedream_rt.checkpoint import (
-    Snapshot,
-    read_stage,
-    replica_name,
-    write_replica,
-    write_stage,
-)
+from pipedream_rt.checkpoint import read_stage, write_replica, write_stage
 from pipedream_rt.errors import CheckpointError, ConfigError, PipelineError
-from pipedream_rt.messages.state_keys import OF_REPLICAS, StepState
+from pipedream_rt.messages.snapshot import Snapshot, replica_name
+from pipedream_rt.messages.state_keys import OF_REPLICAS
 from pipedream_rt.messages.tree import flatten
 from pipedream_rt.schema import printable
 from pipedream_rt.stage import stage_state
-from pipedream_rt.stage.buffers import buffer_slots
-from pipedream_rt.stage.fingerprint import fingerprints_of
-from pipedream_rt.stage.hyper import packed_extra, unpack_hyper
-from pipedream_rt.stage.rules.corrections import Corrections
 from pipedream_rt.stage.stage import Stage
-from pipedream_rt.torch_private import EXTRA_STATE
 
 _CHANGED_IN_BACKWARD = (
     "a layer changes its buffers in its backward, as BatchNorm inside torch's checkpoint does, so "
@@ -68,21 +58,13 @@ class _Saving:
     Attributes:
         step: Number of updates after which the checkpoint is made.
         position: The position of the command in the feed.
-        buffers: Copies of the buffers that the state dict has, by name.
-        hidden: Copies of the buffers that the state dict leaves out, by name.
-        extra: Entries of the state dict that are not tensors, packed.
-        versions: Copies of older versions that will be read again, by version and name.
-        views: Copies of what corrections have made of these.
+        begun: Copies of what forwards change, and of older versions that will be read again.
     """
 
     folder: Path
     step: int
     position: int
-    buffers: dict[str, Tensor]
-    hidden: dict[str, Tensor]
-    extra: dict[str, Any]
-    versions: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    views: StepState = field(default_factory=dict)
+    begun: Snapshot
 
 
 class StageSaver:
@@ -108,30 +90,13 @@ class StageSaver:
     @torch.no_grad()
     def begin(self, position: int, folder: str, step: int) -> None:
         """Copy the buffers, between the last forward of a mini-batch and the next one's first."""
-        module, self.part = self._stage.module, Path(folder)
-        # The other entries are weights, or made of them by a layer's own state dict.
-        buffers, names = {id(b) for b in module.buffers()}, buffer_slots(module)
-        state = module.state_dict(keep_vars=True)
-        rest = {
-            n: t
-            for n, t in state.items()
-            if n in names or id(t) in buffers or n.endswith(EXTRA_STATE)
-        }
+        self.part = Path(folder)
         try:
-            extra = packed_extra(
-                {**rest, **dict.fromkeys(stage_state.buffers_set_to_none(self._stage))}
-            )
+            begun = stage_state.begun(self._stage, self._copy)
         except ConfigError as error:
             self._tell(position, str(error))
             return
-        self._saving = _Saving(
-            folder=Path(folder),
-            step=step,
-            position=position,
-            buffers={name: self._copy(t) for name, t in rest.items() if isinstance(t, Tensor)},
-            extra=extra,
-            hidden={n: self._copy(b) for n, b in module.named_buffers() if n not in state},
-        )
+        self._saving = _Saving(folder=Path(folder), step=step, position=position, begun=begun)
         self.save_if_due()
 
     def watching_buffers(self) -> AbstractContextManager[None]:
@@ -161,27 +126,10 @@ class StageSaver:
             return
         self._saving = None
         try:
-            steps = stage_state.step_state(stage)
+            state = stage_state.completed(stage, saving.begun, self._copy)
         except ConfigError as error:
             self._tell(saving.position, str(error))
             return
-        state = Snapshot(
-            weights={
-                name: saving.buffers[name] if name in saving.buffers else self._copy(tensor)
-                for name, tensor in stage_state.state_dict(stage).items()
-                if name not in saving.extra
-            },
-            extra=saving.extra,
-            hidden=saving.hidden,
-            steps=saving.views
-            | {k: self._copy(v) if isinstance(v, Tensor) else v for k, v in steps.items()},
-            versions=saving.versions
-            | {
-                version: {name: self._copy(tensor) for name, tensor in named.items()}
-                for version, named in stage.parameters.older().items()
-                if version not in saving.versions
-            },
-        )
         if self._writer is None:
             self._writer = ThreadPoolExecutor(1, thread_name_prefix=f"checkpoint-{stage.index}")
         self._writer.submit(self._write, saving, state, stage.runner.device.settle())
@@ -191,17 +139,14 @@ class StageSaver:
         stage, parameters = self._stage, self._stage.parameters
         first = stage.plan.reads(stage.index, saving.step * stage.plan.per_update)
         newest: dict[str, Tensor] = dict(parameters.named)
-        corrections = stage.rule(Corrections)
+        versions, steps = saving.begun.versions, saving.begun.steps
         for version, named in {**parameters.older(), parameters.ledger.newest: newest}.items():
             is_whole = version <= stage.whole_version
-            if first <= version < saving.step and is_whole and version not in saving.versions:
-                saving.versions[version] = {
-                    name: self._copy(tensor) for name, tensor in named.items()
-                }
-                if corrections is not None:
-                    saving.views.update(
-                        (key, self._copy(view)) for key, view in corrections.views(version).items()
-                    )
+            if first <= version < saving.step and is_whole and version not in versions:
+                versions[version] = {name: self._copy(tensor) for name, tensor in named.items()}
+                for rule in stage.rules:
+                    views = rule.views(version).items()
+                    steps.update((key, self._copy(view)) for key, view in views)
 
     def _copy(self, tensor: Tensor) -> Tensor:
         """Return a copy for a file: on the host, contiguous, with a storage of its own."""
@@ -216,7 +161,7 @@ class StageSaver:
                 written: tuple[Any, ...] = self._write_replica(saving, state)
             else:
                 written = write_stage(saving.folder, self._stage.index, self._num_stages, state)
-            result = [*written, self._fingerprints(saving.step, state)]
+            result = [*written, stage_state.fingerprints_at(self._stage, state, saving.step)]
             flatten(result)  # what cannot be told is an error too
         except Exception as error:  # the top of a thread; the training goes on after any error
             result = str(error)
@@ -226,27 +171,13 @@ class StageSaver:
         """Write what this replica alone has; return what `write_stage` does."""
         stage = self._stage
         shards = stage.plan.shape.shards(stage.index)
+        own = {k: v for k, v in state.steps.items() if shards or k.part in OF_REPLICAS}
         return write_replica(
             saving.folder,
             stage.address,
             len(stage.plan.addresses),
             replica_name(self._replica, self._count),
-            {**saving.buffers, **saving.hidden},
-            {k: v for k, v in state.steps.items() if shards or k.part in OF_REPLICAS},
-            state.extra,
-        )
-
-    def _fingerprints(self, step: int, state: Snapshot) -> dict[str, Any]:
-        """Return the fingerprints of the state that was written."""
-        module, tensors = self._stage.module, {**state.weights, **state.hidden}
-        buffers = [name for name, _ in module.named_buffers()]
-        return fingerprints_of(
-            stage_state.owned(self._stage, tensors),
-            {name: tensors[name] for name in buffers if name in tensors},
-            state.steps,
-            state.versions,
-            step,
-            state.extra,
+            replace(state, steps=own),
         )
 
     def close(self) -> None:
@@ -276,49 +207,10 @@ def restore_stage(
     with_optimizer: bool = True,
 ) -> bool:
     """Load a verified checkpoint while nothing is in flight; return whether it has all versions."""
-    # Micro-batches to come read no version older than `floor`, and the newest in the place of one
-    # that is missing. `plain` has what the manifest itself keeps of stages, by the texts of keys.
-    plan = stage.plan
-    first = step * plan.per_update
-    names = list(stage.parameters.named)
-    slots = buffer_slots(stage.module)
-    there = stage.module.state_dict()
-    keys = [k for k, v in there.items() if k not in slots and isinstance(v, Tensor)]
-    replica = plan.replica_of(stage.address)
-    own_name = replica_name(replica, plan.replicas[stage.index]) if replica else ""
-    others = [name for rule in stage.rules for name in rule.names]
-    state = _read(Path(folder), files, keys, names, list(slots), plain, own_name, others)
-    whole, older = True, {}
-    for index, weights in [(stage.index, stage.parameters), *stage.weights.borrowed.items()]:
-        read, of_owner = max(floor, plan.reads(index, first)), list(weights.named)
-        versions = state.versions
-        if index != stage.index:
-            versions = _read(Path(folder), files, (), of_owner, (), plain).versions
-        needed = range(read, step) if of_owner else range(0)
-        if all(version in versions for version in needed):
-            older[index] = {version: versions[version] for version in needed}
-        else:
-            whole, older[index] = False, {}
-    extra = {key: value for key, value in state.extra.items() if key in there and key not in slots}
-    for name in slots.keys() & state.extra.keys():  # where a forward had put None
-        owner, _, short = name.rpartition(".")
-        stage.module.get_submodule(owner)._buffers[short] = None
-    own = older.pop(stage.index)
-    stage_state.restore(stage, step, {**state.weights, **extra}, own, state.hidden, older)
-    load = stage_state.load_step_state if with_optimizer else stage_state.load_totals
+    # `plain` has what the manifest itself keeps of stages, by the texts of keys.
     with _usable(folder):
-        load(stage, state.steps, step)
-    # Without the optimizer no views are loaded: another one would have made others.
-    stage.parameters.loaded = floor if with_optimizer else step
-    corrections = stage.rule(Corrections)
-    return whole and (corrections is None or not corrections.lacks_views())
-
-
-def _read(folder: Path, *about: Any) -> Snapshot:
-    """Read the state of a stage, and unpack it."""
-    with _usable(folder):
-        state = read_stage(folder, *about)
-        return replace(state, extra={k: unpack_hyper(v) for k, v in state.extra.items()})
+        state = read_stage(Path(folder), files, plain, stage_state.wanted(stage))
+        return stage_state.restore(stage, state, step, floor, with_optimizer)
 
 
 @contextmanager

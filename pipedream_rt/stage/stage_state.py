@@ -6,21 +6,35 @@ Names are those of the unsplit model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from pipedream_rt.messages.state_keys import StateKey, StepState
-from pipedream_rt.stage.buffers import load_buffers, names_of_buffers
+from pipedream_rt.messages.snapshot import Snapshot, Wanted, replica_name
+from pipedream_rt.messages.state_keys import StepState
+from pipedream_rt.stage.buffers import buffer_slots, load_buffers, names_of_buffers
 from pipedream_rt.stage.buffers import load_state as load_module_state
 from pipedream_rt.stage.fingerprint import fingerprint, fingerprints_of
-from pipedream_rt.stage.hyper import packed_extra
+from pipedream_rt.stage.hyper import packed_extra, unpack_hyper
 from pipedream_rt.stage.rules.ema import Ema
 from pipedream_rt.stage.stage import Stage
+from pipedream_rt.torch_private import EXTRA_STATE
 
-_NONE_BORROWED: Mapping[int, dict[int, dict[str, Tensor]]] = {}
+Copy: TypeAlias = Callable[[Tensor], Tensor]
+"""How a snapshot takes a tensor of the stage."""
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _nothing() -> None:
+    """Load nothing: other stages own these weights."""
+
 
 # -- weights and buffers ------------------------------------------------------------------------
 
@@ -48,22 +62,107 @@ def load_state(stage: Stage, state: dict[str, Tensor]) -> None:
         weights.reset(lambda: None)
 
 
+def snapshot(stage: Stage) -> Snapshot:
+    """Return the state of a stage as it is now; its tensors are the stage's own."""
+    return completed(stage, begun(stage, _itself), _itself)
+
+
+@torch.no_grad()
+def begun(stage: Stage, copy: Copy) -> Snapshot:
+    """Return the part of a snapshot that forwards change: buffers, and extra state."""
+    module = stage.module
+    # The other entries are weights, or made of them by a layer's own state dict.
+    buffers, names = {id(b) for b in module.buffers()}, buffer_slots(module)
+    state = module.state_dict(keep_vars=True)
+    rest = {
+        n: t for n, t in state.items() if n in names or id(t) in buffers or n.endswith(EXTRA_STATE)
+    }
+    return Snapshot(
+        buffers={name: copy(t) for name, t in rest.items() if isinstance(t, Tensor)},
+        hidden={name: copy(b) for name, b in module.named_buffers() if name not in state},
+        extra=packed_extra({**rest, **dict.fromkeys(buffers_set_to_none(stage))}),
+    )
+
+
+@torch.no_grad()
+def completed(stage: Stage, begun: Snapshot, copy: Copy) -> Snapshot:
+    """Return a snapshot with the part that updates change.
+
+    What it has of versions and steps already was taken before the update, and stays.
+    """
+    return replace(
+        begun,
+        weights={
+            key: copy(tensor)
+            for key, tensor in state_dict(stage).items()
+            if key not in begun.extra and key not in begun.buffers
+        },
+        steps=begun.steps
+        | {k: copy(v) if isinstance(v, Tensor) else v for k, v in step_state(stage).items()},
+        versions=begun.versions
+        | {
+            version: {name: copy(tensor) for name, tensor in named.items()}
+            for version, named in stage.parameters.older().items()
+            if version not in begun.versions
+        },
+    )
+
+
+def wanted(stage: Stage) -> Wanted:
+    """Return what a stage takes of a checkpoint."""
+    slots, state = buffer_slots(stage.module), stage.module.state_dict()
+    replica = stage.plan.replica_of(stage.address)
+    return Wanted(
+        weights=[k for k, v in state.items() if k not in slots and isinstance(v, Tensor)],
+        parameters=list(stage.parameters.named),
+        versions=[name for _, weights in stage.weights.by_owner for name in weights.named],
+        buffers=list(slots),
+        replica=replica_name(replica, stage.plan.replicas[stage.index]) if replica else "",
+        others=[name for rule in stage.rules for name in rule.names],
+    )
+
+
 @torch.no_grad()
 def restore(
-    stage: Stage,
-    step: int,
-    weights: dict[str, Tensor],
-    older: dict[int, dict[str, Tensor]],
-    buffers: dict[str, Tensor],
-    borrowed: Mapping[int, dict[int, dict[str, Tensor]]] = _NONE_BORROWED,
-) -> None:
-    """Go on with the state after `step` updates, while nothing is in flight."""
-    # `older` has versions of the stage's own weights, `borrowed` the same of other owners.
-    load_buffers(stage.module, buffers, stage.runner.device)
-    stage.parameters.restore(step, older, lambda: load_module_state(stage.module, weights))
-    for owner, of_owner in stage.weights.borrowed.items():
-        of_owner.restore(step, borrowed[owner], lambda: None)
+    stage: Stage, snapshot: Snapshot, step: int, floor: int, with_optimizer: bool = True
+) -> bool:
+    """Go on with the state after `step` updates, while nothing is in flight.
+
+    Micro-batches to come read no version older than ``floor``, and the newest in the place of one
+    that is missing. Return whether all versions were there.
+    """
+    plan, module = stage.plan, stage.module
+    whole, older = True, dict[int, dict[int, dict[str, Tensor]]]()
+    for owner, weights in stage.weights.by_owner:
+        read = max(floor, plan.reads(owner, step * plan.per_update))
+        named = {
+            version: {name: found[name] for name in weights.named}
+            for version in (range(read, step) if weights.named else ())
+            if weights.named.keys() <= (found := snapshot.versions.get(version, {})).keys()
+        }
+        is_whole = len(named) == len(range(read, step)) or not weights.named
+        whole, older[owner] = whole and is_whole, named if is_whole else {}
+    slots, there = buffer_slots(module), module.state_dict()
+    extra = {key: unpack_hyper(value) for key, value in snapshot.extra.items()}
+    for name in slots.keys() & extra.keys():  # where a forward had put None
+        owner_of, _, short = name.rpartition(".")
+        module.get_submodule(owner_of)._buffers[short] = None
+    extra = {key: value for key, value in extra.items() if key in there and key not in slots}
+    load_buffers(module, snapshot.hidden | snapshot.buffers, stage.runner.device)
+    for owner, weights in stage.weights.by_owner:
+        own = owner == stage.index
+        state = {**snapshot.weights, **extra}
+        load = partial(load_module_state, module, state) if own else _nothing
+        weights.restore(step, older[owner], load)
     stage.restored(step)
+    if with_optimizer and stage.optimizer is not None:
+        stage.optimizer.load_state(snapshot.steps)
+    for rule in stage.rules:
+        if with_optimizer or rule.keeps == "run":
+            rule.load_state(snapshot.steps, step)
+    # Without the optimizer no views are loaded: another one would have made others.
+    stage.parameters.loaded = floor if with_optimizer else step
+    return whole and not any(rule.lacks_views() for rule in stage.rules)
 
 
 def owned(stage: Stage, by_key: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -116,35 +215,33 @@ def step_state(stage: Stage) -> StepState:
     return found
 
 
-def load_step_state(stage: Stage, state: Mapping[StateKey, Any], step: int) -> None:
-    """Load what `step_state` has returned, after `restore`."""
-    if stage.optimizer is not None:
-        stage.optimizer.load_state(state)
-    for rule in stage.rules:
-        rule.load_state(state, step)
-
-
-def load_totals(stage: Stage, state: Mapping[StateKey, Any], step: int) -> None:
-    """Load the state of the rules that does not belong to an optimizer."""
-    for rule in stage.rules:
-        if rule.keeps == "run":
-            rule.load_state(state, step)
-
-
 # -- fingerprints -------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def fingerprints(stage: Stage) -> dict[str, Any]:
     """Return the fingerprints of a stage as it is now."""
-    parameters = stage.parameters
+    module, newest = stage.module, stage.parameters.ledger.newest
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return _fingerprints(stage, tensors, snapshot(stage), newest)
+
+
+def fingerprints_at(stage: Stage, state: Snapshot, step: int) -> dict[str, Any]:
+    """Return the fingerprints of a snapshot after ``step`` updates."""
+    return _fingerprints(stage, {**state.weights, **state.buffers, **state.hidden}, state, step)
+
+
+def _fingerprints(
+    stage: Stage, tensors: Mapping[str, Tensor], state: Snapshot, step: int
+) -> dict[str, Any]:
+    buffers = [name for name, _ in stage.module.named_buffers()]
     return fingerprints_of(
-        owned(stage, dict(stage.module.named_parameters())),
-        dict(stage.module.named_buffers()),
-        step_state(stage),
-        parameters.older(),
-        parameters.ledger.newest,
-        packed_extra({**stage.module.state_dict(), **dict.fromkeys(buffers_set_to_none(stage))}),
+        owned(stage, tensors),
+        {name: tensors[name] for name in buffers if name in tensors},
+        state.steps,
+        state.versions,
+        step,
+        state.extra,
     )
 
 

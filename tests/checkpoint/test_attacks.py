@@ -19,6 +19,9 @@ from pipedream_rt import CheckpointError
 from pipedream_rt.checkpoint import manifest as module
 from pipedream_rt.checkpoint import newest_good, read_manifest, read_stage, verify, weights_of
 from pipedream_rt.checkpoint.layout import size_and_digest
+from pipedream_rt.messages.snapshot import Wanted
+
+WANTED = Wanted(["0.weight"], ["0.weight"], ["0.weight"], [])
 
 pytestmark = pytest.mark.timeout(60)  # some of these hung for ever
 MANY = (pytest.mark.stress, pytest.mark.timeout(900))
@@ -68,7 +71,7 @@ def test_a_file_that_the_manifest_does_not_list_is_not_read(run, caplog):
     assert "which are not read: model-0.safetensors, " in caplog.text
     after = weights_of(folder, manifest.files)
     assert all(torch.equal(before[key], after[key]) for key in before | after)
-    found = read_stage(folder, manifest.files, ["0.weight"], ["0.weight"], [], manifest.plain)
+    found = read_stage(folder, manifest.files, manifest.plain, WANTED)
     assert torch.equal(found.weights["0.weight"], before["0.weight"])
 
 
@@ -187,7 +190,7 @@ def test_generated_files_of_tensors(run, count):
         manifest = verify(folder)
         try:
             weights_of(folder, manifest.files)
-            read_stage(folder, manifest.files, ["0.weight"], ["0.weight"], [], manifest.plain)
+            read_stage(folder, manifest.files, manifest.plain, WANTED)
         except CheckpointError as error:
             assert str(error).isprintable()  # noqa: PT017 - some files are still whole
 

@@ -51,12 +51,12 @@ def test_a_second_run_is_refused_and_the_first_goes_on(tmp_path):
                     with pytest.raises(CheckpointError, match="is in use by"):
                         other.save(tmp_path)
         assert_same(first.state_dict(), expected)
-        run = first._checkpointer._run
+        run = first._run.checkpointer._run
     assert {read_manifest(folder).run for folder in checkpoints(tmp_path)} == {run}
     with open_pipe(checkpoint=Checkpoints(tmp_path, every=3, resume=True)) as again:
         assert again.step >= 12
-        assert again._checkpointer._run_in(tmp_path) == run
-        assert again._checkpointer._run_in(tmp_path / "elsewhere") != run
+        assert again._run.checkpointer._run_in(tmp_path) == run
+        assert again._run.checkpointer._run_in(tmp_path / "elsewhere") != run
 
 
 @pytest.mark.threads
@@ -66,7 +66,7 @@ def test_a_run_that_begins_anew_puts_those_of_another_aside(tmp_path, caplog):
         list(first.train_epoch(DATA[:6]))
         first.save(tmp_path)
         saved = first.state_dict()
-        run = first._checkpointer._run
+        run = first._run.checkpointer._run
     with open_pipe(checkpoint=Checkpoints(tmp_path, every=2, keep=1)) as second:
         list(second.train_epoch(DATA))
     assert "is of another run: it is put aside as abandoned-" in caplog.text
@@ -114,7 +114,7 @@ def test_a_run_whose_folder_was_taken_over_harms_nobody(tmp_path):
                 list(other.train_epoch(DATA[:1]))
                 saved = other.save(root, extra=other.step)
         with open_pipe() as third:
-            third._checkpointer.hold(root)
+            third._run.checkpointer.hold(root)
             with pytest.raises(CheckpointError, match="is in use by"):
                 first.save(root)
         list(first.train_epoch(DATA[:1]))
@@ -179,13 +179,13 @@ if __name__ == "__main__":
         checkpoint=Checkpoints(sys.argv[1], every=2, resume=True),
     ) as pipe:
         for result in pipe.train_epoch(regression(20)):
-            if result.step > 3 and pipe._checkpointer.is_begun and sys.argv[3] == "stop":
+            if result.step > 3 and pipe._run.checkpointer.is_begun and sys.argv[3] == "stop":
                 print("begun", flush=True)
                 sys.stdin.readline()
                 sys.argv[3] = "go"
-            if sys.argv[3] == "raise" and pipe._checkpointer.is_begun:
+            if sys.argv[3] == "raise" and pipe._run.checkpointer.is_begun:
                 1 / 0
-            if sys.argv[3] == "exit" and pipe._checkpointer.is_begun:
+            if sys.argv[3] == "exit" and pipe._run.checkpointer.is_begun:
                 sys.exit(7)
         print("done", pipe.step, flush=True)
 """

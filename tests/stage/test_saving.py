@@ -15,7 +15,7 @@ from pipedream_rt.checkpoint import read_stage
 from pipedream_rt.messages.state_keys import by_text
 from pipedream_rt.messages.tree import Value, flatten
 from pipedream_rt.schedules import Kind, plan_named
-from pipedream_rt.stage.buffers import buffer_slots
+from pipedream_rt.stage import stage_state
 from pipedream_rt.stage.optimizer import GroupSpec, OptimizerSpec
 from pipedream_rt.stage.saving import StageSaver, restore_stage
 from pipedream_rt.stage.spec import StageSpec
@@ -161,12 +161,7 @@ def data(number):
 
 def read(run, folder, plain=None):
     """What is in the files."""
-    module = run.stage.module
-    slots = list(buffer_slots(module))
-    keys = [key for key in module.state_dict() if key not in slots]
-    return read_stage(
-        folder, os.listdir(folder), keys, list(run.stage.parameters.named), slots, plain or {}
-    )
+    return read_stage(folder, os.listdir(folder), plain or {}, stage_state.wanted(run.stage))
 
 
 # -- saving -----------------------------------------------------------------------------------
@@ -190,13 +185,10 @@ def test_it_holds_weights_as_of_the_update_and_buffers_as_of_the_command(tmp_pat
     expected = at_the_update.state()
     for name, tensor in found.weights.items():
         assert torch.equal(tensor, expected[name]), name
-    assert found.hidden.keys() == {
-        "1.running_mean",
-        "1.running_var",
-        "1.num_batches_tracked",
-        "3.seen",
-    }
-    for name, tensor in found.hidden.items():
+    assert found.hidden.keys() == {"3.seen"}
+    names = ("running_mean", "running_var", "num_batches_tracked")
+    assert found.buffers.keys() == {f"1.{name}" for name in names}
+    for name, tensor in {**found.buffers, **found.hidden}.items():
         assert torch.equal(tensor, at_the_command.state()[f"hidden {name}"]), name
     files, plain, weights, _ = result
     assert {path.name for path in tmp_path.iterdir()} == files.keys()

@@ -29,6 +29,7 @@ from support.stages import with_layers
 from torch import nn
 
 from pipedream_rt.errors import ConfigError, NonFiniteLoss, ScheduleError, VersionError
+from pipedream_rt.messages.snapshot import Snapshot
 from pipedream_rt.messages.tree import Value, flatten, own, unflatten
 from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind, Kind, plan_named
 from pipedream_rt.stage import stage_state
@@ -912,7 +913,7 @@ def test_weights_are_not_replaced_while_micro_batches_are_in_flight():
     with pytest.raises(VersionError, match="in flight"):
         stage_state.load_state(stage, {})
     with pytest.raises(VersionError, match="in flight"):
-        stage_state.restore(stage, 0, {}, {}, {})
+        stage_state.restore(stage, Snapshot(), 0, 0)
 
 
 def test_a_stage_goes_on_as_of_an_update_with_its_older_versions_and_buffers():
@@ -929,13 +930,12 @@ def test_a_stage_goes_on_as_of_an_update_with_its_older_versions_and_buffers():
 
     plan = plan_named("async-1f1b", num_stages=3, per_update=2)
     stage = a_stage([Adds()], plan, 0)
-    stage_state.restore(
-        stage,
-        5,
-        {"0.w": torch.tensor([50.0])},
-        {4: {"0.w": torch.tensor([40.0])}},
-        {"0.hidden": torch.tensor([0.5])},
+    snapshot = Snapshot(
+        weights={"0.w": torch.tensor([50.0])},
+        versions={4: {"0.w": torch.tensor([40.0])}},
+        hidden={"0.hidden": torch.tensor([0.5])},
     )
+    assert stage_state.restore(stage, snapshot, 5, floor=4)
     assert (stage.next_forward, stage.ended) == (10, 10)
     assert stage.statistics()["updates"] == 5
     for m, (version, output) in enumerate(((4, 40.5), (4, 40.5), (5, 50.5)), 10):

@@ -7,7 +7,7 @@ from support.stages import stages_of
 from torch import nn
 
 from pipedream_rt import Clip
-from pipedream_rt.messages.state_keys import by_key, by_text
+from pipedream_rt.messages.state_keys import by_text
 from pipedream_rt.messages.tree import Value, flatten
 from pipedream_rt.stage import stage_state
 
@@ -43,12 +43,8 @@ def train(stage, numbers):
 def test_a_stage_goes_on_from_what_was_read_of_another():
     options = {"clip": Clip(norm=0.1), "ema": 0.9}
     whole, begun = train(one_stage(**options), range(6)), train(one_stage(**options), range(3))
-    state, steps = stage_state.state_dict(begun), by_text(stage_state.step_state(begun))
     again = one_stage(**options)
-    buffers = {n: b.clone() for n, b in begun.module.named_buffers()}
-    weights = {n: t.clone() for n, t in state.items()}
-    stage_state.restore(again, 3, weights, {}, buffers)
-    stage_state.load_step_state(again, by_key(steps), 3)
+    assert stage_state.restore(again, stage_state.snapshot(begun), step=3, floor=0)
     train(again, range(3, 6))
     assert_same(stage_state.state_dict(again), stage_state.state_dict(whole))
     found, wanted = by_text(stage_state.step_state(again)), by_text(stage_state.step_state(whole))

@@ -6,12 +6,12 @@ import torch
 
 from pipedream_rt.checkpoint import (
     Manifest,
-    Snapshot,
     UnfinishedCheckpoint,
     checkpoints,
     write_manifest,
     write_stage,
 )
+from pipedream_rt.messages.snapshot import Snapshot
 from pipedream_rt.messages.state_keys import optimizer_state
 
 

@@ -228,7 +228,8 @@ class Loading:
         self._items = iter(()) if ended else begun(loader)
         self._drawn = 0
         self._first: str | None = None if place is None else place.get("first")
-        self._before: Generators = self._start  # when the item in `fetched` was not drawn yet
+        # When the item in `fetched` was not drawn yet; None where no item draws random numbers.
+        self._before: Generators | None = None
         self._state: Any = None  # of the loader, at that time
         if place is not None:
             self._come_back(place, skip=not stateful)
@@ -255,7 +256,8 @@ class Loading:
 
     def fetch(self) -> None:
         """Draw an item into ``fetched``; at the end of the loader it stays empty."""
-        self._before = generators(self._loader)
+        if type(self._loader) not in (list, tuple):  # to read the states takes long (40 us)
+            self._before = generators(self._loader)
         self._state = _state_of(self._loader)
         try:
             self.fetched.append(next(self._items))
@@ -294,7 +296,7 @@ class Loading:
             "epoch": self.epoch,
             "drawn": self._drawn - ahead,
             "start": _saveable(self._start),
-            "before": _saveable(self._before if ahead else now),
+            "before": _saveable((self._before if ahead else None) or now),
             "after": _saveable(now) if ahead else None,
             "loader": self._state if ahead else _state_of(self._loader),
             "warm": self._warm,

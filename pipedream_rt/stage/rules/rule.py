@@ -132,6 +132,14 @@ class Rule:
         ``state`` is the whole checkpoint's, since the model may have been split otherwise.
         """
 
+    def views(self, version: int) -> StepState:
+        """Return what it has made of an older version, which the next updates recycle."""
+        return {}
+
+    def lacks_views(self) -> bool:
+        """Whether a restore has left out a view that a later micro-batch reads."""
+        return False
+
     def statistics(self) -> dict[str, Any]:
         """Return counters for `Pipeline.statistics`."""
         return {}

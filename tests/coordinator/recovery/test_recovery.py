@@ -208,11 +208,11 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, caplog):
             found.append(result.loss)
             if result.step in (10, 20, 30):  # whatever the disk does, one is finished here
                 pipe.flush()
-                pipe._run_state.finish_checkpoint()
+                pipe._run.run_state.finish_checkpoint()
             if result.step == 30:
-                before, newest = pipe._group.log.restore_points
+                before, newest = pipe._group.feed.log.restore_points
                 assert before.folder.exists()
-                pipe._checkpointer._every = None  # the last one, and it is damaged
+                pipe._run.checkpointer._every = None  # the last one, and it is damaged
                 for path in newest.folder.glob("model-*"):
                     path.write_bytes(b"")
                 Plan(tmp_path / "plan", [fault(1, "forward", 1)])
@@ -225,7 +225,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, caplog):
 @pytest.mark.threads
 @pytest.mark.parametrize(
     ("of", "times"),
-    [("checkpoint.reading.open_file", 1), ("coordinator.recovery.group.newest_good", 2)],
+    [("checkpoint.reading.open_file", 1), ("coordinator.recovery.recovery.newest_good", 2)],
 )
 def test_a_checkpoint_out_of_reach_for_a_moment_is_one_more_failure(
     tmp_path, monkeypatch, of, times
@@ -233,7 +233,7 @@ def test_a_checkpoint_out_of_reach_for_a_moment_is_one_more_failure(
     """For a stage that reads it; or for the coordinator, of both that it can go back to."""
     with open_pipe() as pipe:
         expected = [r.loss for r in pipe.train_epoch(DATA)]
-    left = [of_system() if "group" in of else of_system().__cause__ for _ in range(times)]
+    left = [of_system() if "newest_good" in of else of_system().__cause__ for _ in range(times)]
     there = pkgutil.resolve_name(f"pipedream_rt.{of}")
 
     def reading(*arguments, **options):
@@ -248,7 +248,7 @@ def test_a_checkpoint_out_of_reach_for_a_moment_is_one_more_failure(
     ) as pipe:  # fmt: skip
         assert [r.loss for r in pipe.train_epoch(DATA)] == expected
         assert len(pipe.restarts) == 1
-        assert pipe._group._failures.left == 98
+        assert pipe._group.recovery._failures.left == 98
 
 
 @pytest.mark.threads
@@ -349,14 +349,14 @@ def test_an_evaluation_is_not_fed_again(tmp_path):
         expected = [r.loss for r in pipe.train_epoch(DATA[6:])]
     with open_pipe(folder=tmp_path, faults=[fault(1, "forward", 9)]) as pipe:
         list(pipe.train_epoch(DATA[:6]))
-        before = len(pipe._group.log._entries)
+        before = len(pipe._group.feed.log._entries)
         for _ in range(3):
             pipe.evaluate(DATA)
             pipe.fingerprint()
             pipe.state_dict()
             pipe(DATA[0][0])
         flushes = 3 * 4
-        assert len(pipe._group.log._entries) == before + flushes
+        assert len(pipe._group.feed.log._entries) == before + flushes
         pipe(DATA[0][0], training=True)
         assert [r.loss for r in pipe.train_epoch(DATA[6:])] == expected
         assert pipe.restarts[0].replayed < 20  # an evaluation has 30
@@ -366,20 +366,20 @@ def test_an_evaluation_is_not_fed_again(tmp_path):
 def test_the_feed_does_not_grow_with_the_run(tmp_path):
     with open_pipe(checkpoint=Checkpoints(tmp_path, every=5)) as pipe:
         for _ in pipe.train_epoch(DATA * 10):
-            assert len(pipe._group.log._entries) < 300  # of 600
+            assert len(pipe._group.feed.log._entries) < 300  # of 600
 
 
 @pytest.mark.threads
 def test_closing_while_the_workers_are_replaced(tmp_path):
     """A signal handler closes the pipeline in the middle of a recovery; nothing is left."""
     with open_pipe(folder=tmp_path, faults=[fault(1, "forward", 4)]) as pipe:
-        begin = pipe._group._begin
+        begin = pipe._group.recovery._begin
 
         def interrupted(*arguments):
             pipe.close()
             begin(*arguments)
 
-        pipe._group._begin = interrupted
+        pipe._group.recovery._begin = interrupted
         with pytest.raises(Exception, match="closed"):
             list(pipe.train_epoch(DATA))
 

@@ -1,0 +1,59 @@
+"""The state of a stage as one value: what is written, read, restored and compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from pipedream_rt.messages.state_keys import StepState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """The state of a stage after an update, as if nothing were in flight.
+
+    Attributes:
+        weights: Entries of the state dict that are no buffers, newest version, under the keys of
+            the unsplit model.
+        steps: What its optimizer and its rules keep for the next steps.
+        versions: Older versions of the trainable weights that later micro-batches read, by version
+            and name.
+        buffers: Buffers that are in the state dict, by key.
+        hidden: Buffers that are in no state dict, by name.
+        extra: What modules give by ``get_extra_state`` that is no tensor, packed by `pack_hyper`,
+            by key of the state dict.
+    """
+
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    steps: StepState = field(default_factory=dict)
+    versions: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    hidden: dict[str, Tensor] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class Wanted(NamedTuple):
+    """What of a checkpoint a stage takes, whose bounds may differ from those of who wrote it.
+
+    Attributes:
+        weights: Keys of its state dict, all of which must be there.
+        parameters: Names of the parameters that it owns.
+        versions: Names of the parameters that it reads older versions of.
+        buffers: Names of its buffers.
+        replica: The name of the replica; empty for replica 0, which has what the stage has.
+        others: Names under which its rules keep something.
+    """
+
+    weights: list[str]
+    parameters: list[str]
+    versions: list[str]
+    buffers: list[str]
+    replica: str = ""
+    others: list[str] = []  # noqa: RUF012 - nobody changes it
+
+
+def replica_name(replica: int, count: int) -> str:
+    """Name of a replica of a stage, ``1 of 2``: its state is of use only with as many replicas."""
+    return f"{replica} of {count}"
