@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
@@ -29,7 +29,7 @@ from pipedream_rt.coordinator.results import PendingStep, StepResult
 from pipedream_rt.coordinator.run import attach, notices_of, start, warm_up, with_stages_chosen
 from pipedream_rt.coordinator.script_environment import resolved, take_place
 from pipedream_rt.coordinator.text_generation import generate
-from pipedream_rt.coordinator.views.attribute_hints import ADVICE, copies_of, require_cpu
+from pipedream_rt.coordinator.views.attribute_hints import ADVICE
 from pipedream_rt.coordinator.views.explanation import explain
 from pipedream_rt.coordinator.views.tracebacks import (
     ShorterTracebacks,
@@ -128,11 +128,7 @@ class Pipeline:
             a list with one for each stage or worker, in which some may be ``"cpu"``. A worker that
             was started elsewhere may have a device of its own (`pipedream-rt worker --device`).
             None: where the model's tensors are.
-        report: A file for a report of the run in HTML, written when the pipeline ends.
-            `Pipeline.report` writes one before that.
         seed: The seed of all random numbers that layers draw, an integer.
-        threads: The number of threads for torch's own parallel loops in each worker that is started
-            here. Another number gives other bits.
         corrections: What every stage does about stale gradients, in this order: objects of
             `pipedream_rt.corrections`, or of classes of your own (`Correction`). ``"auto"``: those
             that were measured to be the best for the optimizer and the staleness
@@ -142,7 +138,7 @@ class Pipeline:
         training: How the stages train: clipping, averages, autocast, recomputation...
         layout: How stages are laid out on workers: replicas, slack, credits...
         recovery: How many failures to recover from, and how long to wait before one counts.
-        observe: What is recorded: a trace, fingerprints.
+        observe: What is recorded and shown: a trace, fingerprints, a report.
 
     Raises:
         ConfigError: The arguments cannot work; nothing was started.
@@ -167,9 +163,7 @@ class Pipeline:
         workers: Workers = None,
         checkpoint: CheckpointOption = None,
         devices: Devices = None,
-        report: str | os.PathLike[str] | None = None,
         seed: int = 0,
-        threads: int = 1,
         training: Training = Training(),  # noqa: B008 - frozen, as the other groups
         layout: Layout = Layout(),  # noqa: B008
         recovery: Recovery = Recovery(),  # noqa: B008
@@ -187,9 +181,7 @@ class Pipeline:
             workers=workers,
             checkpoint=checkpoint,
             devices=devices,
-            report=report,
             seed=seed,
-            threads=threads,
             training=training,
             layout=layout,
             recovery=recovery,
@@ -542,10 +534,6 @@ class Pipeline:
         self._group.command(CommandName.TRAINING, (None, bool(mode)))
         return self
 
-    def eval(self) -> Pipeline:
-        """Train in eval mode from now on, as after `nn.Module.eval`. Flushes the pipe."""
-        return self.train(False)
-
     def verify(
         self, loader: Iterable[Any], *, steps: int = 3, prepare: Prepare | None = None
     ) -> Verification:
@@ -611,30 +599,6 @@ class Pipeline:
             ConfigError: The model cannot be copied.
         """
         return self._job.model.copy_with(self.state_dict(version=version))
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield copies of all parameters, as `nn.Module.parameters` does. Flushes the pipe.
-
-        They are for reading: what is done to them does not reach the stages.
-        """
-        return (parameter for _, parameter in self.named_parameters())
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the names of all parameters and copies of them; see `parameters`."""
-        return copies_of(self._job.model.whole, self.state_dict())
-
-    def to(self, *args: Any, **kwargs: Any) -> Pipeline:
-        """Return the pipeline if asked for the CPU, where its outputs are.
-
-        Raises:
-            ConfigError: Another device or dtype is asked for.
-        """
-        require_cpu(*args, **kwargs)
-        return self
-
-    def cpu(self) -> Pipeline:
-        """Return the pipeline, whose outputs are on the CPU, wherever its stages compute."""
-        return self
 
     def loss_module(self) -> nn.Module:
         """Return a copy of the loss function with its current weights. Flushes the pipe.
@@ -867,7 +831,7 @@ class Pipeline:
         """Write a report of the run so far, in HTML. Flushes an open pipe.
 
         It is one file that loads nothing from the network. The pipeline must have been asked to
-        keep its contents: by ``report``, ``Observe(record=...)`` or ``Observe(to=...)``.
+        keep its contents: by `Observe`, its ``report``, ``record`` or ``to``.
 
         Args:
             path: The file, which is replaced if it is there.
@@ -881,8 +845,8 @@ class Pipeline:
         """
         if self._publisher is None:
             raise ConfigError(
-                "nothing of this run was kept for a report: give report=FILE to Pipeline, or "
-                "observe=Observe(record=FOLDER)"
+                "nothing of this run was kept for a report: give Pipeline "
+                "observe=Observe(report=FILE), or Observe(record=FOLDER)"
             )
         # A run that shows nothing to anybody loads none of the observers.
         from pipedream_rt.observers.page.render import write_report
@@ -934,10 +898,6 @@ class Pipeline:
             "pipe.save(folder) writes all of its state, pipe.module() returns a copy of the model, "
             "and pipe.state_dict() its weights"
         )
-
-    def __dir__(self) -> list[str]:
-        """Return the public names alone, for people who look around."""
-        return [name for name in super().__dir__() if not name.startswith("_")]
 
     # -- end ------------------------------------------------------------------------------------
 

@@ -199,7 +199,7 @@ def test_interleaved_equals_plain_accumulation(stages, v, k):
         assert len({stage.worker for stage in pipe.stages}) == stages // v
         results = list(pipe.train_epoch(data[:4]))
         pipe.evaluate(batches(3, seed=9))
-        pipe.eval()(data[0][0])
+        pipe.train(False)(data[0][0])
         pipe.train()
         pipe.submit(*data[4])
         assert [c["stage"] for c in pipe.statistics()] == list(range(stages))
@@ -261,7 +261,7 @@ def test_watching_a_run_does_not_change_it():
             found_losses += [r.loss for r in pipe.train_epoch(part)]
             pipe.flush()
             pipe.evaluate(batches(2, seed=9))
-            pipe.eval()(data[0][0])
+            pipe.train(False)(data[0][0])
             pipe.train()
             pipe.state_dict()
             torch.rand(3)  # the user's own random numbers are the user's

@@ -89,7 +89,7 @@ def test_it_equals_its_oracle_on_threads(pipeline, k, shuffle):
     with pipeline(k, workers=workers, trace=True) as pipe:
         found = [loss for r in pipe.train_epoch(data[:5]) for loss in r.losses]
         pipe.evaluate(data[:2])
-        model = pipe.eval().module().eval()
+        model = pipe.train(False).module().eval()
         x = data[0][0]
         hidden = model[0](x)
         assert torch.equal(pipe(x), model[3]((model[1](hidden), model[2](hidden))))

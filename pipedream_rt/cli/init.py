@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from $module import $name
-from pipedream_rt import Checkpoints, Pipeline
+from pipedream_rt import Checkpoints, Observe, Pipeline
 
 STAGES, EPOCHS = $stages, 1
 
@@ -55,7 +55,7 @@ def main() -> None:
         loss_fn=F.cross_entropy,  # called with the output and y
         optimizer=(torch.optim.AdamW, {"lr": 3e-4}),
         checkpoint=Checkpoints("run", every=200),
-        report="report.html",
+        observe=Observe(report="report.html"),
     ) as pipe:
         for _ in range(pipe.epoch, EPOCHS):
             for _result in pipe.train_epoch(loader(), progress=True):

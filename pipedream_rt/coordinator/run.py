@@ -78,7 +78,7 @@ def with_stages_chosen(model: UnsplitModel, options: Options) -> tuple[Options, 
     Weighing(options.training.weigh, options.loss_fn)
     model.pretrained(options.layout.weights)
     # Under torchrun, processes of other ranks become workers here and do not return.
-    leave_to_rank_0(options.workers, options.threads)
+    leave_to_rank_0(options.workers, options.layout.threads)
     numbers, made = numbers_of_workers(options.workers), optimizer_choice(options.optimizer)
     kind = None if made is None else made[0]
     scheduled = with_schedule(options, kind, max(numbers, default=1), model.modules.values())
@@ -134,7 +134,7 @@ def _start_cluster(
         generation=generation,
         timeout=recovery.answer,
         start_timeout=recovery.start,
-        threads=job.options.threads,
+        threads=job.options.layout.threads,
         heartbeat=recovery.heartbeat,
         around=job.script_values.stages_may_change_shared,
     )
@@ -212,7 +212,7 @@ def notices_of(job: Job) -> list[str]:
         return []
     options, said = job.options, list(job.notices)
     if (cores := cores_for(options.workers)) > 0:
-        said += about_cores(job.assignment.most, options.threads, cores)
+        said += about_cores(job.assignment.most, options.layout.threads, cores)
     said += about_workers(job.assignment.most, workers_of_run(options.workers))
     return said
 
@@ -230,7 +230,7 @@ def _first(job: Job) -> Callable[[Batch], object]:
         optimizer=options.optimizer,
         autocast=options.training.autocast,
         count=job.plan.per_update,
-        threads=options.threads,
+        threads=options.layout.threads,
     )
 
 
@@ -248,7 +248,7 @@ def _identity(job: Job, feeder: Feeder) -> Identity:
     identity = Identity(
         schedule=job.plan.title,
         seed=job.options.seed,
-        threads=job.options.threads,
+        threads=job.options.layout.threads,
         loss=name_of_loss(job.loss_fn),
         corrections=names_of(job.corrections),
         codecs=[f"{b} -> {e}: {text}" for (b, e), text in job.codecs.texts(names_of).items()],

@@ -31,7 +31,7 @@ def resolved(options: Options) -> Options:
     resume = resume_option(kept)
     restarts = restart_option(recovery.max_restarts, 3 if options.makes_checkpoints else 0)
     record = record_option(observe.record)
-    report = None if options.report is None else writable(options.report, "report")
+    report = None if observe.report is None else writable(observe.report, "report")
     # What shows a run shows its trace too, unless that is not wanted.
     shown = observe.trace is None and TRACE not in os.environ and bool(record or report)
     traced, path = trace_option(True if shown else observe.trace)
@@ -39,8 +39,7 @@ def resolved(options: Options) -> Options:
         options,
         checkpoint=None if kept is None else replace(kept, resume=resume),
         recovery=replace(recovery, max_restarts=restarts),
-        report=report,
-        observe=replace(observe, trace=path or traced, record=record),
+        observe=replace(observe, trace=path or traced, record=record, report=report),
         # The script of `pipedream-rt profile` trains nothing.
         workers=options.workers if profile_option() is None else "serial",
     )

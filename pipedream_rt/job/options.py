@@ -159,6 +159,8 @@ class Layout:
         weights: A folder from which each worker reads the weights of its stages, as
             ``save_pretrained`` and `Pipeline.save` write it. The model then needs none; see
             `without_values`. None for the weights that the model has.
+        threads: The number of threads for torch's own parallel loops in each worker that is started
+            here. Another number gives other bits.
 
     Raises:
         ConfigError: A value makes no sense by itself. What does not fit the schedule is found when
@@ -173,9 +175,11 @@ class Layout:
     credits: int | None = None
     codecs: CodecOption = None
     weights: str | os.PathLike[str] | None = None
+    threads: int = 1
 
     def __post_init__(self) -> None:
         """Check the values that a plan does not check."""
+        require_count("threads", self.threads)
         require_choice("shard_optimizer", self.shard_optimizer, (True, False))
         if self.credits is not None:
             require_count("credits", self.credits)
@@ -237,6 +241,8 @@ class Observe:
         record: A folder to which the run is written as it goes on, with a trace at its end, for
             `pipedream-rt report` and `pipedream-rt watch`. None: what `pipedream-rt run --record`
             says, else none.
+        report: A file for a report of the run in HTML, written when the pipeline ends.
+            `Pipeline.report` writes one before that.
         to: Observers, which are told of every result and of what else happens: `CSV`, `JSONLines`,
             `TensorBoard` and `Prometheus` of `pipedream_rt.observers`, or functions of your own.
 
@@ -247,6 +253,7 @@ class Observe:
     trace: TraceOption = None
     fingerprint_every: int | None = None
     record: str | os.PathLike[str] | None = None
+    report: str | os.PathLike[str] | None = None
     to: Sequence[Observer] = ()
 
     def __post_init__(self) -> None:
@@ -256,6 +263,8 @@ class Observe:
             require_count("fingerprint_every", self.fingerprint_every)
         if not isinstance(self.record, str | os.PathLike | None):
             raise ConfigError(f"record must be a folder, not {self.record!r}")
+        if not isinstance(self.report, str | os.PathLike | None):
+            raise ConfigError(f"report must be a file, not {self.report!r}")
         if not isinstance(self.to, list | tuple) or not all(map(callable, self.to)):
             raise ConfigError(
                 f"to must be a list of observers, which are functions of an event, not {self.to!r}"
@@ -344,9 +353,7 @@ class Options:
     workers: Workers = None
     checkpoint: CheckpointOption = None
     devices: Devices = None
-    report: str | os.PathLike[str] | None = None
     seed: int = 0
-    threads: int = 1
     training: Training = field(default_factory=Training)
     layout: Layout = field(default_factory=Layout)
     recovery: Recovery = field(default_factory=Recovery)
@@ -357,9 +364,6 @@ class Options:
         for group in (Training, Layout, Recovery, Observe):
             name = group.__name__.lower()
             require_instance(name, getattr(self, name), group)
-        if not isinstance(self.report, str | os.PathLike | None):
-            raise ConfigError(f"report must be a file, not {self.report!r}")
-        require_count("threads", self.threads)
         require_seed(self.seed)
         refuse_loss(self.loss_fn)
         # The class is frozen, which allows no plain assignment.
@@ -381,7 +385,7 @@ class Options:
     @property
     def is_told(self) -> bool:
         """Whether anybody is told of the run."""
-        return bool(self.report or self.observe.record or self.observe.to)
+        return bool(self.observe.report or self.observe.record or self.observe.to)
 
     @property
     def makes_checkpoints(self) -> bool:

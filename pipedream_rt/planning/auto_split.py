@@ -111,7 +111,8 @@ def choose_stages(model: UnsplitModel, options: Options, workers: Sequence[int])
     if kept is not None and (found := _read(kept)) is not None and found.key == key:
         _log.info("the stages that %s has:\n%s", kept, found.why)
         return found
-    with _threads(options.threads):  # as many as a worker has: the times are to be those of workers
+    # As many as a worker has: the times are to be those of workers.
+    with _threads(options.layout.threads):
         item = (batch.args, batch.kwargs, batch.target)
         measured = profile(
             model.given, item, loss_fn=loss_fn, optimizer=made, autocast=training.autocast

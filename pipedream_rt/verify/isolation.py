@@ -65,7 +65,7 @@ def apart(job: Job) -> Iterator[None]:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(dynamo_spared())
-            torch.set_num_threads(job.options.threads)
+            torch.set_num_threads(job.options.layout.threads)
             yield
     finally:
         torch.set_num_threads(threads)

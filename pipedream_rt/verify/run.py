@@ -301,11 +301,13 @@ def _plain_options(job: Job, copies: Copies, batch: Batch) -> tuple[Options, lis
         workers="serial",
         checkpoint=None,
         devices=None,
-        report=None,
         training=replace(
             training, ema=None, loss_scale=None, autocast=training.autocast, compile=False
         ),
-        layout=Layout(stages_per_worker=layout.stages_per_worker if plan.flushes else None),
+        layout=Layout(
+            stages_per_worker=layout.stages_per_worker if plan.flushes else None,
+            threads=layout.threads,
+        ),
         recovery=Recovery(max_restarts=0),
         observe=Observe(),
     ), ([f"left out: {', '.join(left_out)}"] if left_out else [])

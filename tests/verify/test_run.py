@@ -137,7 +137,7 @@ def test_models_that_are_called_otherwise():
     data = token_batches(3)
     with opened(kitchen_sink(), data, loss_fn=F.cross_entropy, stages=4) as pipe:
         assert pipe.verify(data)
-        pipe.eval()
+        pipe.train(False)
         assert pipe.verify(data)
 
 

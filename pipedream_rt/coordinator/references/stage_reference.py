@@ -131,7 +131,7 @@ class StageReference:
             raise ConfigError(
                 f"{name} of a stage alone is for sequences of layers: the forward of a model given "
                 "whole is recorded in one mode for all stages, for each shape of a mini-batch. "
-                "Call pipe(x), pipe.train() or pipe.eval()"
+                "Call pipe(x), pipe.train() or pipe.train(False)"
             )
         self._feeder.flush()
         if name in ("train", "eval"):

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
-
-import torch
-from torch import Tensor, nn
-
-from pipedream_rt.errors import ConfigError
-from pipedream_rt.torch_private import make_subclass
+from collections.abc import Mapping
 
 _WHOLE = (
     "pipe.module() returns a copy of the whole model, and pipe.on_stages(f) calls f(module) on its "
@@ -18,7 +11,11 @@ _WHOLE = (
 _BEFORE = "do it to the model before you give it to Pipeline"
 _HOOKS = f"{_BEFORE}; hooks go along with it"
 _DTYPE = "give Pipeline the model in that dtype, or Training(autocast=torch.bfloat16)"
-_CPU = "the stages are on their devices; say where, as Pipeline(devices=...)"
+_CPU = "the stages are on their devices, as Pipeline(devices=...) says, and outputs come on the CPU"
+_PARAMETERS = (
+    "pipe.state_dict() has copies of them, pipe.optimizer.param_groups has what a scheduler needs, "
+    "and clipping is Training(clip=Clip(...))"
+)
 _BY_ITSELF = (
     "the stages do it by themselves: for result in pipe.train_epoch(loader), or pipe.submit(x, y)"
 )
@@ -32,7 +29,8 @@ ADVICE: Mapping[str, str] = {
         "pipe(x) returns the output for one input, pipe.predict(loader) yields those of a loader, "
         "and pipe.evaluate(loader) returns the mean loss",
     ),
-    **dict.fromkeys(("cuda", "xpu", "ipu", "mtia"), _CPU),
+    **dict.fromkeys(("to", "cpu", "cuda", "xpu", "ipu", "mtia"), _CPU),
+    **dict.fromkeys(("parameters", "named_parameters"), _PARAMETERS),
     **dict.fromkeys(("half", "bfloat16", "float", "double", "type"), _DTYPE),
     **dict.fromkeys(("requires_grad_", "apply", "share_memory", "to_empty", "add_module"), _BEFORE),
     **dict.fromkeys(("register_forward_hook", "register_forward_pre_hook"), _HOOKS),
@@ -42,36 +40,8 @@ ADVICE: Mapping[str, str] = {
     **dict.fromkeys(("buffers", "named_buffers"), "pipe.state_dict() has them"),
     "forward": "call the pipeline: pipe(x)",
     "compile": "Training(compile=True) compiles the layers",
-    "training": "pipe.train() and pipe.eval() set the mode",
+    "eval": "pipe.train(False), for training in eval mode; pipe(x) and evaluate use it anyway",
+    "training": "pipe.train() and pipe.train(False) set the mode",
     "lr_scheduler": "a scheduler of torch over pipe.optimizer, stepped once for each result",
 }
 """By name of the attribute, what to do instead."""
-
-
-class ParameterOnStages(nn.Parameter):
-    """A copy of a parameter to look at. To ask for its gradient, as clipping does, is an error."""
-
-    @property
-    def grad(self) -> Tensor | None:  # type: ignore[override] # nobody may set it
-        raise ConfigError(
-            "this is a copy of a parameter, whose gradient is on its stage alone. Clipping is "
-            "Clip(...) of Pipeline, steps are done by the stages, and hooks of parameters that are "
-            "registered before go along with the model"
-        )
-
-
-def copies_of(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the names of the parameters of a model, and copies with other values."""
-    for name, parameter in model.named_parameters():
-        copied = values[name].detach().clone()
-        yield name, make_subclass(ParameterOnStages, copied, parameter.requires_grad)
-
-
-def require_cpu(*args: Any, **kwargs: Any) -> None:
-    """Refuse what ``to`` is given, unless it is the CPU."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.dtype | Tensor):
-            given = "tensor" if isinstance(value, Tensor) else value
-            raise ConfigError(f"pipe.to({given}) does not convert the stages: {_DTYPE}")
-        if isinstance(value, str | torch.device) and torch.device(value).type != "cpu":
-            raise ConfigError(f"pipe.to({str(value)!r}) does not move the stages: {_CPU}")

@@ -47,7 +47,7 @@ from pipedream_rt.tracing.trace import Trace
 
 _log = logging.getLogger(__name__)
 
-_NOT_SETTINGS = ("example", "observe", "report")
+_NOT_SETTINGS = ("example", "observe")
 """Options that say nothing of how a run trains."""
 
 
@@ -60,11 +60,11 @@ def publisher_of(options: Options) -> EventPublisher:
         from pipedream_rt.observers.folder import RunFolder
 
         observers.append(RunFolder(options.observe.record))
-    if options.report is not None:
+    if options.observe.report is not None:
         # As above.
         from pipedream_rt.observers.page.render import ReportFile
 
-        observers.append(ReportFile(options.report, record))
+        observers.append(ReportFile(options.observe.report, record))
     return EventPublisher(record, observers)
 
 

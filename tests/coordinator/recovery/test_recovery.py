@@ -409,7 +409,7 @@ def test_everything_a_script_does_survives(workers, tmp_path):
             seen.append(pipe(DATA[0][0]).sum().item())  # in training mode: draws, changes buffers
             pipe.load_state_dict({k: v * 0.5 for k, v in pipe.state_dict().items()})
             seen += [r.loss for r in pipe.train_epoch(DATA[10:16])]
-            pipe.eval()
+            pipe.train(False)
             seen += [r.loss for r in pipe.train_epoch(DATA[16:18])]
             pipe.train()
             state = pipe.optimizer.state_dict()

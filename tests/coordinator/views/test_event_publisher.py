@@ -120,8 +120,7 @@ def test_a_death_and_a_checkpoint_are_told(tmp_path):
         "local",
         checkpoint=Checkpoints(tmp_path / "saved", every=4),
         recovery=Recovery(max_restarts=1),
-        observe=Observe(to=[events.append]),
-        report=tmp_path / "report.html",
+        observe=Observe(to=[events.append], report=tmp_path / "report.html"),
     ) as pipe:
         for result in pipe.train_epoch(DATA):
             if result.step == 6:
@@ -199,7 +198,7 @@ def test_a_run_that_fails_says_why(tmp_path):
     x, y = DATA[0]
     with (
         pytest.raises(NonFiniteLoss),
-        pipeline(observe=Observe(to=[events.append]), report=tmp_path / "r.html") as pipe,
+        pipeline(observe=Observe(to=[events.append], report=tmp_path / "r.html")) as pipe,
     ):
         for _ in pipe.train_epoch([*DATA[:2], (x * math.nan, y)]):
             pass
@@ -228,7 +227,7 @@ def test_a_pipeline_that_nobody_closes_tells_its_end():
 
 
 def test_a_report_of_a_run_that_goes_on(tmp_path):
-    with pipeline(report=tmp_path / "end.html") as pipe:
+    with pipeline(observe=Observe(report=tmp_path / "end.html")) as pipe:
         list(pipe.train_epoch(DATA[:4]))
         path = pipe.report(tmp_path / "now.html")
         assert "Timeline" in path.read_text()
@@ -371,6 +370,6 @@ def test_the_folder_of_an_earlier_run_is_told_of(tmp_path, caplog):
 
 
 def test_the_report_says_where_it_is(tmp_path, caplog):
-    with pipeline(report=tmp_path / "r.html"):
+    with pipeline(observe=Observe(report=tmp_path / "r.html")):
         pass
     assert f"the report of the run is in {tmp_path / 'r.html'}" in caplog.text
