@@ -6,7 +6,7 @@ import click
 
 from pipedream_rt.cli.shared_options import refuse_too_many, replicas_option, slack_option
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.schedules import RECIPES, check, describe_schedules, plan_named
+from pipedream_rt.schedules import RECIPES, check, describe_schedules, plan_for
 from pipedream_rt.schedules.recipes import VERTICAL_SYNC
 
 _MOST_DRAWN = 1_000_000
@@ -49,7 +49,7 @@ def schedule(
         if name in RECIPES and name + VERTICAL_SYNC not in RECIPES:
             raise ConfigError(f"--vertical-sync is an option of async-1f1b, not of {name}")
         name += VERTICAL_SYNC
-    chosen = plan_named(
+    chosen = plan_for(
         name,
         num_stages=stages,
         per_update=micro_batches,

@@ -9,7 +9,7 @@ from pipedream_rt.schedules.checker import check, plan_for
 from pipedream_rt.schedules.edges import COORDINATOR, Edge, EdgeKind, Need
 from pipedream_rt.schedules.ledger import VersionLedger
 from pipedream_rt.schedules.orders import Order
-from pipedream_rt.schedules.plan import Plan, plan_named
+from pipedream_rt.schedules.plan import Plan
 from pipedream_rt.schedules.policies import VersionPolicy
 from pipedream_rt.schedules.recipes import RECIPES, Recipe, describe_schedules
 from pipedream_rt.schedules.shape import Shape
@@ -32,5 +32,4 @@ __all__ = [
     "check",
     "describe_schedules",
     "plan_for",
-    "plan_named",
 ]

@@ -23,11 +23,12 @@ from typing_extensions import assert_never
 
 from pipedream_rt.errors import ConfigError, ScheduleError, VersionError
 from pipedream_rt.schedules.actions import ENDS, OF_UPDATES, Action, Kind
-from pipedream_rt.schedules.custom import plan_written, proof_length
+from pipedream_rt.schedules.custom import proof_length, written_recipe
 from pipedream_rt.schedules.edges import COORDINATOR, Address, Edge
 from pipedream_rt.schedules.execution import Execution, deadlock_of
 from pipedream_rt.schedules.ledger import VersionLedger
-from pipedream_rt.schedules.plan import Plan, plan_named, replicas_of
+from pipedream_rt.schedules.plan import Plan, plan_of, replicas_of
+from pipedream_rt.schedules.recipes import RECIPES, describe_schedules
 
 
 class _StageState:
@@ -318,34 +319,29 @@ def plan_for(
         ScheduleError: The user's order breaks a rule; the message shows where.
     """
     if isinstance(schedule, str):
-        return plan_named(
-            schedule,
-            num_stages=num_stages,
-            per_update=per_update,
-            stages_per_worker=stages_per_worker,
-            synchronous=synchronous,
-            slack=slack,
-            replicas=replicas,
-            shard_optimizer=shard_optimizer,
-        )
-    if synchronous:
-        raise ConfigError(
-            "synchronous_updates is an option of built-in schedules; a written schedule says such "
-            "things itself"
-        )
-    if replicas_of(replicas, num_stages):
-        raise ConfigError(
-            "replicas are for async-1f1b, 2bw, 1f1b and gpipe; a written schedule has "
-            "one replica of each stage"
-        )
-    made = plan_written(
-        schedule,
-        num_stages=num_stages,
-        per_update=1 if per_update is None else per_update,
-        stages_per_worker=stages_per_worker,
-        slack=slack,
-    )
-    if proved:
+        if schedule not in RECIPES:
+            raise ConfigError(
+                f"unknown schedule {schedule!r}; the schedules are\n{describe_schedules()}"
+            )
+        name, recipe = schedule, RECIPES[schedule]
+    else:
+        if synchronous:
+            raise ConfigError(
+                "synchronous_updates is an option of built-in schedules; a written schedule says "
+                "such things itself"
+            )
+        if replicas_of(replicas, num_stages):
+            raise ConfigError(
+                "replicas are for async-1f1b, 2bw, 1f1b and gpipe; a written schedule has "
+                "one replica of each stage"
+            )
+        name, recipe = written_recipe(schedule)
+        per_update = 1 if per_update is None else per_update
+    made = plan_of(
+        name, recipe, num_stages, per_update, stages_per_worker, synchronous, slack, replicas,
+        shard_optimizer,
+    )  # fmt: skip
+    if proved and not isinstance(schedule, str):
         prove(made, schedule, credits)
     return made
 

@@ -5,14 +5,13 @@ A proof covers a finite number of micro-batches, and an order may go on differen
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any, Protocol
 
 from pipedream_rt.errors import ConfigError, ScheduleError
 from pipedream_rt.schedules.actions import OF_ORDERS, Action, Kind, until
 from pipedream_rt.schedules.orders import most_in_flight
-from pipedream_rt.schedules.plan import Plan, chain
 from pipedream_rt.schedules.policies import Flushed
 from pipedream_rt.schedules.recipes import RECIPES, Recipe, describe_schedules
 from pipedream_rt.schedules.shape import Shape
@@ -127,15 +126,8 @@ def proof_length(shape: Shape, written: object) -> int:
     return min(enough, end // k * k)
 
 
-def plan_written(
-    written: Any,
-    *,
-    num_stages: int,
-    per_update: int = 1,
-    stages_per_worker: int | None = None,
-    slack: int | Sequence[int] = 0,
-) -> Plan:
-    """Return the plan of a chain of stages with a user's schedule, not yet proved."""
+def written_recipe(written: Any) -> tuple[str, Recipe]:
+    """Return the name and the recipe of a user's schedule, which is not proved yet."""
     if isinstance(written, type) or not callable(getattr(written, "order", None)):
         raise ConfigError(
             "schedule must be a name or an object with a method order(worker, shape, start), not "
@@ -163,4 +155,4 @@ def plan_written(
             f"the schedule {type(written).__name__} calls itself {name!r}, which is the name of a "
             "schedule that is built in; give it another one, for traces and checkpoints go by it"
         )
-    return chain(name, recipe, num_stages, per_update, stages_per_worker, slack)
+    return name, recipe

@@ -33,11 +33,7 @@ from pipedream_rt.schedules.actions import (
 from pipedream_rt.schedules.channels import FROM_STAGES, OF_ACTIONS, TO_STAGES
 from pipedream_rt.schedules.edges import COORDINATOR, Address, Edge, EdgeKind, EdgeRule, Need
 from pipedream_rt.schedules.placement import Placement, Tie
-from pipedream_rt.schedules.recipes import (
-    RECIPES,
-    Recipe,
-    describe_schedules,
-)
+from pipedream_rt.schedules.recipes import RECIPES, Recipe
 from pipedream_rt.schedules.shape import Shape, slack_of
 
 _Rows: TypeAlias = tuple[tuple[EdgeRule, ...], tuple[EdgeRule, ...]]
@@ -238,63 +234,18 @@ class Plan(Placement):
         )
 
 
-def plan_named(
-    name: str,
-    *,
-    num_stages: int,
-    per_update: int | None = 1,
-    stages_per_worker: int | None = None,
-    synchronous: int = 0,
-    slack: int | Sequence[int] = 0,
-    replicas: int | Sequence[int] = (),
-    shard_optimizer: bool = False,
-) -> Plan:
-    """Return the plan of a chain of stages with a built-in schedule.
-
-    Args:
-        name: Name of the schedule, a key of `RECIPES`.
-        num_stages: Number of stages, at least 1.
-        per_update: Number of micro-batches per update, at least 1; None as in `plan_for`.
-        stages_per_worker: Number of stages on each worker; None for what the recipe says.
-        synchronous: The number of updates at the start that flush the pipe.
-        slack: Extra warm-up forwards before each hop: one number for all, or one for each.
-        replicas: The number of replicas of each stage, or one number for all; empty for one.
-        shard_optimizer: Whether each of several replicas steps its own part of the weights.
-
-    Returns:
-        The plan, without names of layers.
-
-    Raises:
-        ConfigError: The name is unknown, a number is out of range, or the recipe has no schedule
-            for these numbers.
-    """
-    if name not in RECIPES:
-        raise ConfigError(f"unknown schedule {name!r}; the schedules are\n{describe_schedules()}")
-    return chain(
-        name,
-        RECIPES[name],
-        num_stages,
-        per_update,
-        stages_per_worker,
-        slack,
-        synchronous,
-        replicas,
-        shard_optimizer,
-    )
-
-
-def chain(
+def plan_of(
     name: str,
     recipe: Recipe,
     num_stages: int,
     per_update: int | None,
     stages_per_worker: int | None,
+    synchronous: int,
     slack: int | Sequence[int],
-    synchronous: int = 0,
-    replicas: int | Sequence[int] = (),
-    shard_optimizer: bool = False,
+    replicas: int | Sequence[int],
+    shard_optimizer: bool,
 ) -> Plan:
-    """Return the plan of a chain of stages with a recipe; arguments as in `plan_for`."""
+    """Return the plan of a chain of stages with a recipe; the numbers are those of `plan_for`."""
     counts = replicas_of(replicas, num_stages)
     if synchronous and recipe.flushes:
         raise ConfigError(

@@ -19,7 +19,6 @@ from pipedream_rt.schedules import (
     Kind,
     check,
     plan_for,
-    plan_named,
 )
 from pipedream_rt.schedules.actions import apply, drain, inject, step
 from pipedream_rt.schedules.checker import prove
@@ -27,8 +26,8 @@ from pipedream_rt.schedules.edges import Edge, Need
 from pipedream_rt.schedules.execution import Execution
 from pipedream_rt.schedules.placement import Tie
 
-THREE = plan_named("async-1f1b", num_stages=3)
-SYNC = plan_named("async-1f1b+vertical-sync", num_stages=3).with_norms()
+THREE = plan_for("async-1f1b", num_stages=3)
+SYNC = plan_for("async-1f1b+vertical-sync", num_stages=3).with_norms()
 
 
 def texts(messages):
@@ -78,7 +77,7 @@ def test_a_norm_that_comes_too_late_is_taken_some_updates_later():
 
 
 def test_one_stage_has_all_norms_itself():
-    one = plan_named("async-1f1b", num_stages=1)
+    one = plan_for("async-1f1b", num_stages=1)
     assert one.with_norms() is one
 
 
@@ -102,7 +101,7 @@ def test_the_owner_of_a_tie_sends_its_weights_when_it_applies():
 
 
 def test_credits_are_a_need_of_the_coordinator():
-    plan = plan_named("async-1f1b", num_stages=2, per_update=2)
+    plan = plan_for("async-1f1b", num_stages=2, per_update=2)
     ahead = plan.credits()
     loss = Edge(EdgeKind.LOSS, 1, COORDINATOR)
     for m in range(4 * ahead):
@@ -114,7 +113,7 @@ def test_credits_are_a_need_of_the_coordinator():
 
 def test_a_replica_without_a_micro_batch_of_an_update_waits_for_its_next_one():
     """Which it does not take: the first replica of three has the micro-batches 0, 3, 6."""
-    plan = plan_named("async-1f1b", num_stages=1, replicas=[3])
+    plan = plan_for("async-1f1b", num_stages=1, replicas=[3])
     needs = plan.needs(step(1), 0)
     assert needs[0] == Need(Edge(EdgeKind.ACTIVATION, COORDINATOR, 0), 3, peek=True)
     assert [need.words(plan.title_of) for need in needs[1:]] == [

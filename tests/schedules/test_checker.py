@@ -9,7 +9,7 @@ from support.shapes import replicated, schedules
 from support.written import LaterBackward
 
 from pipedream_rt.errors import ConfigError, ScheduleError
-from pipedream_rt.schedules import COORDINATOR, Action, Kind, Plan, check, plan_for, plan_named
+from pipedream_rt.schedules import COORDINATOR, Action, Kind, Plan, check, plan_for
 from pipedream_rt.schedules.policies import Flushed
 
 ORDERS = [
@@ -57,7 +57,7 @@ def parsed(texts):
 def written(change=lambda orders: None):
     orders = [order.split() for order in ORDERS]
     change(orders)
-    return listed(plan_named("async-1f1b", num_stages=3), list(map(parsed, orders)))
+    return listed(plan_for("async-1f1b", num_stages=3), list(map(parsed, orders)))
 
 
 def test_a_right_order_is_accepted_and_drawn():
@@ -202,7 +202,7 @@ def test_replicas_obey_the_rules_in_any_numbers(plan, updates, data):
     ],
 )
 def test_what_a_replica_must_not_do(text, rule):
-    plan = plan_named("1f1b", num_stages=1, replicas=[2], per_update=2)
+    plan = plan_for("1f1b", num_stages=1, replicas=[2], per_update=2)
     right = [Action.parse(part) for part in ["F1", "B1", "R0", "S0", "F3", "B3", "R1", "S1"]]
     with pytest.raises(ScheduleError, match=rule):
         check(listed(plan, [parsed(text.split()), right]), 4)
@@ -214,13 +214,13 @@ def test_a_replica_hands_over_gradients_of_its_own_alone():
         (1, ("F0 B0 R0 S0 R1", "S0"), "this replica has no micro-batch of update 1"),
         (2, ("F0 B0 R0", "F1 B1 F3 B3 R0"), "update 0 must come before B3, which .* update 1"),
     ):
-        plan = plan_named("1f1b", num_stages=1, replicas=[2], per_update=k)
+        plan = plan_for("1f1b", num_stages=1, replicas=[2], per_update=k)
         with pytest.raises(ScheduleError, match=rule):
             check(listed(plan, [parsed(text.split()) for text in texts], Mutated), 4)
 
 
 def test_a_split_backward_is_checked():
-    schedule = plan_named("zero-bubble", num_stages=2, per_update=2)
+    schedule = plan_for("zero-bubble", num_stages=2, per_update=2)
     right = ["F0 F1 I0 W0 I1 W1 S0", "F0 I0 F1 I1 W0 W1 S0"]
 
     def checked(worker, text):
@@ -242,7 +242,7 @@ def test_a_split_backward_is_checked():
 
 def test_an_update_after_a_gradient_of_the_next_is_refused():
     """The gradient would be added to the wrong update."""
-    schedule = plan_named("gpipe", num_stages=1, per_update=2)
+    schedule = plan_for("gpipe", num_stages=1, per_update=2)
     texts = "F0 F1 B0 B1 F2 F3 B2 S0 B3 S1"
     order = [Action.parse(text) for text in texts.split()]
     with pytest.raises(ScheduleError, match=r"update 0 must come before B2, which .* update 1"):
@@ -426,13 +426,13 @@ def test_too_many_versions_are_refused():
         def kept(self, stage):
             return 1
 
-    plan = plan_named("async-1f1b", num_stages=3)
+    plan = plan_for("async-1f1b", num_stages=3)
     with pytest.raises(ScheduleError, match=r"2 versions kept, but kept\(\) of the .* says 1"):
         check(listed(plan, [parsed(order.split()) for order in ORDERS], Greedy), 4)
 
 
 def test_a_long_grid_is_cut_to_its_end():
-    grid = check(plan_named("async-1f1b", num_stages=2), 50)
+    grid = check(plan_for("async-1f1b", num_stages=2), 50)
     assert grid.render(last=4).splitlines()[0].startswith("stage 0  ... ")
 
 

@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 from support.shapes import made, schedules
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.schedules import RECIPES, Kind, check, describe_schedules, plan_named
+from pipedream_rt.schedules import RECIPES, Kind, check, describe_schedules, plan_for
 from pipedream_rt.schedules.actions import OF_UPDATES
 from pipedream_rt.schedules.orders import most_in_flight
 
 
 def drawn(name, stage, count, **kwargs):
-    order = plan_named(name, **kwargs).order(stage)
+    order = plan_for(name, **kwargs).order(stage)
     return " ".join(map(str, itertools.islice(order, count)))
 
 
@@ -102,7 +102,7 @@ def test_a_restarted_order_is_the_same_order_later(schedule, before, updates, da
 @given(st.integers(1, 9), st.integers(1, 9), st.data())
 def test_weight_stashing_reads_what_its_own_order_has_made(num_stages, per_update, data):
     """The formula of the table is the number of updates before the forward, in the order."""
-    schedule = plan_named("async-1f1b", num_stages=num_stages, per_update=per_update)
+    schedule = plan_for("async-1f1b", num_stages=num_stages, per_update=per_update)
     stage = data.draw(st.integers(0, num_stages - 1))
     updates = 0
     for action in itertools.islice(schedule.order(stage), 120):
@@ -146,7 +146,7 @@ def test_the_table_of_versions():
 )
 def test_what_does_not_fit_is_refused(name, numbers, words):
     with pytest.raises(ConfigError, match=words):
-        plan_named(name, **numbers)
+        plan_for(name, **numbers)
 
 
 def test_help_has_a_line_for_each_schedule():
@@ -162,16 +162,16 @@ def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(
         ConfigError, match=r"unknown schedule 'zigzag'(?s:.*)async-1f1b(?s:.*)gpipe"
     ):
-        plan_named("zigzag", num_stages=2)
+        plan_for("zigzag", num_stages=2)
 
 
 @pytest.mark.parametrize(("n", "k"), [(0, 1), (2, 0), (True, 1), (2, 1.5)])
 def test_numbers_out_of_range_are_refused(n, k):
     with pytest.raises(ConfigError, match="at least 1"):
-        plan_named("1f1b", num_stages=n, per_update=k)
+        plan_for("1f1b", num_stages=n, per_update=k)
 
 
 def test_credits_fill_the_pipe_or_keep_the_loop_plain():
-    assert plan_named("async-1f1b", num_stages=4).credits() == 5
-    assert plan_named("async-1f1b", num_stages=4, per_update=3).credits() == 3
-    assert plan_named("1f1b", num_stages=4, per_update=4).credits() == 1
+    assert plan_for("async-1f1b", num_stages=4).credits() == 5
+    assert plan_for("async-1f1b", num_stages=4, per_update=3).credits() == 3
+    assert plan_for("1f1b", num_stages=4, per_update=4).credits() == 1

@@ -14,15 +14,14 @@ from support.shapes import replicated, schedules
 from support.written import LaterBackward
 
 from pipedream_rt.errors import ConfigError, ScheduleError
-from pipedream_rt.schedules import COORDINATOR, RECIPES, Action, EdgeKind, Kind, Plan, plan_named
+from pipedream_rt.schedules import COORDINATOR, RECIPES, Action, EdgeKind, Kind, Plan, plan_for
 from pipedream_rt.schedules.actions import OF_STAGES, OF_UPDATES
-from pipedream_rt.schedules.custom import plan_written
 from pipedream_rt.schedules.edges import Edge, name_of
 from pipedream_rt.schedules.placement import Tie
 from pipedream_rt.schedules.shape import Shape, parse_slack, slack_of
 
-CHAIN = plan_named("1f1b", num_stages=3, per_update=2)
-INTERLEAVED = plan_named("interleaved-1f1b", num_stages=4, per_update=2)
+CHAIN = plan_for("1f1b", num_stages=3, per_update=2)
+INTERLEAVED = plan_for("interleaved-1f1b", num_stages=4, per_update=2)
 DIAMOND = diamond.plan()
 
 
@@ -89,7 +88,7 @@ def test_edges_lie_between_stages_whichever_worker_hosts_them():
 
 
 def test_one_stage_has_the_coordinator_on_both_sides():
-    plan = plan_named("1f1b", num_stages=1)
+    plan = plan_for("1f1b", num_stages=1)
     assert table(plan, Kind.FORWARD) == ["0: activation *>0, target *>0 => loss 0>*"]
     assert table(plan, Kind.BACKWARD) == ["0: - => -"]
 
@@ -142,7 +141,7 @@ def test_two_stages_may_take_the_models_input():
         (CHAIN, 3, 2),
         (INTERLEAVED, 4, 3),
         (DIAMOND, 5, 4),
-        (plan_named("gpipe", num_stages=1), 1, 0),
+        (plan_for("gpipe", num_stages=1), 1, 0),
     ],
 )
 def test_as_many_messages_are_expected_as_there_are_edges_of_a_kind(plan, activations, gradients):
@@ -265,16 +264,16 @@ def test_an_order_ends_with_the_last_micro_batch():
     assert drawn(INTERLEAVED, 1, 0, 2) == (
         "1:F0 1:F1 3:F0 3:B0 3:F1 3:B1 1:B0 1:B1 3:S0 1:S0 1:D1 3:D1"
     )
-    endless = plan_named("async-1f1b", num_stages=2).order(0)
+    endless = plan_for("async-1f1b", num_stages=2).order(0)
     assert " ".join(str(next(endless)) for _ in range(6)) == "F0 F1 B0 S0 F2 B1"
 
 
 def test_so_many_mini_batches_are_ahead_that_the_first_stage_never_waits():
     """One where the pipe is flushed anyway."""
     assert CHAIN.credits() == 1
-    assert plan_named("async-1f1b", num_stages=4).credits() == 4 + 1
-    assert plan_named("async-1f1b", num_stages=4, per_update=3).credits() == 2 + 1
-    assert plan_named("async-1f1b", num_stages=4, slack=1).credits() == 7 + 1
+    assert plan_for("async-1f1b", num_stages=4).credits() == 4 + 1
+    assert plan_for("async-1f1b", num_stages=4, per_update=3).credits() == 2 + 1
+    assert plan_for("async-1f1b", num_stages=4, slack=1).credits() == 7 + 1
 
 
 def test_a_plan_is_looked_up_by_name():
@@ -287,9 +286,9 @@ def test_a_plan_is_looked_up_by_name():
         "interleaved-1f1b",
         "zero-bubble",
     }
-    sync = plan_named("async-1f1b+vertical-sync", num_stages=3)
+    sync = plan_for("async-1f1b+vertical-sync", num_stages=3)
     assert sync.name == "async-1f1b+vertical-sync"
-    assert plan_named("interleaved-1f1b", num_stages=6, per_update=3).workers == 3  # two on each
+    assert plan_for("interleaved-1f1b", num_stages=6, per_update=3).workers == 3  # two on each
     assert not sync.flushes
 
 
@@ -314,7 +313,7 @@ def test_a_plan_is_looked_up_by_name():
 )
 def test_numbers_for_which_there_is_no_schedule_are_refused(name, numbers, words):
     with pytest.raises(ConfigError, match=words):
-        plan_named(name, **{"num_stages": 3, **numbers})
+        plan_for(name, **{"num_stages": 3, **numbers})
 
 
 @given(schedules(), st.lists(st.text(max_size=3), max_size=2))
@@ -350,7 +349,7 @@ def test_a_plan_that_is_no_chain_comes_back_too():
 )
 def test_a_schedule_that_a_user_wrote_is_known_by_name_only_after_the_trip_and_says_so(ask):
     """What flows where is known all the same."""
-    plan = plan_written(LaterBackward(), num_stages=2, per_update=2)
+    plan = plan_for(LaterBackward(), proved=False, num_stages=2, per_update=2)
     ask(plan)
     again = Plan.unpacked(plan.packed())
     assert (again.name, again.shape) == ("LaterBackward", plan.shape)
@@ -380,7 +379,7 @@ def test_the_warm_up_is_the_hops_to_the_end_and_their_slack(data, n):
 
 
 def test_the_warm_up_is_what_the_order_does_before_its_first_backward():
-    plan = plan_named("async-1f1b", num_stages=3, slack=(2, 1))
+    plan = plan_for("async-1f1b", num_stages=3, slack=(2, 1))
     for stage, ahead in enumerate((5, 2, 0)):
         order = plan.order(stage)
         before = [next(order).kind for _ in range(ahead + 2)]
@@ -448,7 +447,7 @@ def test_a_written_schedule_with_a_built_in_name_is_refused():
     schedule = LaterBackward()
     schedule.name = "async-1f1b"
     with pytest.raises(ConfigError, match="'async-1f1b'"):
-        plan_written(schedule, num_stages=2, per_update=2)
+        plan_for(schedule, proved=False, num_stages=2, per_update=2)
 
 
 @pytest.mark.parametrize(
@@ -465,7 +464,7 @@ def test_a_written_schedule_with_a_built_in_name_is_refused():
     ],
 )
 def test_the_staleness_of_a_stage(name, options, expected):
-    plan = plan_named(name, num_stages=4, **options)
+    plan = plan_for(name, num_stages=4, **options)
     assert [plan.staleness(stage) for stage in range(4)] == expected
 
 
@@ -490,7 +489,7 @@ def test_the_edges_of_a_kind_are_those_that_actions_need_or_give(plan):
 
 
 def test_a_replica_knows_what_it_is_called():
-    plan = plan_named("async-1f1b", num_stages=2, replicas=[2, 1])
+    plan = plan_for("async-1f1b", num_stages=2, replicas=[2, 1])
     assert [plan.title_of(address) for address in plan.addresses] == [
         "stage 0, replica 0", "stage 0, replica 1", "stage 1"
     ]  # fmt: skip

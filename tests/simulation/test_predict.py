@@ -9,7 +9,7 @@ from support.shapes import schedules
 from support.written import LaterBackward
 
 from pipedream_rt.errors import ConfigError, TraceError
-from pipedream_rt.schedules import plan_for, plan_named
+from pipedream_rt.schedules import plan_for
 from pipedream_rt.simulation.costs import Costs, costs_of
 from pipedream_rt.simulation.predict import changes_of, fit, predict, what_if
 from pipedream_rt.simulation.simulator import simulate
@@ -29,7 +29,7 @@ COSTS = costs_of(
 
 
 def run(name="1f1b", updates=10, **changes):
-    schedule = plan_named(name, num_stages=4, per_update=4)
+    schedule = plan_for(name, num_stages=4, per_update=4)
     return simulate(schedule, COSTS.changed(**changes), updates * 4)
 
 
@@ -88,7 +88,7 @@ def test_what_if():
     assert rate("schedule=interleaved-1f1b,micro_batches=8") > 1.1 * base
     # The workers stay as many.
     assert what_if(run(), {"schedule": "interleaved-1f1b"}).plan.workers == 4
-    interleaved = plan_named("interleaved-1f1b", num_stages=4, per_update=4)
+    interleaved = plan_for("interleaved-1f1b", num_stages=4, per_update=4)
     back = what_if(simulate(interleaved, COSTS, 40), {"schedule": "1f1b"})
     assert back.plan.workers == 2
     same = what_if(run("async-1f1b"), {})
@@ -158,7 +158,7 @@ def test_work_is_spread_evenly(stages):
 
 
 def test_an_update_that_waits_for_its_norm_has_its_time_in_the_action_that_applies_it():
-    plan = plan_named("async-1f1b+vertical-sync", num_stages=3).with_norms()
+    plan = plan_for("async-1f1b+vertical-sync", num_stages=3).with_norms()
     costs = Costs(forward=((0.002,),), backward=((0.003,),), step=((0.001,),))
     trace = simulate(plan, costs, 30)
     for stage, spans in enumerate(trace.by_stage()):

@@ -30,14 +30,14 @@ from pipedream_rt.messages.message import (
 )
 from pipedream_rt.messages.tree import flat_copy, flatten, unflatten
 from pipedream_rt.models.settings import apply_settings, settings_now
-from pipedream_rt.schedules import COORDINATOR, plan_named
+from pipedream_rt.schedules import COORDINATOR, plan_for
 from pipedream_rt.stage.host import StageHost
 from pipedream_rt.stage.optimizer import GroupSpec, OptimizerSpec
 from pipedream_rt.stage.spec import StageSpec
 
 GENERATION = 6
 
-ONE = plan_named("async-1f1b", num_stages=1)
+ONE = plan_for("async-1f1b", num_stages=1)
 
 
 @pytest.fixture(autouse=True)
@@ -159,7 +159,7 @@ def test_a_stage_says_that_it_is_ready_in_its_generation():
 
 
 def test_a_worker_starts_all_its_stages_in_their_order():
-    plan = plan_named("interleaved-1f1b", num_stages=4, per_update=2)
+    plan = plan_for("interleaved-1f1b", num_stages=4, per_update=2)
     host = Host((0, 2)).put(start(stage=2, plan=plan), start(stage=0, plan=plan))
     host.serve()
     assert [(stage, payload) for stage, _, _, payload in host.sent] == [(0, Ready()), (2, Ready())]
@@ -217,7 +217,7 @@ def test_a_checkpoint_without_a_version_that_the_stage_read_is_refused(tmp_path)
     restore = {
         "folder": str(tmp_path), "files": os.listdir(tmp_path), "step": 1, "plain": {}, "floor": 0
     }  # fmt: skip
-    two = plan_named("async-1f1b", num_stages=2)
+    two = plan_for("async-1f1b", num_stages=2)
     failed = Host().put(start(plan=two, restore=restore)).failure()
     assert failed.type_name == "CheckpointError"
     assert "lacks older weight versions that stage 0 read" in failed.text
@@ -469,7 +469,7 @@ class Unbuildable(nn.Module):
 
 
 def test_a_stage_that_cannot_be_built_is_named():
-    plan = plan_named("interleaved-1f1b", num_stages=4, per_update=2)
+    plan = plan_for("interleaved-1f1b", num_stages=4, per_update=2)
     host = Host((0, 2)).put(start(plan=plan), start(Unbuildable(), stage=2, plan=plan))
     failed = host.failure()
     assert (failed.type_name, failed.action) == ("ValueError", "start")

@@ -30,8 +30,7 @@ from pipedream_rt.messages.message import (
     Target,
 )
 from pipedream_rt.messages.tree import flat_copy, flatten, own, unflatten
-from pipedream_rt.schedules import COORDINATOR, Action, Plan, Recipe, Shape, plan_named
-from pipedream_rt.schedules.custom import plan_written
+from pipedream_rt.schedules import COORDINATOR, Action, Plan, Recipe, Shape, plan_for
 from pipedream_rt.schedules.policies import Flushed
 from pipedream_rt.stage import loop as loop_module
 from pipedream_rt.stage.loop import Loop, LoopOptions
@@ -40,9 +39,9 @@ from pipedream_rt.stage.spec import StageSpec
 from pipedream_rt.stage.stage import Stage
 from pipedream_rt.tracing.spans import NOBODY, SPAN, Recorder
 
-ONE = plan_named("async-1f1b", num_stages=1)
-TWO = plan_named("async-1f1b", num_stages=2)
-THREE = plan_named("async-1f1b", num_stages=3)
+ONE = plan_for("async-1f1b", num_stages=1)
+TWO = plan_for("async-1f1b", num_stages=2)
+THREE = plan_for("async-1f1b", num_stages=3)
 
 ANY_ORDER = pytest.mark.parametrize("seed", [None, 1, 2, 3])
 """Of arrival: as it was sent, or at random."""
@@ -428,7 +427,7 @@ def test_a_fork_sends_one_output_to_both_consumers_and_waits_for_both_gradients(
 @ANY_ORDER
 def test_two_stages_on_one_worker_take_turns_as_their_order_says(seed):
     """Worker 0 of 2: stages 0 and 2 of 4."""
-    plan = plan_named("interleaved-1f1b", num_stages=4, per_update=2)
+    plan = plan_for("interleaved-1f1b", num_stages=4, per_update=2)
     assert " ".join(map(str, plan.order(0, 0, 2))) == (
         "0:F0 0:F1 2:F0 2:F1 2:B0 2:B1 0:B0 0:B1 2:S0 0:S0 0:D1 2:D1"
     )
@@ -456,7 +455,7 @@ def test_two_stages_on_one_worker_take_turns_as_their_order_says(seed):
 @ANY_ORDER
 def test_a_worker_that_hosts_all_stages_trains_the_unsplit_model(seed):
     """All that is sent comes back to it; on one thread, equal to the oracle to the bit."""
-    plan = plan_named("interleaved-1f1b", num_stages=2, per_update=2, stages_per_worker=2)
+    plan = plan_for("interleaved-1f1b", num_stages=2, per_update=2, stages_per_worker=2)
     model, data = mlp(layers=4), regression(3, samples=4)
     layers = list(model.named_children())
     weights, losses = oracle(
@@ -515,7 +514,7 @@ def test_a_diamond_on_one_worker_is_the_plain_model():
 
 @ANY_ORDER
 def test_an_empty_micro_batch_goes_all_the_way_and_back(seed):
-    plan = plan_named("gpipe", num_stages=2, per_update=2)
+    plan = plan_for("gpipe", num_stages=2, per_update=2)
     last = Worker(plan, 1)
     last.put(
         activation(1, 0), activation(1, 1, empty=True), target(1, 0), target(1, 1), flush(1, 2),
@@ -546,7 +545,7 @@ def test_an_empty_micro_batch_goes_all_the_way_and_back(seed):
 
 def test_the_halves_of_a_backward_send_once():
     """I sends; W does not, and ends the micro-batch."""
-    plan = plan_named("zero-bubble", num_stages=2, per_update=2)
+    plan = plan_for("zero-bubble", num_stages=2, per_update=2)
     assert " ".join(map(str, plan.order(1, 0, 2))) == "F0 I0 F1 I1 W0 W1 S0 D1"
     worker = Worker(plan, 1)
     worker.put(activation(1, 0), activation(1, 1, empty=True), target(1, 0), target(1, 1))
@@ -558,7 +557,7 @@ def test_the_halves_of_a_backward_send_once():
         "gradient 1 1>0",
         "reply 2 1>*",
     ]
-    whole = Worker(plan_named("gpipe", num_stages=2, per_update=2), 1)
+    whole = Worker(plan_for("gpipe", num_stages=2, per_update=2), 1)
     whole.put(activation(1, 0), activation(1, 1, empty=True), target(1, 0), target(1, 1))
     whole.put(flush(1, 2)).run()
     assert_same(worker.state(), whole.state())
@@ -735,7 +734,7 @@ def test_passes_take_both_producers_outputs_too(seed):
 @ANY_ORDER
 def test_what_does_not_train_is_served_for_every_stage_of_a_worker(seed):
     """While the first stage has nothing to do: a pass must come through all of them."""
-    plan = plan_named("interleaved-1f1b", num_stages=4, per_update=2)
+    plan = plan_for("interleaved-1f1b", num_stages=4, per_update=2)
     worker = Worker(plan, 0)
     worker.put(
         activation(0, 0, sender=COORDINATOR, mode=Mode.EVALUATE),
@@ -749,7 +748,7 @@ def test_what_does_not_train_is_served_for_every_stage_of_a_worker(seed):
 
 def test_a_micro_batch_to_train_on_is_not_taken_for_another_stage():
     """Stage 2 has one; it is the order that says when."""
-    plan = plan_named("interleaved-1f1b", num_stages=4, per_update=2)
+    plan = plan_for("interleaved-1f1b", num_stages=4, per_update=2)
     worker = Worker(plan, 0)
     worker.put(activation(2, 0))
     worker.stops_with(PipelineClosed)
@@ -759,7 +758,7 @@ def test_a_micro_batch_to_train_on_is_not_taken_for_another_stage():
 
 @ANY_ORDER
 def test_a_flush_of_two_stages_comes_after_what_was_fed_to_each_before_it(seed):
-    plan = plan_named("interleaved-1f1b", num_stages=4, per_update=2)
+    plan = plan_for("interleaved-1f1b", num_stages=4, per_update=2)
     worker = Worker(plan, 0)
     worker.put(
         flush(0, 0),
@@ -930,7 +929,7 @@ def test_a_fork_has_waited_for_the_later_of_its_consumers(clock, later):
 
 def test_a_trace_is_asked_for_stage_by_stage(clock):
     """Of a worker with two: each gets its own spans, and how many of the worker's were lost."""
-    plan = plan_named("interleaved-1f1b", num_stages=4, per_update=2)
+    plan = plan_for("interleaved-1f1b", num_stages=4, per_update=2)
     worker = Worker(plan, 0, recorder=Recorder(3))
     worker.put(
         *(activation(2, m, mode=Mode.INFER) for m in range(2)),
@@ -967,7 +966,7 @@ def written(texts, **kwargs):
         def order(self, worker, shape, start):
             return map(Action.parse, texts.split())
 
-    return plan_written(Written(), num_stages=1, **kwargs)
+    return plan_for(Written(), proved=False, num_stages=1, **kwargs)
 
 
 def fed(plan, count=4):
@@ -1006,7 +1005,7 @@ class EarlyBackward:
 
 def test_a_backward_of_what_is_not_in_flight_is_refused():
     """Before its gradient is waited for, which would never come."""
-    worker = Worker(plan_written(EarlyBackward(), num_stages=2, per_update=2), 0)
+    worker = Worker(plan_for(EarlyBackward(), proved=False, num_stages=2, per_update=2), 0)
     worker.put(activation(0, 0, sender=COORDINATOR))
     worker.stops_with(ScheduleError, r"stage 0: .*micro-batch 3.*\[0\]")
 

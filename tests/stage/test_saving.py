@@ -14,7 +14,7 @@ from torch import nn
 from pipedream_rt.checkpoint import read_stage
 from pipedream_rt.messages.state_keys import by_text
 from pipedream_rt.messages.tree import Value, flatten
-from pipedream_rt.schedules import Kind, plan_named
+from pipedream_rt.schedules import Kind, plan_for
 from pipedream_rt.stage import stage_state
 from pipedream_rt.stage.optimizer import GroupSpec, OptimizerSpec
 from pipedream_rt.stage.saving import StageSaver, restore_stage
@@ -23,8 +23,8 @@ from pipedream_rt.stage.stage import Stage
 
 pytestmark = pytest.mark.threads
 
-ASYNC = plan_named("async-1f1b", num_stages=3)
-FLUSHED = plan_named("1f1b", num_stages=3)
+ASYNC = plan_for("async-1f1b", num_stages=3)
+FLUSHED = plan_for("1f1b", num_stages=3)
 
 POSITION = 17
 

@@ -31,16 +31,16 @@ from torch import nn
 from pipedream_rt.errors import ConfigError, NonFiniteLoss, ScheduleError, VersionError
 from pipedream_rt.messages.snapshot import Snapshot
 from pipedream_rt.messages.tree import Value, flatten, own, unflatten
-from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind, Kind, plan_named
+from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind, Kind, plan_for
 from pipedream_rt.stage import stage_state
 from pipedream_rt.stage.commands import set_mode
 from pipedream_rt.stage.optimizer import GroupSpec, OptimizerSpec
 from pipedream_rt.stage.spec import StageSpec
 from pipedream_rt.stage.stage import Stage
 
-ONE = plan_named("1f1b", num_stages=1)
-TWO = plan_named("1f1b", num_stages=2)
-ASYNC = plan_named("async-1f1b", num_stages=3)
+ONE = plan_for("1f1b", num_stages=1)
+TWO = plan_for("1f1b", num_stages=2)
+ASYNC = plan_for("async-1f1b", num_stages=3)
 
 HYPER = [{}]
 """One parameter group, whose hyper-parameters stay."""
@@ -263,14 +263,14 @@ def test_a_micro_batch_reads_the_version_of_the_plan_while_updates_go_on(seed, o
 @pytest.mark.parametrize("name", ["zero-bubble", "interleaved-1f1b", "gpipe"])
 def test_a_schedule_with_a_flush_is_gradient_accumulation(name):
     """Two halves of a backward, several stages on a worker: the same bits. Equal shares of 1."""
-    plan = plan_named(name, num_stages=4, per_update=4)
+    plan = plan_for(name, num_stages=4, per_update=4)
     model, data = kitchen_sink(), batches(8)
     stages = split(model, POINTS[4], plan, F.cross_entropy, "adamw")
     losses = Driver(plan, stages, 1).train(data)
     cls, kwargs = OPTIMIZERS["adamw"]
     one = a_stage(
         kitchen_sink(),
-        plan_named("gpipe", num_stages=1, per_update=4),
+        plan_for("gpipe", num_stages=1, per_update=4),
         loss_fn=F.cross_entropy,
         optimizer=(cls, kwargs),
     )
@@ -432,7 +432,7 @@ def test_so_do_those_of_a_backward_and_of_a_step(halves):
 
 def test_a_share_weighs_what_is_derived_and_not_what_is_reported():
     """Two micro-batches of one and of three samples are one mini-batch of four."""
-    plan = plan_named("1f1b", num_stages=1, per_update=2)
+    plan = plan_for("1f1b", num_stages=1, per_update=2)
     stage = a_stage([nn.Linear(1, 1)], plan, loss_fn=F.mse_loss)
     x, y = torch.tensor([[1.0], [2.0], [3.0], [4.0]]), torch.zeros(4, 1)
     weights = {k: t.clone() for k, t in stage.module.state_dict().items()}
@@ -596,7 +596,7 @@ def test_a_micro_batch_without_samples_changes_nothing(halves):
     states = []
     for empty in (False, True):
         torch.manual_seed(0)
-        plan = plan_named("gpipe", num_stages=1, per_update=2 if empty else 1)
+        plan = plan_for("gpipe", num_stages=1, per_update=2 if empty else 1)
         stage = a_stage(
             [nn.Linear(8, 8), nn.BatchNorm1d(8)], plan, loss_fn=F.mse_loss, optimizer="adamw"
         )
@@ -928,7 +928,7 @@ def test_a_stage_goes_on_as_of_an_update_with_its_older_versions_and_buffers():
         def forward(self, x):
             return x + self.w + self.hidden
 
-    plan = plan_named("async-1f1b", num_stages=3, per_update=2)
+    plan = plan_for("async-1f1b", num_stages=3, per_update=2)
     stage = a_stage([Adds()], plan, 0)
     snapshot = Snapshot(
         weights={"0.w": torch.tensor([50.0])},

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from pipedream_rt.schedules import RECIPES, plan_named
+from pipedream_rt.schedules import RECIPES, plan_for
 
 NEVER_FLUSHES = ("async-1f1b", "async-1f1b+vertical-sync", "2bw")
 TAKES_SLACK = (*NEVER_FLUSHES, "1f1b")
@@ -14,11 +14,11 @@ def made(name, workers, k, v=2, slack=(), synchronous=0):
     if name in TAKES_SLACK:
         slack = [*slack, *[0] * workers][: workers - 1]
         k = max(k, workers + sum(slack)) if name == "2bw" else k
-        return plan_named(name, num_stages=workers, per_update=k, slack=slack, synchronous=first)
+        return plan_for(name, num_stages=workers, per_update=k, slack=slack, synchronous=first)
     if name == "interleaved-1f1b":
         k = -(-k // workers) * workers
-        return plan_named(name, num_stages=workers * v, per_update=k, stages_per_worker=v)
-    return plan_named(name, num_stages=workers, per_update=k)
+        return plan_for(name, num_stages=workers * v, per_update=k, stages_per_worker=v)
+    return plan_for(name, num_stages=workers, per_update=k)
 
 
 def replicated(most=3, most_replicas=4):
@@ -35,10 +35,10 @@ def replicated(most=3, most_replicas=4):
             options["synchronous"] = synchronous
         if name == "2bw":
             again = {**options, "synchronous": 0}
-            k += plan_named("async-1f1b", **again).shape.longest_lag
+            k += plan_for("async-1f1b", **again).shape.longest_lag
         if shards and (synchronous or name not in NEVER_FLUSHES):
             k = max(k, *replicas)
-        return plan_named(name, per_update=k, **options)
+        return plan_for(name, per_update=k, **options)
 
     return st.builds(
         plan,

@@ -6,7 +6,7 @@ from support.costs import unit
 from support.events import check_trace_events
 
 from pipedream_rt.errors import TraceError
-from pipedream_rt.schedules import plan_named
+from pipedream_rt.schedules import plan_for
 from pipedream_rt.simulation.costs import Costs
 from pipedream_rt.simulation.simulator import simulate
 from pipedream_rt.tracing import timeline
@@ -14,7 +14,7 @@ from pipedream_rt.tracing.summary import bytes_text, describe, seconds_text, sum
 
 
 def run(name="1f1b", n=3, k=4, updates=2, costs=None):
-    schedule = plan_named(name, num_stages=n, per_update=k)
+    schedule = plan_for(name, num_stages=n, per_update=k)
     return simulate(schedule, costs or unit(), updates * k)
 
 

@@ -19,7 +19,7 @@ from pipedream_rt.errors import (
 )
 from pipedream_rt.messages.inbox import Wanted
 from pipedream_rt.messages.message import Failed, Ready
-from pipedream_rt.schedules import COORDINATOR, plan_named
+from pipedream_rt.schedules import COORDINATOR, plan_for
 
 GENERATION = 3
 
@@ -33,7 +33,7 @@ class NamesLosses:
 
 @pytest.fixture
 def reception():
-    made = CoordinatorInbox(plan_named("1f1b", num_stages=4))
+    made = CoordinatorInbox(plan_for("1f1b", num_stages=4))
     made.begin(GENERATION)
     return made
 

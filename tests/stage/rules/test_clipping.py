@@ -9,12 +9,12 @@ from torch import nn
 
 from pipedream_rt import Clip
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.schedules import EdgeKind, plan_named
+from pipedream_rt.schedules import EdgeKind, plan_for
 from pipedream_rt.stage.rules.rule import Update
 from pipedream_rt.stage.rules.totals import Totals
 
-SYNC = plan_named("async-1f1b+vertical-sync", num_stages=2).with_norms()
-LATE = plan_named("async-1f1b", num_stages=2).with_norms()
+SYNC = plan_for("async-1f1b+vertical-sync", num_stages=2).with_norms()
+LATE = plan_for("async-1f1b", num_stages=2).with_norms()
 
 
 def stages(clip, plan):

@@ -5,11 +5,11 @@ from support.rules import context
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from pipedream_rt.schedules import plan_named
+from pipedream_rt.schedules import plan_for
 from pipedream_rt.stage.rules.ema import Ema
 from pipedream_rt.stage.rules.rule import Update
 
-PLAN = plan_named("async-1f1b", num_stages=1)
+PLAN = plan_for("async-1f1b", num_stages=1)
 
 
 def test_it_is_torchs_average_and_goes_on_from_a_checkpoint():

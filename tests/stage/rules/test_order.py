@@ -8,7 +8,7 @@ from torch import nn
 
 from pipedream_rt import Clip, LossScale
 from pipedream_rt.corrections import DelayCompensation
-from pipedream_rt.schedules import plan_named
+from pipedream_rt.schedules import plan_for
 from pipedream_rt.schedules.placement import Tie
 from pipedream_rt.stage.rules.corrections import Correcting
 from pipedream_rt.stage.rules.ema import Averaging
@@ -27,7 +27,7 @@ EVERYTHING = (Averaging(0.9), Clip(norm=1.0), Correcting((DelayCompensation(),))
 
 def test_a_plain_stage_has_none():
     module = nn.Sequential(nn.Linear(1, 1))
-    plan = with_layers(plan_named("async-1f1b", num_stages=2), 0, module)
+    plan = with_layers(plan_for("async-1f1b", num_stages=2), 0, module)
     assert names(plan) == []
     spec = StageSpec(stage=0, layers=module, loss_fn=None, plan=plan, seed=0, on_nan="raise")
     stage = Stage(spec)
@@ -36,18 +36,18 @@ def test_a_plain_stage_has_none():
 
 
 def test_they_act_in_this_order():
-    plan = plan_named("1f1b", num_stages=2, replicas=[2, 1], per_update=2, shard_optimizer=True)
+    plan = plan_for("1f1b", num_stages=2, replicas=[2, 1], per_update=2, shard_optimizer=True)
     assert names(plan, *EVERYTHING) == [
         "Replicas", "Totals", "Scaling", "Clipping", "Corrections", "Ema", "Shards"
     ]  # fmt: skip
-    tied = plan_named("1f1b", num_stages=2)
+    tied = plan_for("1f1b", num_stages=2)
     tied = dataclasses.replace(tied, ties=(Tie("w", (0, 1)),))
     for stage in range(2):
         assert names(tied, Averaging(0.9), stage=stage) == ["Ties", "Ema"]
 
 
 def test_totals_are_there_for_those_who_need_them():
-    one, two = (plan_named("1f1b", num_stages=n) for n in (1, 2))
+    one, two = (plan_for("1f1b", num_stages=n) for n in (1, 2))
     assert names(one, Clip(norm=1.0)) == ["Clipping"]
     assert names(one, LossScale()) == ["Totals", "Scaling"]
     assert names(two, Clip(norm=1.0)) == ["Totals", "Clipping"]

@@ -6,11 +6,11 @@ from support.rules import context
 from torch import nn
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.schedules import EdgeKind, plan_named
+from pipedream_rt.schedules import EdgeKind, plan_for
 from pipedream_rt.stage.rules.replicas import ReplicaGradients, Replicas
 from pipedream_rt.stage.rules.rule import Update
 
-PLAN = plan_named("1f1b", num_stages=1, replicas=[3], per_update=3)
+PLAN = plan_for("1f1b", num_stages=1, replicas=[3], per_update=3)
 PARTIAL = EdgeKind.PARTIAL
 
 

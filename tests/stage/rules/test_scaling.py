@@ -9,13 +9,13 @@ from support.rules import context
 from torch import nn
 
 from pipedream_rt.messages.state_keys import StateKey
-from pipedream_rt.schedules import EdgeKind, plan_named
+from pipedream_rt.schedules import EdgeKind, plan_for
 from pipedream_rt.stage.rules.rule import Update
 from pipedream_rt.stage.rules.scaling import LossScale
 from pipedream_rt.stage.rules.totals import Totals
 
 FOUND = [False, False, True, False, False, False, True, True, False, False, False, False]
-PLAN = plan_named("1f1b", num_stages=2)
+PLAN = plan_for("1f1b", num_stages=2)
 
 
 class Scaler:

@@ -4,11 +4,11 @@ import torch
 from support.rules import context
 from torch import nn
 
-from pipedream_rt.schedules import EdgeKind, plan_named
+from pipedream_rt.schedules import EdgeKind, plan_for
 from pipedream_rt.stage.rules.rule import Update
 from pipedream_rt.stage.rules.shards import Shards
 
-PLAN = plan_named("1f1b", num_stages=1, replicas=[2], per_update=2, shard_optimizer=True)
+PLAN = plan_for("1f1b", num_stages=1, replicas=[2], per_update=2, shard_optimizer=True)
 
 
 def replicas():

@@ -6,14 +6,14 @@ import torch
 from support.rules import context
 from torch import nn
 
-from pipedream_rt.schedules import EdgeKind, plan_named
+from pipedream_rt.schedules import EdgeKind, plan_for
 from pipedream_rt.schedules.placement import Tie
 from pipedream_rt.stage.rules.rule import Update
 from pipedream_rt.stage.rules.ties import Ties
 
 
 def plan(k):
-    made = plan_named("async-1f1b", num_stages=3, per_update=k)
+    made = plan_for("async-1f1b", num_stages=3, per_update=k)
     return dataclasses.replace(made, ties=(Tie("w", (0, 1, 2)),))
 
 

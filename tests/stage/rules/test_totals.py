@@ -7,11 +7,11 @@ import torch
 from support.rules import context
 from torch import nn
 
-from pipedream_rt.schedules import EdgeKind, plan_named
+from pipedream_rt.schedules import EdgeKind, plan_for
 from pipedream_rt.stage.rules.rule import Update
 from pipedream_rt.stage.rules.totals import NOT_FINITE, Totals
 
-PLAN = plan_named("async-1f1b", num_stages=2).with_norms()
+PLAN = plan_for("async-1f1b", num_stages=2).with_norms()
 
 
 def totals(stage=0, norms=()):
@@ -34,7 +34,7 @@ def test_stage_0_makes_the_total_others_pass_norms_on():
 
 
 def test_where_updates_wait_the_total_of_stage_0_is_that_of_all():
-    plan = plan_named("async-1f1b+vertical-sync", num_stages=2).with_norms()
+    plan = plan_for("async-1f1b+vertical-sync", num_stages=2).with_norms()
     last = Totals(context(nn.Linear(1, 1), plan, 1))
     last.measured_by(lambda update: {1: torch.tensor(4.0)}, 2.0)
     last.collect(update(7))
