@@ -16,6 +16,7 @@ from peft import LoraConfig, get_peft_model
 from train_charlm import BYTES, Corpus
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
+from pipedream_rt import Observe
 from pipedream_rt.hf import PipelineTrainer
 
 CONTEXT = 64
@@ -61,7 +62,7 @@ def main(stages: int, workers: str, steps: int, out: str, report: str | None) ->
         ),
         train_dataset=rows(8 * steps, seed=1),
         eval_dataset=rows(32, seed=2),
-        pipeline={"stages": stages, "workers": workers, "report": report},
+        pipeline={"stages": stages, "workers": workers, "observe": Observe(report=report)},
     )  # fmt: skip
     trainer.train()
     trainer.save_model(out)

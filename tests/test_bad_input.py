@@ -336,7 +336,7 @@ class LosingCluster(SerialCluster):
         send = self.transport.send
 
         def losing(message):
-            if (message.sender, message.to, message.index) != (0, 1, 3):
+            if (message.sender, message.to, message.number) != (0, 1, 3):
                 send(message)
 
         self.transport.send = losing

@@ -19,14 +19,11 @@ from pipedream_rt.planning.alternatives import (
     choices_text,
     explained,
     partition_text,
-    published_stages,
-    published_text,
 )
-from pipedream_rt.planning.cuts import Cuts, cuts_of
+from pipedream_rt.planning.cuts import cuts_of
 from pipedream_rt.planning.machines import LinkCodec, Machines, Worker
 from pipedream_rt.planning.partition import SLOWDOWNS, Slowdown
 from pipedream_rt.planning.planner import CHOICES, partitions
-from pipedream_rt.planning.published_planners import MODELS, Published, solve
 from pipedream_rt.simulation.costs import rate, seconds, size
 from pipedream_rt.tracing import timeline
 
@@ -88,7 +85,7 @@ def _slowdown(context: click.Context, option: click.Parameter, text: str) -> Slo
     groups={
         "Machines": "workers bandwidth latency memory speed",
         "What may be chosen": "choices micro_batches max_replicas order codec",
-        "What it costs": "slowdown copies cost_model straight fewer compression",
+        "What it costs": "slowdown copies",
         "What is written": "explain svg as_json",
     },
 )
@@ -114,15 +111,8 @@ def _slowdown(context: click.Context, option: click.Parameter, text: str) -> Slo
               help="Copies of the weights that corrections keep.")  # fmt: skip
 @click.option("--order", type=click.Choice(["branches", "layers"]),
               help="Cut branches apart, or keep the order of layers.")  # fmt: skip
-@click.option("--cost-model", default="runtime", show_default=True,
-              type=click.Choice(["runtime", *MODELS]),
-              help="Ours, the released code of PipeDream, or the paper's.")  # fmt: skip
-@click.option("--straight", is_flag=True, help="With a published cost model: no replicas.")
-@click.option("--fewer", is_flag=True, help="With the same: machines may be left over.")
 @click.option("--codec", callback=_codec, metavar="RATIO[,TIME]",
               help="Edges may have a codec: share of the bytes, and time for a MB.")  # fmt: skip
-@click.option("--compression", type=float,
-              help="With pipedream: count transfers, compressed by this factor.")  # fmt: skip
 @click.option("--explain", is_flag=True, help="What limits it, and what would change it.")
 @click.option("--svg", type=click.Path(dir_okay=False),
               help="Draw a simulation of the best plan into this file.")  # fmt: skip
@@ -136,10 +126,6 @@ def plan(
     speed: tuple[float, ...] | None,
     order: str | None,
     codec: LinkCodec | None,
-    cost_model: str,
-    straight: bool,
-    fewer: bool,
-    compression: float | None,
     explain: bool,
     svg: str | None,
     as_json: bool,
@@ -147,35 +133,9 @@ def plan(
 ) -> None:
     """Plan which layers of PROFILE go on which workers, and compare schedules.
 
-    PROFILE is a file of `pipedream-rt profile`, or a graph.txt of the original PipeDream.
+    PROFILE is a file of `pipedream-rt profile`.
     """
-    # The runtime cuts in the order of layers; the released planner cuts branches apart.
-    branches = False if cost_model == "runtime" else None
-    if order is not None:
-        branches = order == "branches"
-    cuts = cuts_of(files.load(profile), branches)
-    if cost_model != "runtime":
-        _refuse_given(cost_model, "latency", "choices", "max_replicas", "slowdown", "copies")
-        if speed is not None or len(memory or ()) > 1 or explain or svg is not None or codec:
-            raise ConfigError(
-                f"--speed, --explain, --svg, --codec and memory of each go not with {cost_model}"
-            )
-        asked = Published(
-            model=cost_model,
-            machines=workers,
-            bandwidths=_each("--bandwidth", bandwidth, len(workers), "level"),
-            memory=memory[0] if memory else math.inf,
-            straight=straight,
-            fewer=fewer,
-            compression=compression,
-        )
-        click.echo(_published(cuts, asked, as_json))
-        return
-    if straight or fewer or compression is not None:
-        raise ConfigError(
-            "--straight, --fewer and --compression go with --cost-model pipedream or paper; "
-            "--max-replicas 1 gives straight pipelines"
-        )
+    cuts = cuts_of(files.load(profile), branches=order == "branches")
     machines = replace(_machines(workers, bandwidth, latency, memory, speed), codec=codec)
     choose = functools.partial(
         partitions,
@@ -200,15 +160,6 @@ def plan(
     if explain:
         again = lambda other, count: choose(other, per_update=count)  # noqa: E731
         click.echo(f"\n{explained(found, machines, again)}")
-
-
-def _refuse_given(cost_model: str, *names: str) -> None:
-    """Refuse options that only the runtime's own cost model takes into account."""
-    context = click.get_current_context()
-    for option in context.command.params:
-        source = context.get_parameter_source(option.name or "")
-        if option.name in names and source is not click.core.ParameterSource.DEFAULT:
-            raise ConfigError(f"{option.opts[-1]} goes not with --cost-model {cost_model}")
 
 
 def _each(option: str, values: tuple[Any, ...], count: int, what: str) -> tuple[Any, ...]:
@@ -247,16 +198,3 @@ def _machines(
         latency=far[0] if far else near,
         latency_within=near,
     )
-
-
-def _published(cuts: Cuts, asked: Published, as_json: bool) -> str:
-    """Return the answer of a published planner, as text or JSON."""
-    answer = solve(cuts, asked)
-    if not as_json:
-        return published_text(cuts, asked, answer)
-    names = [layer.name for layer in cuts.profile.layers]
-    stages = [
-        {"layers": [names[i] for i in layers], "replicas": replicas}
-        for layers, replicas in published_stages(cuts, answer)
-    ]
-    return json.dumps({"cost_model": asked.model, "time": answer.time, "stages": stages}, indent=1)

@@ -7,10 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.planning.cuts import Cuts
 from pipedream_rt.planning.machines import MOST_WORKERS, Machines, Worker
 from pipedream_rt.planning.partition import Partition, PlannedStage
-from pipedream_rt.planning.published_planners import Answer, Published
 from pipedream_rt.schema import printable
 from pipedream_rt.tracing.summary import WIDTH, Lines, bytes_text, seconds_text, table
 
@@ -150,29 +148,3 @@ def _with_one_more(machines: Machines) -> Machines:
     """Return machines with a second worker like the last one."""
     last: Worker = machines.workers[-1]
     return replace(machines, workers=(*machines.workers, last))
-
-
-def published_text(cuts: Cuts, asked: Published, answer: Answer) -> str:
-    """Return the answer of a published planner as a table with a row for each stage."""
-    names = [printable(layer.name, 27) for layer in cuts.profile.layers]
-    rows: list[tuple[str, ...]] = [("stage", "layers", "replicas", "compute / replicas")]
-    for number, (layers, replicas) in enumerate(published_stages(cuts, answer)):
-        compute = math.fsum(cuts.profile.layers[i].compute for i in layers)
-        shown = f"{len(layers)}: {names[layers[0]]} .. {names[layers[-1]]}" if layers else "none"
-        rows.append((str(number), shown, str(replicas), seconds_text(compute / replicas)))
-    head = (
-        f"cost model {asked.model}: {seconds_text(answer.time)} for each mini-batch, "
-        f"{cuts.profile.compute / answer.time if answer.time else 1:.3g} times one machine"
-    )
-    return "\n".join([head, table(rows)])
-
-
-def published_stages(cuts: Cuts, answer: Answer) -> list[tuple[tuple[int, ...], int]]:
-    """Return the layers of each stage, as indices, and its number of replicas."""
-    # The pieces of the released code may overlap; a layer is then on the first stage that has it.
-    found, seen = [], set()
-    for start, end, replicas in answer.stages():
-        layers = tuple(i for i in cuts.layers_between(start, end) if i not in seen)
-        seen |= {*layers}
-        found.append((layers, replicas))
-    return found

@@ -89,34 +89,9 @@ class Cuts:
         found: Floats = np.where(passed, outputs, 0.0).sum(axis=1)
         return found
 
-    @cached_property
-    def published_passing(self) -> Floats:
-        """For each cut, the bytes that the released code of PipeDream takes to pass."""
-        # Those are the outputs of the last layers before the cut, and of each layer p that a last
-        # layer x depends on, if p is used outside of what leads to x. The released code does not
-        # ask whether that other user is behind the cut.
-        before, after = _relations(self.profile)
-        shared = [
-            sum(
-                1 << p
-                for p in _indices(before[x])
-                if after[p] & ~(before[x] | 1 << x)
-            )
-            for x in range(len(before))
-        ]  # fmt: skip
-        outputs = [layer.output_bytes for layer in self.profile.layers]
-        found = []
-        for ideal in self.ideals:
-            members = 0
-            for x in _indices(ideal):
-                if not after[x] & ideal:
-                    members |= 1 << x | shared[x]
-            found.append(sum(outputs[i] for i in _indices(members)))
-        return np.array(found, np.float64)
-
     def layers_between(self, start: int, end: int) -> tuple[int, ...]:
         """Return the indices of the layers of a stage; ``start`` is -1 for no cut before it."""
-        return tuple(_indices(self.ideals[end] & ~(self.ideals[start] if start >= 0 else 0)))
+        return tuple(indices(self.ideals[end] & ~(self.ideals[start] if start >= 0 else 0)))
 
 
 def spans(sums: Floats) -> Floats:
@@ -129,7 +104,7 @@ def spans(sums: Floats) -> Floats:
     return found
 
 
-def _indices(bits: int) -> Iterator[int]:
+def indices(bits: int) -> Iterator[int]:
     """Yield the positions of the bits that are set, rising."""
     while bits:
         lowest = bits & -bits
@@ -137,7 +112,7 @@ def _indices(bits: int) -> Iterator[int]:
         bits ^= lowest
 
 
-def _relations(profile: Profile) -> tuple[list[int], list[int]]:
+def relations(profile: Profile) -> tuple[list[int], list[int]]:
     """Return, by layer, all layers that it depends on, and those that use its output directly."""
     count = len(profile.layers)
     before, after = [0] * count, [0] * count
@@ -145,7 +120,7 @@ def _relations(profile: Profile) -> tuple[list[int], list[int]]:
         after[producer] |= 1 << consumer
     # Edges go forwards, so `before` of a producer is complete when its turn comes.
     for producer in range(count):
-        for consumer in _indices(after[producer]):
+        for consumer in indices(after[producer]):
             before[consumer] |= before[producer] | 1 << producer
     return before, after
 
@@ -180,15 +155,15 @@ def _ideals(profile: Profile) -> Sequence[int] | None:
     """Return the ideals that are reached from the first layer; None if there are too many."""
     # A step from one ideal to the next adds a layer that uses an output of it, with all layers that
     # this one depends on.
-    before, after = _relations(profile)
+    before, after = relations(profile)
     start = 1  # the bits of the first layer alone
     found = {start}
     queue = [start]
     for ideal in queue:
         users = 0
-        for layer in _indices(ideal):
+        for layer in indices(ideal):
             users |= after[layer]
-        for layer in _indices(users & ~ideal):
+        for layer in indices(users & ~ideal):
             grown = ideal | before[layer] | 1 << layer
             if grown not in found:
                 if len(found) == MOST_CUTS:

@@ -1,4 +1,4 @@
-"""The files of profiles: our own, which are JSON, and ``graph.txt`` of the original PipeDream."""
+"""The files of profiles, which are JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import asdict
 from typing import Any
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.planning import graph_text
 from pipedream_rt.planning.profile import NUMBERS, LayerCosts, Profile
 from pipedream_rt.schema import printable, read_file, seconds, write_file
 
@@ -49,7 +48,7 @@ def save(profile: Profile, path: str | os.PathLike[str]) -> None:
 
 
 def load(path: str | os.PathLike[str]) -> Profile:
-    """Return the profile in a file of ours, or in a ``graph.txt`` of the original PipeDream.
+    """Return the profile in a file.
 
     Raises:
         ConfigError: The file cannot be read, or holds no profile.
@@ -60,17 +59,19 @@ def load(path: str | os.PathLike[str]) -> Profile:
         reason = getattr(error, "strerror", None) or printable(str(error))
         raise ConfigError(f"the profile {path} cannot be read: {reason}") from error
     try:
-        return _parse(text) if text.lstrip().startswith("{") else graph_text.parse(text)
+        return _parse(text)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
 def _parse(text: str) -> Profile:
-    """Return the profile in a text of the JSON format, which begins with a brace."""
+    """Return the profile in a text."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"it is no JSON: {printable(str(error))}") from error
+    if not isinstance(found, dict):
+        raise ConfigError("it is no profile: it is no JSON object")
     # By type: JSON's true would equal 1.
     if type(found.get("pipedream-rt profile")) is not int or (
         found["pipedream-rt profile"] != FORMAT

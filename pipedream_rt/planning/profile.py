@@ -1,7 +1,7 @@
 """A profile: what each layer of a model costs, and which layers use the output of which.
 
-A profile is a pure value. It is measured (`profiling.py`), written by hand, or read from the
-``graph.txt`` of the original PipeDream (`graph_text.py`). The planner cuts the model by it.
+A profile is a pure value. It is measured (`profiling.py`), or written by hand. The planner cuts the
+model by it.
 """
 
 from __future__ import annotations

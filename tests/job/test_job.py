@@ -114,9 +114,9 @@ def test_a_refused_pipeline_leaves_nothing_and_counts_no_trace(tmp_path, monkeyp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "t.trace"]
 
 
-def test_the_face_has_eighteen_parameters():
+def test_the_face_has_sixteen_parameters():
     _, *names = inspect.signature(pipedream_rt.Pipeline.__init__).parameters
-    assert len(names) == 18
+    assert len(names) == 16
 
 
 @pytest.mark.parametrize(

@@ -38,15 +38,6 @@ def test_a_chain_has_a_cut_behind_each_layer():
     assert cuts.passing.tolist() == [1.0, 2.0, 0.0]
 
 
-def test_a_fork_that_is_done_passes_nothing_although_the_released_code_says_so():
-    """Layer 0 is used by 1 and 2, both of which are before the cut; 3 needs 1 and 2."""
-    profile = Profile(layers=layers(4), edges=((0, 1), (0, 2), (1, 3), (2, 3)))
-    cuts = cuts_of(profile)
-    behind_both = [before(cuts, i) for i in range(len(cuts))].index(frozenset({0, 1, 2}))
-    assert cuts.passing[behind_both] == 2.0 + 4.0
-    assert cuts.published_passing[behind_both] == 1.0 + 2.0 + 4.0
-
-
 def test_the_order_of_the_profile_can_be_kept():
     profile = Profile(layers=layers(4), edges=((0, 1), (0, 2), (1, 3), (2, 3)))
     assert len(cuts_of(profile)) == 5

@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -8,8 +7,6 @@ from support.profiles import profiles
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.planning import files
 from pipedream_rt.planning.profile import LayerCosts, Profile
-
-GRAPHS = Path(__file__).parent / "graphs"
 
 
 @settings(max_examples=30)
@@ -32,10 +29,6 @@ def test_facts_are_kept_and_a_person_can_read_the_file(tmp_path):
         ' {"forward": 0.0, "name": "b"}',
         "]}",
     ]
-
-
-def test_a_graph_text_is_known_by_its_beginning():
-    assert len(files.load(GRAPHS / "branches.txt").layers) == 12
 
 
 GOOD = {"pipedream-rt profile": 1, "layers": [{"name": "a", "forward": 1}]}

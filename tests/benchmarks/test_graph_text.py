@@ -1,7 +1,7 @@
 import pytest
 
+from benchmarks.published.graph_text import parse
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.planning.graph_text import parse
 
 COSTS = (
     "forward_compute_time=2.000, backward_compute_time=3.000, activation_size=%s, "

@@ -43,7 +43,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.planning.cuts import Cuts, Floats, spans
+from pipedream_rt.planning.cuts import Cuts, Floats, indices, relations, spans
 
 MODELS = ("pipedream", "paper")
 """The names of the cost models."""
@@ -102,6 +102,31 @@ class Published:
                 raise ConfigError(f"{what} must be above 0, not {values}")
         if self.model == "paper" and (self.memory < math.inf or self.compression is not None):
             raise ConfigError("the paper's recurrences know no memory and no compression")
+
+
+def published_passing(cuts: Cuts) -> Floats:
+    """For each cut, the bytes that the released code of PipeDream takes to pass."""
+    # Those are the outputs of the last layers before the cut, and of each layer p that a last
+    # layer x depends on, if p is used outside of what leads to x. The released code does not
+    # ask whether that other user is behind the cut.
+    before, after = relations(cuts.profile)
+    shared = [
+        sum(
+            1 << p
+            for p in indices(before[x])
+            if after[p] & ~(before[x] | 1 << x)
+        )
+        for x in range(len(before))
+    ]  # fmt: skip
+    outputs = [layer.output_bytes for layer in cuts.profile.layers]
+    found = []
+    for ideal in cuts.ideals:
+        members = 0
+        for x in indices(ideal):
+            if not after[x] & ideal:
+                members |= 1 << x | shared[x]
+        found.append(sum(outputs[i] for i in indices(members)))
+    return np.array(found, np.float64)
 
 
 class Piece(NamedTuple):
@@ -208,7 +233,7 @@ class _Level:
         if self._asked.compression is None:
             return np.zeros((1, 1))
         shared = self._bandwidth * machines * self._asked.compression
-        each = 2 * self._cuts.published_passing / shared
+        each = 2 * published_passing(self._cuts) / shared
         behind = np.append(each[:-1], 0.0)  # the output of the model goes nowhere
         found: Floats = np.maximum(each[None, :], behind[:, None])
         return found

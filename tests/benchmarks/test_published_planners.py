@@ -8,17 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.profiles import chains, compositions, passing, profiles, total
 
+from benchmarks.published.graph_text import parse
+from benchmarks.published.planners import Piece, Published, solve
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.planning.cuts import cuts_of
-from pipedream_rt.planning.files import load
-from pipedream_rt.planning.graph_text import parse
 from pipedream_rt.planning.profile import LayerCosts, Profile
-from pipedream_rt.planning.published_planners import Piece, Published, solve
 
 COMPUTE = ("forward", "backward_input", "backward_weight")
 
 
-def published_passing(profile, before):
+def passing_as_published(profile, before):
     """What the released code takes to pass behind a set of layers."""
     needs = {i: set() for i in range(len(profile.layers))}
     users = {i: set() for i in needs}
@@ -82,7 +81,7 @@ def transfer(profile, asked, level, before, size):
     if asked.compression is None:
         return 0.0
     shared = asked.bandwidths[level] * size * asked.compression
-    return 2 * published_passing(profile, before) / shared
+    return 2 * passing_as_published(profile, before) / shared
 
 
 @st.composite
@@ -161,7 +160,7 @@ RELEASED = [
 @pytest.mark.parametrize(("graph", "machines", "bandwidths", "more", "time"), RELEASED)
 def test_the_released_code_finds_the_same(graph, machines, bandwidths, more, time):
     asked = Published(machines=machines, bandwidths=bandwidths, **more)
-    answer = solve(cuts_of(load(GRAPHS / f"{graph}.txt")), asked)
+    answer = solve(cuts_of(parse((GRAPHS / f"{graph}.txt").read_text())), asked)
     assert answer.time == pytest.approx(time, rel=1e-9)
 
 

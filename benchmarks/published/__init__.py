@@ -1,0 +1,1 @@
+"""The planners that were published with PipeDream, to compare ours with."""
