@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pipedream_rt.cluster.engines.ray import RayWorkers
     from pipedream_rt.cluster.forked_workers import prepare
     from pipedream_rt.coordinator.checkpointing.pipeline_fingerprint import Fingerprint
+    from pipedream_rt.coordinator.choosing import Choice, choose
     from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
     from pipedream_rt.coordinator.kept_versions import KeptVersion
     from pipedream_rt.coordinator.recovery.decision import Restart
@@ -59,6 +60,7 @@ __all__ = [
     "Along",
     "CheckpointError",
     "Checkpoints",
+    "Choice",
     "Clip",
     "ConfigError",
     "Costs",
@@ -101,6 +103,7 @@ __all__ = [
     "Whole",
     "WorkerLost",
     "check",
+    "choose",
     "measure_codec",
     "measure_links",
     "plan_for",
@@ -114,6 +117,7 @@ _HOMES = {
     "Action": "pipedream_rt.schedules",
     "Along": "pipedream_rt.batches.cutting",
     "Checkpoints": "pipedream_rt.job.options",
+    "Choice": "pipedream_rt.coordinator.choosing",
     "Clip": "pipedream_rt.stage.rules.clipping",
     "Costs": "pipedream_rt.simulation",
     "DistributedOptimizer": "pipedream_rt.coordinator.distributed_optimizer",
@@ -141,6 +145,7 @@ _HOMES = {
     "Verification": "pipedream_rt.verify.compare",
     "Whole": "pipedream_rt.batches.cutting",
     "check": "pipedream_rt.schedules",
+    "choose": "pipedream_rt.coordinator.choosing",
     "measure_codec": "pipedream_rt.planning.link_costs",
     "measure_links": "pipedream_rt.planning.link_costs",
     "plan_for": "pipedream_rt.schedules",

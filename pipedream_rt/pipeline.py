@@ -21,12 +21,13 @@ from pipedream_rt.cluster.environment import VERIFY, count_of_environment
 from pipedream_rt.cluster.generations import starts_here
 from pipedream_rt.cluster.interface import Reference
 from pipedream_rt.coordinator.checkpointing.pipeline_fingerprint import Fingerprint
+from pipedream_rt.coordinator.choosing import with_stages_chosen
 from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
 from pipedream_rt.coordinator.feed.epochs import Epoch, say_if_not_drawn
 from pipedream_rt.coordinator.kept_versions import KeptVersion
 from pipedream_rt.coordinator.recovery.decision import Restart
 from pipedream_rt.coordinator.results import PendingStep, StepResult
-from pipedream_rt.coordinator.run import attach, notices_of, start, warm_up, with_stages_chosen
+from pipedream_rt.coordinator.run import attach, notices_of, start, warm_up
 from pipedream_rt.coordinator.script_environment import resolved, take_place
 from pipedream_rt.coordinator.text_generation import generate
 from pipedream_rt.coordinator.views.attribute_hints import ADVICE
@@ -96,8 +97,9 @@ class Pipeline:
         model: Any ``nn.Module``, or a list of modules that are called one after another.
         stages: The number of stages, which are then balanced by parameter count; or a list with the
             first layer, by index or name, of every stage but the first. ``"auto"`` measures the
-            layers on the example, and chooses stages and slack for the workers of this machine;
-            with ``checkpoint``, the choice is kept in its folder for a run that resumes.
+            layers on the example, and chooses stages and slack for the workers of this machine, as
+            `choose` does; with ``checkpoint``, the choice is kept in its folder for a run that
+            resumes.
         example: A mini-batch as the loader yields it, the input alone, or a ``DataLoader``, whose
             first item is taken: a model that is no sequence of layers is run on it once, to find
             out what passes between its layers. Later mini-batches may have other shapes.

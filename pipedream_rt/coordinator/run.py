@@ -11,13 +11,10 @@ from typing import TYPE_CHECKING
 
 from pipedream_rt.batches.cutting import needs_pairs, samples_of
 from pipedream_rt.batches.items import Batch
-from pipedream_rt.batches.weighing import Weighing
 from pipedream_rt.cluster.forked_workers import fork_server, installed_modules
 from pipedream_rt.cluster.generations import (
     Generations,
     cores_for,
-    leave_to_rank_0,
-    numbers_of_workers,
     starts_here,
     workers_of_run,
 )
@@ -34,7 +31,6 @@ from pipedream_rt.coordinator.run_state import RunState
 from pipedream_rt.coordinator.script_environment import profile_option
 from pipedream_rt.coordinator.views.speed_notices import BalanceNotice, SizeNotice
 from pipedream_rt.coordinator.views.trace_collection import TraceCollection
-from pipedream_rt.job.defaults import with_schedule
 from pipedream_rt.job.identity import (
     Identity,
     name_of_class,
@@ -47,8 +43,7 @@ from pipedream_rt.job.notices import about_cores, about_micro_batches, about_wor
 from pipedream_rt.job.options import SPANS_KEPT, Options
 from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.messages.state_keys import optimizer_state
-from pipedream_rt.planning.auto_split import choose_stages
-from pipedream_rt.planning.profiling import optimizer_choice, profile_and_end
+from pipedream_rt.planning.profiling import profile_and_end
 from pipedream_rt.tracing.spans import Recorder
 from pipedream_rt.transport.interface import Receive
 
@@ -68,26 +63,6 @@ class Run:
     checkpointer: Checkpointer
     run_state: RunState
     trace: TraceCollection
-
-
-def with_stages_chosen(model: UnsplitModel, options: Options) -> tuple[Options, str]:
-    """Choose the stages if ``"auto"`` asks for it, by measuring the layers; say also why."""
-    if options.stages != "auto":
-        return options, ""
-    # What the job would refuse in any case is refused before anything is measured.
-    Weighing(options.training.weigh, options.loss_fn)
-    model.pretrained(options.layout.weights)
-    # Under torchrun, processes of other ranks become workers here and do not return.
-    leave_to_rank_0(options.workers, options.layout.threads)
-    numbers, made = numbers_of_workers(options.workers), optimizer_choice(options.optimizer)
-    kind = None if made is None else made[0]
-    scheduled = with_schedule(options, kind, max(numbers, default=1), model.modules.values())
-    chosen = choose_stages(model, scheduled, numbers)
-    slack = options.layout.slack or chosen.slack
-    layout = replace(options.layout, slack=slack, replicas=chosen.replicas)
-    if chosen.stages:  # more than one, for the schedule that they were measured for
-        options = scheduled
-    return replace(options, stages=chosen.stages, layout=layout), chosen.why
 
 
 def warm_up(model: UnsplitModel, options: Options) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -23,6 +23,7 @@ from pipedream_rt.job.devices import Devices
 from pipedream_rt.job.given_optimizer import OptimizerArgument
 from pipedream_rt.job.identity import require_acceptable
 from pipedream_rt.job.requirements import (
+    know_options,
     option_group,
     require_choice,
     require_count,
@@ -391,3 +392,6 @@ class Options:
     def makes_checkpoints(self) -> bool:
         """Whether checkpoints are made periodically."""
         return self.kept is not None and self.kept.every is not None
+
+
+know_options("Pipeline", [each.name for each in fields(Options)])

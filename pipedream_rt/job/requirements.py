@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from difflib import get_close_matches
 from typing import Any, TypeVar
@@ -22,13 +22,11 @@ def options_of(owner: str) -> Callable[[Callable[..., None]], Callable[..., None
 
     def decorate(init: Callable[..., None]) -> Callable[..., None]:
         _, *names = inspect.signature(init).parameters
-        _NAMES[owner] = tuple(names)
+        know_options(owner, names)
 
         @functools.wraps(init)
         def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-            for name in kwargs:
-                if name not in names:
-                    raise UnknownOption(_unknown(owner, name))
+            refuse_unknown(owner, kwargs)
             init(self, *args, **kwargs)
 
         return checked
@@ -40,6 +38,18 @@ def option_group(cls: type[T]) -> type[T]:
     """Let a dataclass of options refuse an unknown name; see `options_of`."""
     cls.__init__ = options_of(cls.__name__)(cls.__init__)  # type: ignore[method-assign]
     return cls
+
+
+def know_options(owner: str, names: Iterable[str]) -> None:
+    """Note the names of the options of an owner, for `refuse_unknown`."""
+    _NAMES[owner] = tuple(names)
+
+
+def refuse_unknown(owner: str, given: Iterable[str]) -> None:
+    """Refuse a name that the owner does not know."""
+    for name in given:
+        if name not in _NAMES[owner]:
+            raise UnknownOption(_unknown(owner, name))
 
 
 def _unknown(owner: str, name: str) -> str:

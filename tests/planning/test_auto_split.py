@@ -13,7 +13,7 @@ from support.ticking import Clock, Layer
 from torch import nn
 
 import pipedream_rt.cluster.generations
-from pipedream_rt import Checkpoints, Clip, ConfigError
+from pipedream_rt import Checkpoints, Clip, ConfigError, choose
 from pipedream_rt.cluster.generations import numbers_of_workers
 from pipedream_rt.corrections import DelayCompensation
 from pipedream_rt.planning.auto_split import PLAN_FILE
@@ -52,6 +52,24 @@ def test_the_slowest_stage_is_made_as_fast_as_layers_allow():
         assert "async-1f1b, 3 micro-batches per update" in text
         assert "period" in text
         assert [result.step for result in pipe.train_epoch([BATCH] * 2)] == [0, 1]
+
+
+def test_whoever_chooses_first_has_the_stages_of_auto():
+    layers = model(6, 1, 1, 1, 1, 2)
+    options = {"loss_fn": F.mse_loss, "optimizer": (torch.optim.SGD, {"lr": 0.1})}
+    options |= {"workers": "serial", "micro_batches": 3, "schedule": "async-1f1b"}
+    choice = choose(layers, example=BATCH, **options)
+    assert choice.stages == ["1", "4"]
+    assert "period" in choice.why
+    with (
+        pipeline(6, 1, 1, 1, 1, 2, **options) as auto,
+        pipedream_rt.Pipeline(layers, **{**options, **choice.options}) as given,
+    ):
+        assert given.plan == auto.plan
+    with pytest.raises(ConfigError, match="give example="):
+        choose(layers, **options)
+    with pytest.raises(ConfigError, match="did you mean"):
+        choose(layers, exampel=BATCH, **options)
 
 
 @pytest.mark.parametrize("schedule", ["2bw", "1f1b", "gpipe", "zero-bubble"])

@@ -1,0 +1,95 @@
+"""The stages that ``stages="auto"`` stands for, chosen before there is a job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from pipedream_rt.batches.weighing import Weighing
+from pipedream_rt.cluster.generations import leave_to_rank_0, numbers_of_workers
+from pipedream_rt.coordinator.script_environment import resolved
+from pipedream_rt.job.defaults import with_schedule
+from pipedream_rt.job.options import Layout, Options
+from pipedream_rt.job.requirements import refuse_unknown
+from pipedream_rt.job.unsplit_model import UnsplitModel
+from pipedream_rt.planning.auto_split import choose_stages
+from pipedream_rt.planning.profiling import optimizer_choice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The options of `Pipeline` that `choose` has chosen, with the others that it was given.
+
+    Attributes:
+        stages: The first layer of every stage but the first, by name.
+        schedule: The schedule that the stages were chosen for; None if one stage was chosen, for
+            which `Pipeline` chooses.
+        micro_batches: The number of micro-batches, likewise.
+        layout: The layout that was given, with slack and replicas.
+        why: The plan as a table, for people.
+    """
+
+    stages: list[str]
+    schedule: Any
+    micro_batches: int | None
+    layout: Layout
+    why: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options to give to `Pipeline` beside those that `choose` was given."""
+        chosen = ("stages", "schedule", "micro_batches", "layout")
+        return {name: getattr(self, name) for name in chosen}
+
+
+def choose(model: nn.Module | Iterable[nn.Module], **options: Any) -> Choice:
+    """Choose stages and slack for the workers of this machine, as ``stages="auto"`` does.
+
+    It measures the layers on the example, in this process, and plans; nothing is started::
+
+        choice = choose(model, example=loader, **options)
+        print(choice.why)
+        pipe = Pipeline(model, example=loader, **{**options, **choice.options})
+
+    Args:
+        model: As for `Pipeline`.
+        **options: Options of `Pipeline`; ``example`` must be among them.
+
+    Raises:
+        ConfigError: The options cannot work, or it is not known how many workers there are.
+    """
+    refuse_unknown("Pipeline", options)
+    given = Options(**{**options, "stages": "auto"})
+    unsplit = UnsplitModel(model, given.loss_fn, opens=given.example is not None)
+    found, why = with_stages_chosen(unsplit, resolved(given))
+    assert isinstance(found.stages, list)
+    return Choice(
+        stages=found.stages,
+        schedule=found.schedule,
+        micro_batches=found.micro_batches,
+        layout=found.layout,
+        why=why,
+    )
+
+
+def with_stages_chosen(model: UnsplitModel, options: Options) -> tuple[Options, str]:
+    """Choose the stages if ``"auto"`` asks for it, by measuring the layers; say also why."""
+    if options.stages != "auto":
+        return options, ""
+    # What the job would refuse in any case is refused before anything is measured.
+    Weighing(options.training.weigh, options.loss_fn)
+    model.pretrained(options.layout.weights)
+    # Under torchrun, processes of other ranks become workers here and do not return.
+    leave_to_rank_0(options.workers, options.layout.threads)
+    numbers, made = numbers_of_workers(options.workers), optimizer_choice(options.optimizer)
+    kind = None if made is None else made[0]
+    scheduled = with_schedule(options, kind, max(numbers, default=1), model.modules.values())
+    chosen = choose_stages(model, scheduled, numbers)
+    slack = options.layout.slack or chosen.slack
+    layout = replace(options.layout, slack=slack, replicas=chosen.replicas)
+    if chosen.stages:  # more than one, for the schedule that they were measured for
+        options = scheduled
+    return replace(options, stages=chosen.stages, layout=layout), chosen.why
