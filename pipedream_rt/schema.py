@@ -7,6 +7,7 @@ somebody else may have made.
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import math
 import os
@@ -16,7 +17,8 @@ import stat
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from types import UnionType
+from typing import Annotated, Any, BinaryIO, get_args, get_origin, get_type_hints
 
 Check = Callable[[Any], bool]
 
@@ -69,6 +71,11 @@ def seconds(value: Any) -> bool:
     return number(value) and value >= 0
 
 
+def real(value: Any) -> bool:
+    """A number, finite or not; of integers, one that a float can hold."""
+    return type(value) is float or whole(-(2**63))(value)
+
+
 def anything(value: Any) -> bool:
     """Any value."""
     return True
@@ -108,6 +115,40 @@ def fields(checks: Mapping[str, Check], optional: Collection[str] = ()) -> Check
         and required <= value.keys() <= checks.keys()
         and all(check(value[name]) for name, check in checks.items() if name in value)
     )
+
+
+_MOST_TEXT = 1 << 20
+
+_OF_TYPES: dict[Any, Check] = {
+    Any: anything, bool: truth, int: whole(0), float: real, str: text(_MOST_TEXT),
+}  # fmt: skip
+
+
+def checks_of(cls: type) -> dict[str, Check]:
+    """Derive the check of each field of a dataclass, as it comes from a file, from its annotation.
+
+    ``Annotated[type, check]`` gives a check of its own. Else integers are at least 0, numbers may
+    be infinite, texts have a length that is bounded, and lists stand for tuples.
+    """
+    hints = get_type_hints(cls, include_extras=True)
+    return {each.name: _check_of(hints[each.name]) for each in dataclasses.fields(cls)}
+
+
+def _check_of(hint: Any) -> Check:
+    """Derive the check of an annotation."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return parts[1]  # type: ignore[no-any-return]
+    if hint in _OF_TYPES:
+        return _OF_TYPES[hint]
+    if origin in (list, tuple):
+        return list_of(_check_of(parts[0]))
+    if origin is dict:
+        return mapping(*map(_check_of, parts))
+    if origin is UnionType and type(None) in parts:
+        (other,) = (each for each in parts if each is not type(None))
+        return maybe(_check_of(other))
+    raise TypeError(f"no check follows from {hint!r}; give Annotated[..., check]")
 
 
 def problem_of(record: Mapping[str, Any], checks: Mapping[str, Check]) -> str:

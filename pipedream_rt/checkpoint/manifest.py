@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import msgpack
 import torch
@@ -27,48 +27,6 @@ _LARGEST = 1 << 32
 
 _TENSOR = 1
 """Code of msgpack's extension for tensors."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """What a checkpoint says of itself.
-
-    Attributes:
-        step: Number of updates done, which is the number of the next mini-batch.
-        per_update: Micro-batches per update.
-        groups: Hyper-parameters of each parameter group, packed by `pack_hyper`.
-        files: Size in bytes and checksum of each file, by name.
-        plain: What stages keep that is no tensor, by the texts of its keys (`state_keys`).
-        extra: The user's own data.
-        floor: Oldest weight version that may be read: that of weights loaded in mid-run.
-        passes: Number of micro-batches that were evaluated or inferred from so far.
-        place: Where the loader was; see `pipedream_rt.coordinator.feed.loading`.
-        attached: States of the objects given to `Pipeline.attach`, by name.
-        results: Results of mini-batches before ``step`` that the script had not seen, as dicts.
-        slack: Extra warm-up forwards before each hop; empty for none.
-        identity: What a script that goes on must give again; see `pipedream_rt.job.identity`.
-        fingerprints: Those of each stage; see `pipedream_rt.stage.fingerprint`.
-        run: Identity of the run that made it, drawn when the run began; empty if not known.
-    """
-
-    step: int
-    schedule: str
-    workers: int
-    stages_per_worker: int
-    per_update: int
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    files: dict[str, list[Any]] = field(default_factory=dict)
-    plain: dict[str, Any] = field(default_factory=dict)
-    extra: Any = None
-    floor: int = 0
-    passes: int = 0
-    place: dict[str, Any] | None = None
-    attached: dict[str, Any] = field(default_factory=dict)
-    results: list[dict[str, Any]] = field(default_factory=list)
-    slack: list[int] = field(default_factory=list)
-    identity: dict[str, Any] = field(default_factory=dict)
-    fingerprints: list[dict[str, Any]] = field(default_factory=list)
-    run: str = ""
 
 
 def _generator(value: Any) -> bool:
@@ -200,26 +158,55 @@ _FINGERPRINT = schema.fields(
         "older": schema.mapping(lambda v: isinstance(v, str | int), _MARK),
     }
 )
-_FIELDS = {
-    "step": _COUNT,
-    "schedule": schema.line(256),
-    "workers": schema.whole(1, 1 << 20),
-    "stages_per_worker": schema.whole(1, 1 << 20),
-    "per_update": schema.whole(1),
-    "groups": schema.list_of(_group),
-    "files": schema.mapping(is_file_name, schema.row(_COUNT, schema.exactly(16))),
-    "plain": schema.mapping(_is_key, schema.anything),
-    "extra": schema.anything,
-    "floor": _COUNT,
-    "passes": _COUNT,
-    "place": schema.maybe(_place),
-    "attached": schema.mapping(_NAME, schema.anything),
-    "results": schema.list_of(_RESULT),
-    "slack": schema.list_of(_COUNT),
-    "identity": _IDENTITY,
-    "fingerprints": schema.list_of(_FINGERPRINT),
-    "run": _run,
-}
+_FILES = schema.mapping(is_file_name, schema.row(_COUNT, schema.exactly(16)))
+_PLAIN = schema.mapping(_is_key, schema.anything)
+
+Count: TypeAlias = Annotated[int, _COUNT]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a checkpoint says of itself.
+
+    Attributes:
+        step: Number of updates done, which is the number of the next mini-batch.
+        per_update: Micro-batches per update.
+        groups: Hyper-parameters of each parameter group, packed by `pack_hyper`.
+        files: Size in bytes and checksum of each file, by name.
+        plain: What stages keep that is no tensor, by the texts of its keys (`state_keys`).
+        extra: The user's own data.
+        floor: Oldest weight version that may be read: that of weights loaded in mid-run.
+        passes: Number of micro-batches that were evaluated or inferred from so far.
+        place: Where the loader was; see `pipedream_rt.coordinator.feed.loading`.
+        attached: States of the objects given to `Pipeline.attach`, by name.
+        results: Results of mini-batches before ``step`` that the script had not seen, as dicts.
+        slack: Extra warm-up forwards before each hop; empty for none.
+        identity: What a script that goes on must give again; see `pipedream_rt.job.identity`.
+        fingerprints: Those of each stage; see `pipedream_rt.stage.fingerprint`.
+        run: Identity of the run that made it, drawn when the run began; empty if not known.
+    """
+
+    step: Count
+    schedule: Annotated[str, schema.line(256)]
+    workers: Annotated[int, schema.whole(1, 1 << 20)]
+    stages_per_worker: Annotated[int, schema.whole(1, 1 << 20)]
+    per_update: Annotated[int, schema.whole(1)]
+    groups: list[Annotated[dict[str, Any], _group]] = field(default_factory=list)
+    files: Annotated[dict[str, list[Any]], _FILES] = field(default_factory=dict)
+    plain: Annotated[dict[str, Any], _PLAIN] = field(default_factory=dict)
+    extra: Any = None
+    floor: Count = 0
+    passes: Count = 0
+    place: Annotated[dict[str, Any] | None, schema.maybe(_place)] = None
+    attached: dict[Annotated[str, _NAME], Any] = field(default_factory=dict)
+    results: list[Annotated[dict[str, Any], _RESULT]] = field(default_factory=list)
+    slack: list[Count] = field(default_factory=list)
+    identity: Annotated[dict[str, Any], _IDENTITY] = field(default_factory=dict)
+    fingerprints: list[Annotated[dict[str, Any], _FINGERPRINT]] = field(default_factory=list)
+    run: Annotated[str, _run] = ""
+
+
+_FIELDS = schema.checks_of(Manifest)
 """The fields of a manifest, each with the check that it must pass before it is used."""
 
 

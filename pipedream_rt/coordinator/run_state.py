@@ -28,6 +28,7 @@ from pipedream_rt.errors import CheckpointError, ConfigError, PipelineError
 from pipedream_rt.job.identity import Identity
 from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.messages.message import CommandName
+from pipedream_rt.messages.snapshot import UNFIT
 from pipedream_rt.schema import printable
 from pipedream_rt.stage.hyper import set_hyper
 
@@ -58,7 +59,7 @@ def _usable(found: Path) -> Iterator[None]:
         yield
     except PipelineError:
         raise
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
+    except UNFIT as e:
         raise _Unusable(f"{found} cannot be used: {printable(repr(e))}") from e
 
 

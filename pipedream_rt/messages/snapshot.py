@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from pipedream_rt.errors import CheckpointError, PipelineError
 from pipedream_rt.messages.state_keys import StepState
+from pipedream_rt.schema import printable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,3 +61,21 @@ class Wanted(NamedTuple):
 def replica_name(replica: int, count: int) -> str:
     """Name of a replica of a stage, ``1 of 2``: its state is of use only with as many replicas."""
     return f"{replica} of {count}"
+
+
+UNFIT = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""Errors that the contents of a checkpoint of something else lead to."""
+
+
+@contextmanager
+def fitting(source: object) -> Iterator[None]:
+    """Turn errors of the body, which uses what was read, into an error about where it is from."""
+    try:
+        yield
+    except PipelineError:
+        raise
+    except UNFIT as error:
+        raise CheckpointError(
+            f"{source} does not fit this pipeline: to load it raised {printable(repr(error))}; was "
+            "it written by another version, or by another model?"
+        ) from error

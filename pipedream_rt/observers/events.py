@@ -15,22 +15,36 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from pipedream_rt.errors import TraceError
 from pipedream_rt.schedules import Plan
-from pipedream_rt.schema import (
-    Check,
-    list_of,
-    mapping,
-    maybe,
-    problem_of,
-    seconds,
-    text,
-    truth,
-    whole,
-)
+from pipedream_rt.schema import checks_of, maybe, problem_of, seconds, text, truth, whole
 from pipedream_rt.tracing.trace import PLAN, Trace
+
+
+def _moment(value: Any) -> bool:
+    """Whether a value is a time, in seconds since the epoch, that has a date."""
+    return seconds(value) and value < 1 << 36
+
+
+_COUNTERS = {
+    **dict.fromkeys(
+        ("versions_kept_most", "parameters", "weight_bytes", "peak_memory_bytes"), whole(0)
+    ),
+    "peak_device_memory_bytes": maybe(whole(0)),
+}
+"""The checks of the counters of a stage that are shown."""
+
+
+def _counters(value: Any) -> bool:
+    """Whether a value has the shown counters of a stage; others may be anything."""
+    return isinstance(value, dict) and not problem_of(value, _COUNTERS)
+
+
+Moment: TypeAlias = Annotated[float, _moment]
+Name: TypeAlias = Annotated[str, text(1 << 12)]
+Counters: TypeAlias = Annotated[dict[str, Any], _counters]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,17 +65,17 @@ class Begun:
         host: The machine of the script.
     """
 
-    time: float
+    time: Moment
     step: int
-    plan: dict[str, Any]
+    plan: Annotated[dict[str, Any], PLAN]
     credits: int
     how: str
-    workers: tuple[str, ...]
-    stages: tuple[dict[str, Any], ...]
-    settings: dict[str, str]
-    software: dict[str, str]
-    pid: int
-    host: str
+    workers: tuple[Name, ...]
+    stages: tuple[Counters, ...]
+    settings: dict[Name, str]
+    software: dict[Name, str]
+    pid: Annotated[int, whole(1, 2**31 - 1)]
+    host: Name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +95,7 @@ class Stepped:
         fingerprint: See `StepResult`.
     """
 
-    time: float
+    time: Moment
     step: int
     loss: float
     rates: tuple[float, ...]
@@ -103,9 +117,9 @@ class Evaluated:
         values: The mean loss, under ``"loss"``, and the metrics, by name.
     """
 
-    time: float
+    time: Moment
     step: int
-    values: dict[str, float]
+    values: dict[Name, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,9 +132,9 @@ class Saved:
         folder: Its folder.
     """
 
-    time: float
+    time: Moment
     step: int
-    folder: str
+    folder: Annotated[str, text(1 << 16)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +150,7 @@ class Recovered:
         replayed: The number of micro-batches that were fed again.
     """
 
-    time: float
+    time: Moment
     step: int
     generation: int
     reason: str
@@ -153,7 +167,7 @@ class Warned:
         text: The warning.
     """
 
-    time: float
+    time: Moment
     text: str
 
 
@@ -169,11 +183,11 @@ class Ended:
         trace: What every stage did when; None where that was not recorded, and after a failure.
     """
 
-    time: float
+    time: Moment
     step: int
     reason: str = ""
-    stages: tuple[dict[str, Any], ...] = ()
-    trace: Trace | None = field(default=None, compare=False)
+    stages: tuple[Counters, ...] = ()
+    trace: Annotated[Trace | None, truth] = field(default=None, compare=False)
 
 
 Event: TypeAlias = Begun | Stepped | Evaluated | Saved | Recovered | Warned | Ended
@@ -183,62 +197,9 @@ Observer: TypeAlias = Callable[[Event], object]
 goes on."""
 
 
-def _real(value: Any) -> bool:
-    """Whether a value is a float, or an integer that is not too large to compute with floats."""
-    return type(value) is float or whole(-(2**63))(value)
-
-
-def _moment(value: Any) -> bool:
-    """Whether a value is a time, in seconds since the epoch, that has a date."""
-    return seconds(value) and value < 1 << 36
-
-
 _NAMES = {kind.__name__.lower(): kind for kind in Event.__args__}
 
-_COUNTERS = {
-    **dict.fromkeys(
-        ("versions_kept_most", "parameters", "weight_bytes", "peak_memory_bytes"), whole(0)
-    ),
-    "peak_device_memory_bytes": maybe(whole(0)),
-}
-"""The checks of the counters of a stage that are shown."""
-
-
-def _counters(value: Any) -> bool:
-    """Whether a value has the shown counters of a stage; others may be anything."""
-    return isinstance(value, dict) and not problem_of(value, _COUNTERS)
-
-
-_CHECKS: dict[str, Check] = {
-    "time": _moment,
-    "step": whole(0),
-    "plan": PLAN,
-    "credits": whole(0),
-    "how": text(1 << 20),
-    "workers": list_of(text(1 << 12)),
-    "stages": list_of(_counters),
-    "settings": mapping(text(1 << 12), text(1 << 20)),
-    "software": mapping(text(1 << 12), text(1 << 20)),
-    "pid": whole(1, 2**31 - 1),
-    "host": text(1 << 12),
-    "loss": _real,
-    "rates": list_of(_real),
-    "staleness": whole(0),
-    "versions": list_of(whole(0)),
-    "busy_s": list_of(_real),
-    "samples": whole(0),
-    "micro_batches": whole(0),
-    "fingerprint": lambda value: value is None or isinstance(value, str),
-    "values": mapping(text(1 << 12), _real),
-    "folder": text(1 << 16),
-    "generation": whole(0),
-    "reason": text(1 << 20),
-    "seconds": _real,
-    "replayed": whole(0),
-    "text": text(1 << 20),
-    "trace": truth,
-}
-"""By name, the check of every field of an event."""
+_CHECKS = {kind: checks_of(kind) for kind in Event.__args__}
 
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 """Numbers that JSON cannot write, by the text that stands for them."""
@@ -271,8 +232,8 @@ def unpacked(record: Mapping[str, Any]) -> Event:
     if kind is None:
         raise TraceError("it is no event of a run")
     found = {name: _read(name, value) for name, value in found.items()}
-    names = {each.name for each in fields(kind)}
-    checks = {name: _CHECKS[name] for name in names if name in found}
+    names = _CHECKS[kind].keys()
+    checks = {name: check for name, check in _CHECKS[kind].items() if name in found}
     if problem := problem_of(found, checks):
         raise TraceError(f"it is no event of a run: {problem}")
     values = {

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import torch
 
@@ -27,7 +28,7 @@ from pipedream_rt.planning.partition import Partition
 from pipedream_rt.planning.planner import partitions
 from pipedream_rt.planning.profiling import first_micro_batch, hash_of, optimizer_choice, profile
 from pipedream_rt.schedules.recipes import RECIPES
-from pipedream_rt.schema import list_of, problem_of, read_file, text, whole, write_file
+from pipedream_rt.schema import checks_of, problem_of, read_file, text, whole, write_file
 
 _log = logging.getLogger(__name__)
 
@@ -52,12 +53,6 @@ HOP_S = 0.0004
 _LARGEST = 1 << 24
 """Bytes that a plan file may have."""
 
-_NAMES = list_of(text(10_000))
-_FIELDS = {
-    "key": text(64), "stages": _NAMES, "slack": list_of(whole(0, 1 << 20)),
-    "replicas": list_of(whole(1, 1 << 12)), "why": text(1 << 20),
-}  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
@@ -71,11 +66,14 @@ class Chosen:
         why: The plan as a table, for people.
     """
 
-    key: str
-    stages: list[str]
-    slack: list[int]
-    replicas: list[int]
+    key: Annotated[str, text(64)]
+    stages: list[Annotated[str, text(10_000)]]
+    slack: list[Annotated[int, whole(0, 1 << 20)]]
+    replicas: list[Annotated[int, whole(1, 1 << 12)]]
     why: str
+
+
+_FIELDS = checks_of(Chosen)
 
 
 def choose_stages(model: UnsplitModel, options: Options, workers: Sequence[int]) -> Chosen:

@@ -25,11 +25,10 @@ import torch
 from torch import Tensor
 
 from pipedream_rt.checkpoint import read_stage, write_replica, write_stage
-from pipedream_rt.errors import CheckpointError, ConfigError, PipelineError
-from pipedream_rt.messages.snapshot import Snapshot, replica_name
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.messages.snapshot import Snapshot, fitting, replica_name
 from pipedream_rt.messages.state_keys import OF_REPLICAS
 from pipedream_rt.messages.tree import flatten
-from pipedream_rt.schema import printable
 from pipedream_rt.stage import stage_state
 from pipedream_rt.stage.stage import Stage
 
@@ -208,20 +207,7 @@ def restore_stage(
 ) -> bool:
     """Load a verified checkpoint while nothing is in flight; return whether it has all versions."""
     # `plain` has what the manifest itself keeps of stages, by the texts of keys.
-    with _usable(folder):
-        state = read_stage(Path(folder), files, plain, stage_state.wanted(stage))
-        return stage_state.restore(stage, state, step, floor, with_optimizer)
-
-
-@contextmanager
-def _usable(folder: object) -> Iterator[None]:
-    """Turn errors of the body, which uses a checkpoint, into an error about the checkpoint."""
-    try:
-        yield
-    except PipelineError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
-        raise CheckpointError(
-            f"{folder} does not fit this pipeline: to load it raised {printable(repr(e))}; was it "
-            "written by another version, or by another model?"
-        ) from e
+    wanted = stage_state.wanted(stage)  # outside: the model's own code makes a state dict
+    with fitting(folder):
+        state = read_stage(Path(folder), files, plain, wanted)
+    return stage_state.restore(stage, state, step, floor, with_optimizer, folder)

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from pipedream_rt.messages.snapshot import Snapshot, Wanted, replica_name
+from pipedream_rt.messages.snapshot import Snapshot, Wanted, fitting, replica_name
 from pipedream_rt.messages.state_keys import StepState
 from pipedream_rt.stage.buffers import buffer_slots, load_buffers, names_of_buffers
 from pipedream_rt.stage.buffers import load_state as load_module_state
@@ -124,12 +124,17 @@ def wanted(stage: Stage) -> Wanted:
 
 @torch.no_grad()
 def restore(
-    stage: Stage, snapshot: Snapshot, step: int, floor: int, with_optimizer: bool = True
+    stage: Stage,
+    snapshot: Snapshot,
+    step: int,
+    floor: int,
+    with_optimizer: bool = True,
+    source: str = "the snapshot",
 ) -> bool:
     """Go on with the state after `step` updates, while nothing is in flight.
 
     Micro-batches to come read no version older than ``floor``, and the newest in the place of one
-    that is missing. Return whether all versions were there.
+    that is missing. Return whether all versions were there. Errors name the ``source``.
     """
     plan, module = stage.plan, stage.module
     whole, older = True, dict[int, dict[int, dict[str, Tensor]]]()
@@ -143,7 +148,8 @@ def restore(
         is_whole = len(named) == len(range(read, step)) or not weights.named
         whole, older[owner] = whole and is_whole, named if is_whole else {}
     slots, there = buffer_slots(module), module.state_dict()
-    extra = {key: unpack_hyper(value) for key, value in snapshot.extra.items()}
+    with fitting(source):
+        extra = {key: unpack_hyper(value) for key, value in snapshot.extra.items()}
     for name in slots.keys() & extra.keys():  # where a forward had put None
         owner_of, _, short = name.rpartition(".")
         module.get_submodule(owner_of)._buffers[short] = None
@@ -155,11 +161,12 @@ def restore(
         load = partial(load_module_state, module, state) if own else _nothing
         weights.restore(step, older[owner], load)
     stage.restored(step)
-    if with_optimizer and stage.optimizer is not None:
-        stage.optimizer.load_state(snapshot.steps)
-    for rule in stage.rules:
-        if with_optimizer or rule.keeps == "run":
-            rule.load_state(snapshot.steps, step)
+    with fitting(source):
+        if with_optimizer and stage.optimizer is not None:
+            stage.optimizer.load_state(snapshot.steps)
+        for rule in stage.rules:
+            if with_optimizer or rule.keeps == "run":
+                rule.load_state(snapshot.steps, step)
     # Without the optimizer no views are loaded: another one would have made others.
     stage.parameters.loaded = floor if with_optimizer else step
     return whole and not any(rule.lacks_views() for rule in stage.rules)
