@@ -1,4 +1,8 @@
-"""Drawings of a trace: as text, as SVG, and as Trace Event JSON for Perfetto."""
+"""Drawings of a trace: as text, as SVG, and as Trace Event JSON for Perfetto.
+
+A `Window` is what is drawn, of `Box`es with their labels and places. Text, SVG and the page of a
+report (`observers/page/timeline_panel.py`) write it down, each in its own way.
+"""
 
 from __future__ import annotations
 
@@ -58,6 +62,9 @@ class Box(NamedTuple):
         stage: An address: each replica has one.
         kind: The number of the action's kind in a span.
         start: In nanoseconds from the start of the trace, as is ``end``.
+        label: The action, as ``F3``, or ``2:F3`` if the worker hosts several stages.
+        tip: What else there is to say of it, in words.
+        shade: From 0 for the first stage of the worker up to below 1.
     """
 
     worker: int
@@ -67,11 +74,9 @@ class Box(NamedTuple):
     version: int
     start: int
     end: int
-
-    @property
-    def label(self) -> str:
-        """The text form without the stage, as ``F3``."""
-        return f"{chr(self.kind)}{self.index}"
+    label: str
+    tip: str
+    shade: float
 
 
 class Window(NamedTuple):
@@ -86,6 +91,17 @@ class Window(NamedTuple):
     begin: int
     end: int
     length: int
+
+    @property
+    def kinds(self) -> list[int]:
+        """The kinds of the actions in it, in the order of `NAMES`."""
+        there = {box.kind for box in self.boxes}
+        return [kind for kind in NAMES if kind in there]
+
+    def share(self, ns: int) -> float:
+        """Return where a time lies in it, from 0 to 1; what lies outside is at its nearer end."""
+        length = max(self.end - self.begin, 1)
+        return (min(max(ns, self.begin), self.end) - self.begin) / length
 
     def __str__(self) -> str:
         """Return the part in words, as ``0 s to 1 ms of 2 s``."""
@@ -118,11 +134,29 @@ def window(trace: Trace, begin: float | None = None, end: float | None = None) -
         )
     names = ("stage", "kind", "index", "version", "start", "end")
     columns = zip(*(spans[name].tolist() for name in names), strict=True)
-    boxes = [
-        Box(trace.plan.worker_of(stage), stage, kind, index, version, start - zero, until - zero)
-        for stage, kind, index, version, start, until in columns
-    ]
+    boxes = [_box(trace.plan, zero, *values) for values in columns]
     return Window(boxes, first - zero, stop - zero, last - zero)
+
+
+def _box(
+    plan: Plan, zero: int, stage: int, kind: int, index: int, version: int, start: int, end: int
+) -> Box:
+    """Return the box of a span; ``zero`` is the start of the trace."""
+    worker = plan.worker_of(stage)
+    siblings, action = plan.stages_of(worker), f"{chr(kind)}{index}"
+    took = seconds_text((end - start) / 1e9)
+    return Box(
+        worker=worker,
+        stage=stage,
+        kind=kind,
+        index=index,
+        version=version,
+        start=start - zero,
+        end=end - zero,
+        label=f"{stage}:{action}" if len(siblings) > 1 else action,
+        tip=f"{plan.title_of(stage)} {action}, version {version}, {took}",
+        shade=siblings.index(stage) / len(siblings),
+    )
 
 
 # -- text ---------------------------------------------------------------------------------------
@@ -151,20 +185,13 @@ def text(trace: Trace, view: Window, width: int = 100) -> str:
                 filled[box.worker, column] = share
                 rows[box.worker][column] = chr(box.kind)
         cells = int(last) - int(np.ceil(first))
-        label = _full_label(plan, box)
-        if cells > len(label):
+        if cells > len(box.label):
             at = int(np.ceil(first))
-            rows[box.worker][at : at + cells] = list(label.ljust(cells, "-"))
+            rows[box.worker][at : at + cells] = list(box.label.ljust(cells, "-"))
     lines = [f"{name:<{lead}}{''.join(row)}" for name, row in zip(names, rows, strict=True)]
     left, right = (seconds_text(t / 1e9) for t in (view.begin, view.end))
     lines.append(f"{'':<{lead}}{left}{right:>{max(columns - len(left), 1)}}")
     return "\n".join(lines)
-
-
-def _full_label(plan: Plan, box: Box) -> str:
-    """Return the label ``F3``, or ``2:F3`` if the worker hosts several stages."""
-    several = len(plan.stages_of(box.worker)) > 1
-    return f"{box.stage}:{box.label}" if several else box.label
 
 
 # -- SVG ----------------------------------------------------------------------------------------
@@ -179,10 +206,9 @@ def svg(trace: Trace, view: Window, width: int = 1200) -> str:
     """
     workers = trace.plan.workers
     bottom = _TOP + workers * _ROW
-    scale = (width - _LEFT - 20) / max(view.end - view.begin, 1)
 
     def x(ns: int) -> float:
-        return _LEFT + (min(max(ns, view.begin), view.end) - view.begin) * scale
+        return _LEFT + view.share(ns) * (width - _LEFT - 20)
 
     title = _title(trace, view)
     parts = [
@@ -199,7 +225,7 @@ def svg(trace: Trace, view: Window, width: int = 1200) -> str:
             f'<rect x="{_LEFT}" y="{y}" width="{width - _LEFT - 20}" height="{_BAR}" '
             'fill="#f1f3f4"/>'
         )
-    parts.extend(_svg_box(trace, box, x) for box in view.boxes)
+    parts.extend(_svg_box(box, x) for box in view.boxes)
     parts.extend(_svg_axis(view, x, bottom))
     parts.extend(_svg_legend(view, bottom))
     return "\n".join([*parts, "</svg>"]) + "\n"
@@ -216,7 +242,7 @@ def _title(trace: Trace, view: Window) -> str:
 def _svg_legend(view: Window, bottom: int) -> Iterator[str]:
     """Yield the legend: a box and a name for each kind of action in the drawing."""
     at = float(_LEFT)
-    for code in [kind for kind in NAMES if any(box.kind == kind for box in view.boxes)]:
+    for code in view.kinds:
         words = f"{chr(code)} {NAMES[code]}"
         yield (
             f'<rect x="{at:.1f}" y="{bottom + 38}" width="12" height="12" '
@@ -226,29 +252,23 @@ def _svg_legend(view: Window, bottom: int) -> Iterator[str]:
         at += 17 + 6.5 * len(words) + 18
 
 
-def _svg_box(trace: Trace, box: Box, x: Any) -> str:
+def _svg_box(box: Box, x: Any) -> str:
     """Return the box of an action, with its tooltip and, if there is room, its label."""
     left, right = x(box.start), x(box.end)
     y = _TOP + box.worker * _ROW
-    label = _full_label(trace.plan, box)
-    tip = (
-        f"{trace.plan.title_of(box.stage)} {box.label}, version {box.version}, "
-        f"{seconds_text((box.end - box.start) / 1e9)}"
-    )
     # The first stage of a worker has the full colour, each further one a lighter shade.
-    siblings = trace.plan.stages_of(box.worker)
-    opacity = 1 - 0.6 * siblings.index(box.stage) / len(siblings)
+    opacity = 1 - 0.6 * box.shade
     words = ""
-    if right - left > 6.2 * len(label):
+    if right - left > 6.2 * len(box.label):
         words = (
             f'<text x="{(left + right) / 2:.2f}" y="{y + 16}" text-anchor="middle" '
-            f'pointer-events="none">{label}</text>'
+            f'pointer-events="none">{box.label}</text>'
         )
     return (
         f'<rect x="{left:.2f}" y="{y}" width="{max(right - left, 0.3):.2f}" height="{_BAR}" '
         f'fill="{_COLOURS[box.kind]}" fill-opacity="{opacity:.2g}" stroke="white" '
         f'stroke-width="0.5">'
-        f"<title>{tip}</title></rect>{words}"
+        f"<title>{box.tip}</title></rect>{words}"
     )
 
 

@@ -42,7 +42,7 @@ def _drawn(trace: Trace, view: Window, words: str) -> Markup:
         by_worker[box.worker].append(box)
     lanes = Markup("").join(
         Markup('<div class="lane" aria-label="{}"><div class="acts">{}</div></div>').format(
-            plan.name_of(worker), Markup("").join(_act(trace, box, view) for box in boxes)
+            plan.name_of(worker), Markup("").join(_act(box, view) for box in boxes)
         )
         for worker, boxes in enumerate(by_worker)
     )
@@ -55,10 +55,9 @@ def _drawn(trace: Trace, view: Window, words: str) -> Markup:
         )
         for i in range(_TICKS)
     )
-    kinds = [kind for kind in NAMES if any(box.kind == kind for box in view.boxes)]
     legend = Markup("").join(
         Markup('<li><i class="act k{}">{}</i>{}</li>').format(chr(kind), chr(kind), NAMES[kind])
-        for kind in kinds
+        for kind in view.kinds
     )
     return Markup(
         '<div class="timeline"><div class="tools"><span>{} ({})</span>'
@@ -71,19 +70,14 @@ def _drawn(trace: Trace, view: Window, words: str) -> Markup:
     ).format(words, str(view), names, lanes, ticks, legend)
 
 
-def _act(trace: Trace, box: Box, view: Window) -> Markup:
-    length = max(view.end - view.begin, 1)
-    left = (max(box.start, view.begin) - view.begin) / length
-    right = (min(box.end, view.end) - view.begin) / length
-    siblings = trace.plan.stages_of(box.worker)
-    label = f"{box.stage}:{box.label}" if len(siblings) > 1 else box.label
+def _act(box: Box, view: Window) -> Markup:
+    left, right = view.share(box.start), view.share(box.end)
     return Markup(
         '<span class="act k{}" style="left:{}%;width:{}%" title="{}"><b>{}</b></span>'
     ).format(
         chr(box.kind),
         f"{100 * left:.3f}",
         f"{100 * max(right - left, 0.0003):.3f}",  # or a short action would be invisible
-        f"{trace.plan.title_of(box.stage)} {box.label}, version {box.version}, "
-        f"{seconds_text((box.end - box.start) / 1e9)}",
-        label,
+        box.tip,
+        box.label,
     )
