@@ -6,6 +6,11 @@ TCP with TLS, as from other machines, or at a Unix socket. All of them start at 
 cores that is most of the time; so the processor time of the coordinator is told beside the seconds.
 
     python benchmarks/crowd.py --workers 10,100,1000 --by tls,unix
+
+``--strangers`` measures what callers cost that belong to no job: they connect one after another,
+send bytes of no meaning, and wait until they are dropped.
+
+    python benchmarks/crowd.py --workers 1 --strangers 2000
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ import socket
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -65,26 +71,50 @@ def crowd(count: int, address: str, secret: Secret) -> int:
     os._exit(0)
 
 
+def strangers(count: int, address: tuple[str, int] | str) -> int:
+    """Fork a process that calls so often with bytes of no meaning, and return its number."""
+    pid = os.fork()
+    if pid:
+        return pid
+    for _ in range(count):
+        family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
+        with suppress(OSError), socket.socket(family) as caller:
+            caller.connect(address)
+            caller.sendall(os.urandom(64))
+            while caller.recv(4096):
+                pass
+    os._exit(0)
+
+
 def resident() -> int:
     """Bytes of memory that this process has."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def once(count: int, by: str) -> dict[str, object]:
-    """Gather so many workers, and return what it took."""
+def once(count: int, by: str, called: int) -> dict[str, object]:
+    """Gather so many workers, and return what it took; with ``called`` strangers before them."""
     secret = Secret.generated()
     secret.tls(called=True)  # made once, and the workers are forked with it
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"crowd-{secret.job}"
         with listening("127.0.0.1", 0) if by == "tls" else listening_at(path) as listener:
-            return {"workers": count, "by": by, **asyncio.run(gathered(count, secret, listener))}
+            made = gathered(count, secret, listener, called)
+            return {"workers": count, "by": by, **asyncio.run(made)}
 
 
-async def gathered(count: int, secret: Secret, listener: socket.socket) -> dict[str, float]:
+async def gathered(
+    count: int, secret: Secret, listener: socket.socket, called: int
+) -> dict[str, float]:
     """Let so many workers join at a socket, and return what it took."""
     door = Listener(secret, listener)
     door.most = count
     address = door.address
+    found: dict[str, float] = {}
+    if called:
+        door.open()
+        used = time.process_time()
+        await asyncio.to_thread(os.waitpid, strangers(called, listener.getsockname()), 0)
+        found = {"strangers": called, "ms_each": 1e3 * (time.process_time() - used) / called}
     memory, began, used = resident(), time.monotonic(), time.process_time()
     pid = crowd(count, UNIX + address if address.startswith("/") else address, secret)
     door.open()
@@ -98,19 +128,26 @@ async def gathered(count: int, secret: Secret, listener: socket.socket) -> dict[
         await door.close()
         os.killpg(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    return {"seconds": took_s, "processor_s": cpu_s, "mib": grown / 2**20, "descriptors": fds}
+    return {
+        **found,
+        "seconds": took_s,
+        "processor_s": cpu_s,
+        "mib": grown / 2**20,
+        "descriptors": fds,
+    }
 
 
 @click.command()
 @click.option("--workers", default="10,100,300,1000", show_default=True)
 @click.option("--by", default="tls,unix", show_default=True)
-def main(workers: str, by: str) -> None:
+@click.option("--strangers", "called", default=0, help="Callers of no job, before the workers.")
+def main(workers: str, by: str, called: int) -> None:
     """Print a JSON line for each number of workers."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     for each in by.split(","):
         for count in map(int, workers.split(",")):
-            click.echo(json.dumps(once(count, each)))
+            click.echo(json.dumps(once(count, each, called)))
 
 
 if __name__ == "__main__":
