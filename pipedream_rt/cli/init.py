@@ -84,6 +84,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from pipedream_rt import Observe
 from pipedream_rt.hf import PipelineTrainer
 
 NAME, STAGES = "$name", $stages
@@ -114,7 +115,7 @@ def main() -> None:
         ),
         train_dataset=data,
         data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
-        pipeline={"stages": STAGES, "report": "report.html"},
+        pipeline={"stages": STAGES, "observe": Observe(report="report.html")},
     )
     trainer.train()
     trainer.save_model("weights")

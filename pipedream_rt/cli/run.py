@@ -125,7 +125,7 @@ def run(
     if job is None and nproc_per_node is None and threads > 1:
         raise click.UsageError(
             "--threads is for workers that are started here, so give --nproc-per-node too; or "
-            "threads= of Pipeline"
+            "Layout(threads=...)"
         )
     if log_dir is not None:
         os.environ[LOG_DIR] = _folder(log_dir)  # for the workers that are started here

@@ -11,6 +11,7 @@ from torch import nn
 from pipedream_rt.batches.weighing import Weighing
 from pipedream_rt.cluster.generations import leave_to_rank_0, numbers_of_workers
 from pipedream_rt.coordinator.script_environment import resolved
+from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.defaults import with_schedule
 from pipedream_rt.job.options import Layout, Options
 from pipedream_rt.job.requirements import refuse_unknown
@@ -48,7 +49,9 @@ class Choice:
 def choose(model: nn.Module | Iterable[nn.Module], **options: Any) -> Choice:
     """Choose stages and slack for the workers of this machine, as ``stages="auto"`` does.
 
-    It measures the layers on the example, in this process, and plans; nothing is started::
+    It measures the layers on the example, in this process, and plans; no worker is started. With
+    ``checkpoint`` the choice is kept in its folder, and read from there. Under torchrun, on one
+    machine, the other ranks become workers here and do not return::
 
         choice = choose(model, example=loader, **options)
         print(choice.why)
@@ -56,12 +59,14 @@ def choose(model: nn.Module | Iterable[nn.Module], **options: Any) -> Choice:
 
     Args:
         model: As for `Pipeline`.
-        **options: Options of `Pipeline`; ``example`` must be among them.
+        **options: Options of `Pipeline`, with ``example`` and without ``stages``.
 
     Raises:
         ConfigError: The options cannot work, or it is not known how many workers there are.
     """
     refuse_unknown("Pipeline", options)
+    if options.get("stages", "auto") != "auto":
+        raise ConfigError("choose() chooses the stages; leave stages= to Pipeline")
     given = Options(**{**options, "stages": "auto"})
     unsplit = UnsplitModel(model, given.loss_fn, opens=given.example is not None)
     found, why = with_stages_chosen(unsplit, resolved(given))

@@ -86,7 +86,6 @@ class KeptVersion:
 
 def _averages_of_ties(group: WorkerGroup) -> dict[str, Any]:
     """Return the averages of tied weights, by name in the whole model."""
-    group = group
     if not group.plan.ties:
         return {}
     found: dict[str, Any] = {}

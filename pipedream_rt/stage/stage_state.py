@@ -71,11 +71,16 @@ def snapshot(stage: Stage) -> Snapshot:
 def begun(stage: Stage, copy: Copy) -> Snapshot:
     """Return the part of a snapshot that forwards change: buffers, and extra state."""
     module = stage.module
-    # The other entries are weights, or made of them by a layer's own state dict.
     buffers, names = {id(b) for b in module.buffers()}, buffer_slots(module)
     state = module.state_dict(keep_vars=True)
+    # The other entries are weights, or made of them by a layer's own state dict.
     rest = {
-        n: t for n, t in state.items() if n in names or id(t) in buffers or n.endswith(EXTRA_STATE)
+        name: value
+        for name, value in state.items()
+        if name in names
+        or id(value) in buffers
+        or name.endswith(EXTRA_STATE)
+        or not isinstance(value, Tensor)
     }
     return Snapshot(
         buffers={name: copy(t) for name, t in rest.items() if isinstance(t, Tensor)},

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 from support.deadlines import LATEST_S
 
+from pipedream_rt import Observe
+from pipedream_rt.job.options import Options
+
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
@@ -74,7 +77,13 @@ def test_a_script_that_is_not_filled_in_says_so(call, module):
 def test_a_script_of_a_name(call, module):
     call("init", "org/name-1.5", "-o", "tune.py")
     text = (module / "tune.py").read_text()
-    ast.parse(text)
+    (given,) = (
+        each.value
+        for each in ast.walk(ast.parse(text))
+        if isinstance(each, ast.keyword) and each.arg == "pipeline"
+    )
+    options = eval(ast.unparse(given), {"Observe": Observe, "STAGES": 2})
+    assert Options(**options).is_told
     assert 'NAME, STAGES = "org/name-1.5", 2' in text
     assert "PipelineTrainer" in text
 

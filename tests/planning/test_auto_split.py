@@ -70,6 +70,8 @@ def test_whoever_chooses_first_has_the_stages_of_auto():
         choose(layers, **options)
     with pytest.raises(ConfigError, match="did you mean"):
         choose(layers, exampel=BATCH, **options)
+    with pytest.raises(ConfigError, match="leave stages= to Pipeline"):
+        choose(layers, example=BATCH, stages=2, **options)
 
 
 @pytest.mark.parametrize("schedule", ["2bw", "1f1b", "gpipe", "zero-bubble"])

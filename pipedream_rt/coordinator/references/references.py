@@ -80,7 +80,6 @@ class References:
         names: Sequence[str],
     ) -> None:
         self._model = model
-        self._group = group
         self._feeder = feeder
         self._group = group
         self._names = names  # of the trainable parameters, stage by stage

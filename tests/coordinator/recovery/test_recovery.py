@@ -34,6 +34,7 @@ from pipedream_rt.coordinator.recovery.decision import Failures, action_of, is_p
 from pipedream_rt.coordinator.recovery.feed_log import FedCommand, FeedLog, RestorePoint, Role
 from pipedream_rt.messages.message import Command, CommandName
 from pipedream_rt.schedules import Action, plan_for
+from pipedream_rt.stage import stage_state
 
 DATA = batches(30, samples=8)
 PLAN = plan_for("async-1f1b", num_stages=4)
@@ -248,6 +249,28 @@ def test_a_checkpoint_out_of_reach_for_a_moment_is_one_more_failure(
     ) as pipe:  # fmt: skip
         assert [r.loss for r in pipe.train_epoch(DATA)] == expected
         assert len(pipe.restarts) == 1
+        assert pipe._group.recovery._failures.left == 98
+
+
+@pytest.mark.threads
+def test_what_a_model_raises_while_it_is_restored_is_one_more_failure(tmp_path, monkeypatch):
+    """As a device without memory for a moment: it says nothing of the checkpoint."""
+    with open_pipe() as pipe:
+        expected = [r.loss for r in pipe.train_epoch(DATA)]
+    left, there = [RuntimeError("out of memory")], stage_state.load_module_state
+
+    def loading(*arguments):
+        if left:
+            raise left.pop()
+        there(*arguments)
+
+    monkeypatch.setattr(stage_state, "load_module_state", loading)
+    with open_pipe(
+        folder=tmp_path, faults=[fault(1, "forward", 25)],
+        checkpoint=Checkpoints(tmp_path / "run", every=3),
+    ) as pipe:  # fmt: skip
+        assert [r.loss for r in pipe.train_epoch(DATA)] == expected
+        assert not left
         assert pipe._group.recovery._failures.left == 98
 
 
