@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pipedream_rt.batches.items import Batch
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.models.program import replaced
+from pipedream_rt.models.program import found, replaced
 from pipedream_rt.models.tensors import named_tensors
 from pipedream_rt.torch_private import BatchNorm
 
@@ -94,24 +94,12 @@ def unmarked(batch: Batch) -> Batch:
 
 def is_cut_elsewhere(batch: Batch) -> bool:
     """Whether a value of a mini-batch is to be cut along another dimension than its first."""
-    return any(isinstance(each, Along) and each.dim != 0 for each in _leaves(batch))
-
-
-def _leaves(value: Any) -> list[Any]:
-    """Return the tensors and marks in a value, in order."""
-    there: list[Any] = []
-
-    def note(each: Any) -> Any:
-        there.append(each)
-        return each
-
-    replaced(value, _CUT, note)
-    return there
+    return any(isinstance(each, Along) and each.dim != 0 for each in found(batch, *_CUT))
 
 
 def samples_in(value: Any) -> int | None:
     """Return the number of samples by the first value that is cut; None if there is none."""
-    for each in _leaves(value):
+    for each in found(value, *_CUT):
         if isinstance(each, Along):
             return each.samples
         if isinstance(each, Tensor) and each.dim():
@@ -244,5 +232,5 @@ def _lists_in(batch: Batch) -> Iterator[tuple[str, Sequence[Any]]]:
     """Yield the lists and tuples of a mini-batch that have no tensor in them."""
     for name, value in _named(batch):
         for place, each in _inside(name, value):
-            if type(each) in (list, tuple) and each and not _leaves(each):
+            if type(each) in (list, tuple) and each and not found(each, *_CUT):
                 yield place, each

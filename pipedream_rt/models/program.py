@@ -295,15 +295,15 @@ def on_device(value: Any, device: torch.device) -> Any:
 _PLAIN = {type(None), bool, int, float, str, bytes, complex}
 
 
-def found(value: Any, kind: type) -> list[Any]:
-    """Return the objects of a class in a value, in order."""
+def found(value: Any, *kinds: type) -> list[Any]:
+    """Return the objects of some classes in a value, in order."""
     there: list[Any] = []
 
     def note(each: Any) -> Any:
         there.append(each)
         return each
 
-    replaced(value, (kind,), note)
+    replaced(value, kinds, note)
     return there
 
 
