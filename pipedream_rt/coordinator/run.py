@@ -25,6 +25,7 @@ from pipedream_rt.coordinator.feed.epochs import Epochs
 from pipedream_rt.coordinator.feed.feeder import Feeder
 from pipedream_rt.coordinator.recovery.decision import Failures
 from pipedream_rt.coordinator.recovery.group import WorkerGroup
+from pipedream_rt.coordinator.recovery.recovery import Recovery
 from pipedream_rt.coordinator.references.references import References
 from pipedream_rt.coordinator.results import StepResult
 from pipedream_rt.coordinator.run_state import RunState
@@ -84,7 +85,7 @@ def start(job: Job, publisher: EventPublisher | None) -> WorkerGroup:
         undo.callback(generations.close)
         if publisher is not None:
             undo.callback(publisher.end)
-        group = WorkerGroup(
+        recovery = Recovery(
             job.plan,
             functools.partial(_start_cluster, job=job.without_start_data, generations=generations),
             list(job.specs),
@@ -92,6 +93,8 @@ def start(job: Job, publisher: EventPublisher | None) -> WorkerGroup:
             job.options.recovery.answer,
             Failures(most, job.plan),
         )
+        recovery.begin()
+        group = WorkerGroup(recovery)
         group.recovery.after_workers_end.append(undo.pop_all().close)
     return group
 

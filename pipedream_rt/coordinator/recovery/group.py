@@ -5,21 +5,16 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, TypeVar
 
-from torch import Tensor
-
-from pipedream_rt.batches.forwards import Forwards
 from pipedream_rt.cluster.interface import Cluster
-from pipedream_rt.coordinator.recovery.decision import Failures
 from pipedream_rt.coordinator.recovery.feed_log import Role
-from pipedream_rt.coordinator.recovery.recovery import Recovery, StartCluster
+from pipedream_rt.coordinator.recovery.recovery import Recovery
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.lifecycle import Lifecycle
 from pipedream_rt.messages.message import CommandName, Key, Message, Reply, Saved
 from pipedream_rt.messages.tree import unflatten
-from pipedream_rt.schedules import EdgeKind, Plan
+from pipedream_rt.schedules import EdgeKind
 
 T = TypeVar("T")
 
@@ -39,22 +34,12 @@ class WorkerGroup:
         recovery: The workers of the present generation, and how the next one begins.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        start: StartCluster,
-        specs: list[tuple[Tensor, ...]],
-        forwards: Forwards,
-        timeout: timedelta,
-        failures: Failures,
-    ) -> None:
-        self.plan = plan
-        self.recovery = Recovery(plan, start, specs, forwards, timeout, failures)
-        self.life, self.feed = self.recovery.life, self.recovery.feed
-        self.recovery.begin()
+    def __init__(self, recovery: Recovery) -> None:
+        self.plan, self.recovery = recovery.plan, recovery
+        self.life, self.feed = recovery.life, recovery.feed
         end = weakref.finalize(self, _close, self.life)
         # Else the finalizer would keep what a closed group has.
-        self.recovery.before_workers_end.append(end.detach)
+        recovery.before_workers_end.append(end.detach)
 
     @property
     def cluster(self) -> Cluster:

@@ -96,7 +96,7 @@ class Recovery:
         timeout: timedelta,
         failures: Failures,
     ) -> None:
-        self._plan = plan
+        self.plan = plan
         self.life = Lifecycle("the pipeline", self._end)
         self.feed = Feed(plan, forwards, self.life, logged=failures.left > 0)
         self._start_cluster = start
@@ -154,7 +154,7 @@ class Recovery:
         return {
             "pid": os.getpid(),
             "ns": time.monotonic_ns(),
-            "schedule": self._plan.name,
+            "schedule": self.plan.name,
             "generation": self.generation,
             "restarts": len(self.restarts),
             "losses": self.next_loss,
@@ -317,8 +317,8 @@ class Recovery:
             restore = restore_argument(
                 restore_point.folder, manifest, restore_point.floor, restore_point.with_optimizer
             )
-        for edge in self._plan.edges(EdgeKind.START):
-            stage = self._plan.stage_of(edge.target)
+        for edge in self.plan.edges(EdgeKind.START):
+            stage = self.plan.stage_of(edge.target)
             start = Start(
                 digest=self._digests[stage],
                 optimizer=restore_point.optimizer,
@@ -329,5 +329,5 @@ class Recovery:
                 definitions=definitions,
             )
             send(Key(edge, 0), start, self._specs[stage])
-        for edge in self._plan.edges(EdgeKind.READY):
+        for edge in self.plan.edges(EdgeKind.READY):
             self.wait(Key(edge, generation))
