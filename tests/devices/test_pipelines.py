@@ -783,7 +783,7 @@ def test_threads_of_a_worker_are_on_its_device(tmp_path):
         "    leave(self)\n"
         "accelerator.Leaving.leave = noted\n"
         "device = accelerator.Accelerator(torch.device('standin', 1), (), True, 'w')\n"
-        "device._leaving.put(accelerator.Leaving(lambda *a: None, print, 0, 0, None, (), None))\n"
+        "device._leaving.put(accelerator.Leaving(lambda *a: None, print, None, None, (), None))\n"
         "settled = device.settle()\n"
         "def writer():\n"
         "    settled()\n"
