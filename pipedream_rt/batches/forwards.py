@@ -98,8 +98,11 @@ class Forwards(Protocol):
     def shares(self, program: int, inputs: Value) -> Iterator[Share]:
         """Yield the share of each stage that takes inputs of a micro-batch."""
 
-    def cached(self, inputs: Value, cache: Cache, length: int) -> Followed:
-        """As `follow`, for inference with a cache, which grows by `length` positions."""
+    def cached(self, inputs: Value, cache: Cache, length: int) -> int:
+        """Find, or record, the program for inputs with a cache, which grows by `length` positions.
+
+        Return its number.
+        """
 
     def stage_programs(self, stage: int) -> tuple[StageProgram, ...]:
         """Return the programs with which a stage begins; none for a sequence of layers."""
@@ -137,7 +140,7 @@ class SequenceForwards:
     def follow(self, inputs: Value, mode: Mode, training: bool | None) -> Followed:
         return Followed()
 
-    def cached(self, inputs: Value, cache: Cache, length: int) -> Followed:
+    def cached(self, inputs: Value, cache: Cache, length: int) -> int:
         raise ConfigError("a sequence of layers has no cache, so it cannot generate")
 
     def shares(self, program: int, inputs: Value) -> Iterator[Share]:

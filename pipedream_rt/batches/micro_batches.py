@@ -20,7 +20,7 @@ from pipedream_rt.batches.items import Accumulated, Batch
 from pipedream_rt.batches.weighing import Samples, Weighing, has_ignored, shares_of
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.message import Mode
-from pipedream_rt.messages.tree import Value, flat_copy, flatten
+from pipedream_rt.messages.tree import NOTHING, Value, flat_copy, flatten
 
 
 class MicroBatch(NamedTuple):
@@ -42,9 +42,6 @@ class MicroBatch(NamedTuple):
     share: float = 1.0
     only_labels: bool = False
 
-
-NOTHING = flat_copy(None)
-"""The target of a micro-batch without one."""
 
 EMPTY = MicroBatch(0, NOTHING, NOTHING, samples=0, weight=0, share=0.0)
 
@@ -122,7 +119,7 @@ class Cutter:
     def cached(self, batch: Batch, cache: Cache, length: int) -> MicroBatch:
         """Flatten a copy of what one forward of a generation takes."""
         inputs = flat_copy(self._forwards.inputs(batch))
-        return MicroBatch(self._forwards.cached(inputs, cache, length).program, inputs, NOTHING)
+        return MicroBatch(self._forwards.cached(inputs, cache, length), inputs, NOTHING)
 
     def cut(
         self, batch: Batch | Accumulated, training: bool | None, adds: bool = False

@@ -167,7 +167,7 @@ class RecordedForwards:
         self.definitions.append(dumps(self.cuts[number].stages)[0])
         return number
 
-    def cached(self, inputs: Value, cache: Cache, length: int) -> Followed:
+    def cached(self, inputs: Value, cache: Cache, length: int) -> int:
         before = cache.value.get_seq_length()
         how = b"cached" if before else b"cached, at first"
         key = how + _key(Mode.INFER, None, inputs)
@@ -181,7 +181,7 @@ class RecordedForwards:
             number, program = self._for_all_lengths[key]
             if program.holds_for(inputs.tensors):
                 cache.grow(length)
-                return Followed(number)
+                return number
         args, kwargs = unflatten(inputs.structure, inputs.tensors)
         program = self.record(
             Batch(args, kwargs, None), Mode.INFER, carried={cache.name: cache.value}
@@ -197,7 +197,7 @@ class RecordedForwards:
         else:
             self._for_all_lengths.pop(key, None)
         self._last[key] = number
-        return Followed(number)
+        return number
 
     def shares(self, program: int, inputs: Value) -> Iterator[Share]:
         stages, tensors = self.cuts[program].stages, inputs.tensors

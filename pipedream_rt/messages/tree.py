@@ -136,6 +136,10 @@ def flat_copy(value: object) -> Value:
     return Value(structure, tuple(own(t, copy=True, clone=_on_host) for t in tensors))
 
 
+NOTHING = flat_copy(None)
+"""What a micro-batch without samples carries, and the target of one without a target."""
+
+
 def _on_host(tensor: Tensor) -> Tensor:
     """Return a copy of a tensor in the memory of the host."""
     return tensor.clone() if tensor.is_cpu else tensor.cpu()

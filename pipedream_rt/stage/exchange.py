@@ -23,7 +23,7 @@ from pipedream_rt.messages.message import (
     Saved,
     Send,
 )
-from pipedream_rt.messages.tree import Value, flatten, own
+from pipedream_rt.messages.tree import NOTHING, Value, flatten, own
 from pipedream_rt.schedules import COORDINATOR, Action, Edge, EdgeKind, Kind, Plan
 from pipedream_rt.schedules.channels import OF_ACTIONS
 from pipedream_rt.schedules.edges import Address, By, EdgeRule
@@ -32,7 +32,6 @@ from pipedream_rt.stage.rules.rule import Packed
 from pipedream_rt.stage.saving import StageSaver
 from pipedream_rt.stage.stage import Stage
 from pipedream_rt.stage.values import (
-    NOTHING,
     Gradients,
     Outgoing,
     activation_of,

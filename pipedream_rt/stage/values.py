@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from pipedream_rt.messages.message import Activation, Gradient, Message, Passed, Target
-from pipedream_rt.messages.tree import Value, flatten
+from pipedream_rt.messages.tree import Value
 from pipedream_rt.schedules import EdgeKind
 
 Gradients: TypeAlias = list[Tensor | None]
@@ -16,9 +16,6 @@ Gradients: TypeAlias = list[Tensor | None]
 
 Outgoing: TypeAlias = dict[EdgeKind, Any]
 """What rules give for an update or a version, by kind of edge; `Rule.pack` makes messages of it."""
-
-NOTHING = Value(flatten(None)[0], (), ())
-"""The value that a micro-batch without samples carries."""
 
 
 def activation_of(message: Message) -> Activation:

@@ -1,7 +1,6 @@
 """Links: whole frames arrive in order, and what makes no sense ends the link."""
 
 import os
-import queue
 import random
 import re
 import socket
@@ -12,11 +11,12 @@ import msgpack
 import pytest
 import torch
 from support.encrypted import encrypted_pair
+from support.linked import Member
 
 from pipedream_rt.errors import TransportError
 from pipedream_rt.transport import link as module
 from pipedream_rt.transport.link import Connection, Link
-from pipedream_rt.transport.links import Links, text_of
+from pipedream_rt.transport.links import text_of
 
 
 def pair():
@@ -207,18 +207,6 @@ def test_what_a_tensor_lacks_is_told(monkeypatch, raised, words):
 )
 def test_only_the_words_of_the_system_begin_in_lower_case(error, text):
     assert text_of(error) == text
-
-
-class Member:
-    """The links of one member, with what has come and what has ended."""
-
-    def __init__(self, connections):
-        self.came, self.lost = queue.SimpleQueue(), queue.SimpleQueue()
-        self.links = Links(
-            connections,
-            lambda rank, frame: self.came.put((rank, frame)),
-            lambda rank, reason: self.lost.put((rank, reason)),
-        )
 
 
 def test_the_end_of_a_link_is_told_once_and_the_others_go_on():

@@ -1,6 +1,5 @@
 """Encrypted links: nothing that was changed on the way is delivered, and nothing stays behind."""
 
-import queue
 import random
 import select
 import socket
@@ -11,10 +10,10 @@ import pytest
 import torch
 from support.deadlines import LATEST_S
 from support.encrypted import OTHER, SECRET, encrypted_pair, shake_hands, shaken, tcp_pair
+from support.linked import Member
 
 from pipedream_rt.transport import link as module
 from pipedream_rt.transport.link import Connection, Link
-from pipedream_rt.transport.links import Links
 from pipedream_rt.transport.tls import TlsEngine, problem_of_tls
 
 
@@ -322,18 +321,6 @@ def test_small_parts_share_a_record_of_tls():
     assert [len(piece) for piece in link._pieces(60_000)] == [40_000]
     link.close()
     ends[1].close()
-
-
-class Member:
-    """The links of one member, with what has come and what has ended."""
-
-    def __init__(self, connections):
-        self.came, self.lost = queue.SimpleQueue(), queue.SimpleQueue()
-        self.links = Links(
-            connections,
-            lambda rank, frame: self.came.put((rank, frame)),
-            lambda rank, reason: self.lost.put((rank, reason)),
-        )
 
 
 @pytest.fixture

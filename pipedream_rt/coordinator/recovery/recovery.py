@@ -211,7 +211,7 @@ class Recovery:
             # A recovery without a failure, right behind a new restore point: little is fed again.
             self._go_on(Grown(f"{more} worker {are} come"))
 
-    def _go_on(self, reason: Exception | BaseException) -> None:
+    def _go_on(self, reason: BaseException) -> None:
         """End this generation and begin the next one, or raise if the run cannot go on."""
         noticed, failure, pauses = time.monotonic(), reason, Backoff()
         with self._at_work():
