@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types docs unit rights matrix stress devices chaos engines bench clean
+.PHONY: demo test lint types docs unit rights matrix stress devices gpu gpu-long chaos engines bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/train_charlm.py
@@ -47,14 +47,16 @@ stress: $(VENV)/installed devices
 
 # The tests of exactness, any model, recovery and compatibility, with stages on the stand-in, whose
 # check is on. A part of it is in `make test` (tests/devices).
-ON_DEVICES := tests/test_exactness.py tests/test_any_model.py tests/test_determinism.py \
-	tests/test_replicas.py tests/batches/test_weighing.py tests/test_corrections.py tests/test_diamond.py \
-	tests/test_sequences.py tests/test_optimizers.py tests/test_compatibility.py tests/test_hf.py \
-	tests/coordinator/recovery/test_recovery.py tests/coordinator/test_resume.py tests/test_chaos.py
 devices: $(VENV)/installed
 	$(BIN)/python tests/support/device/standin.py
 	PYTHONPATH=tests/support/device/autoload $(BIN)/python -m pytest -n 2 --dist loadfile \
-		-m "not stress" --device standin $(ON_DEVICES)
+		-m "not stress" --device standin $$(cat tests/support/device/suites.txt)
+
+# On a machine with an accelerator, where nothing has been set up: no environment is made and nothing
+# is downloaded, and the first lines say what is missing. WHEELS names a folder of what is.
+gpu gpu-long:
+	$(PYTHON) benchmarks/gpu.py $(if $(WHEELS),--wheels $(WHEELS)) $(if $(DEVICE),--device $(DEVICE)) \
+		$(if $(filter gpu-long,$@),devices,gpu)
 
 # Workers and scripts that die, hang and raise at random places: the long versions of three files of
 # tests, which are part of `make stress` too; they print their seeds.

@@ -1,8 +1,10 @@
-"""What an accelerator does: one case each, whose result is one JSON object on the last line.
+"""What an accelerator does: one case each, which prints what it has found so far as a JSON object.
 
-``python -m benchmarks devices`` runs all of them in under 25 minutes and shows a table. They speak
-to whatever accelerator torch has. Where there is none, or where a case needs several, it ends with
-exit code 3 and says why. What a case cannot do on a device, as an error, is its result.
+``make gpu`` runs the first of them in seven minutes on a machine where nothing is installed, and
+``python -m benchmarks devices`` all in under 25; docs/guide/devices.md says what each line means.
+They speak to whatever accelerator torch has, or to the device that BENCHMARK_DEVICE names. Where
+there is none, or where a case needs several, it ends with exit code 3 and says why. What a case
+cannot do on a device, as an error, is its result.
 """
 
 from __future__ import annotations
@@ -19,9 +21,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from itertools import product
+from itertools import pairwise, product
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -31,8 +36,11 @@ from torch import Tensor, nn
 
 import pipedream_rt
 from pipedream_rt.devices import choice
-from pipedream_rt.models.tensors import accelerator_here
 
+Found = Iterator[dict[str, Any]]
+"""What a case finds, as it finds it."""
+
+ROOT = Path(__file__).resolve().parent.parent
 UNAVAILABLE = 3
 MICRO_BATCHES = 8
 SEED = 0
@@ -42,6 +50,7 @@ class Size:
     """How large a model and its mini-batches are."""
 
     def __init__(self, kind: str) -> None:
+        self.name = kind
         self.width, self.heads, self.blocks, self.words, self.length, self.samples, self.count = (
             SIZES[kind]
         )
@@ -122,40 +131,59 @@ def unavailable(why: str) -> NoReturn:
     sys.exit(UNAVAILABLE)
 
 
-def accelerators(least: int = 1) -> list[str]:
-    """The names of the accelerators; ends if there are too few."""
-    there = choice.accelerators()
+def devices_here(least: int = 1) -> list[str]:
+    """The names of the accelerators, or the one that was asked for; ends if there are too few."""
+    asked = os.environ.get("BENCHMARK_DEVICE")
+    there = choice.accelerators() if asked is None else [asked]
     if len(there) < least:
         unavailable(f"it needs {least} accelerators, and there are {len(there)}")
     return there
 
 
+def accelerator(*kinds: str) -> str:
+    """The first device, if it is no CPU, and of one of these kinds."""
+    device = devices_here()[0]
+    if (kind := torch.device(device).type) == "cpu" or (kinds and kind not in kinds):
+        unavailable(f"it is for {' and '.join(kinds) or 'accelerators'} alone")
+    return device
+
+
+def settle() -> None:
+    """Wait for the device."""
+    if torch.device(devices_here()[0]).type != "cpu":
+        torch.accelerator.synchronize()
+
+
+def deterministically() -> None:
+    """Let torch take kernels that give the same bits again, where it has such."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA is first used
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
 # -- throughput -----------------------------------------------------------------------------------
 
 
-def measured(
-    size: Size, step: Callable[[int], object], settle: Callable[[], object]
-) -> list[float]:
+def measured(size: Size, step: Callable[[int], object], end: Callable[[], object]) -> list[float]:
     """Measure so many mini-batches, after a few that do not count.
 
     Returns:
-        Samples per second, and this process's seconds of a processor for a mini-batch.
+        Samples per second, and this process's seconds of a processor for a mini-batch. Torch waits
+        for CUDA by looking again and again, so where the device is slower these have its time too.
     """
     for number in range(3):
         step(number)
-    settle()
+    end()
     start, used = time.perf_counter(), time.process_time()
     for number in range(size.count):
         step(number)
-    settle()
+    end()
     wall = time.perf_counter() - start
     return [size.samples * size.count / wall, (time.process_time() - used) / size.count]
 
 
-def plainly(size: Size, net: nn.Module, deterministic: bool = False) -> tuple[list[float], str]:
+def plainly(size: Size, net: nn.Module) -> tuple[list[float], str]:
     """One process, one device, no stages: micro-batches whose gradients are added up."""
-    device = accelerators()[0]
-    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    device = devices_here()[0]
     net, batches = copy.deepcopy(net).to(device), data(size, size.count)
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-4)
 
@@ -166,7 +194,7 @@ def plainly(size: Size, net: nn.Module, deterministic: bool = False) -> tuple[li
         optimizer.step()
         optimizer.zero_grad()
 
-    found = measured(size, step, torch.accelerator.synchronize)
+    found = measured(size, step, settle)
     digest = hashlib.sha256()
     for tensor in net.state_dict().values():
         digest.update(tensor.cpu().numpy().tobytes())
@@ -184,30 +212,56 @@ def wide(size: Size) -> nn.Sequential:
     )  # fmt: skip
 
 
-def throughput(size: Size) -> dict[str, Any]:
-    """Samples per second, and microseconds of the processor for an action, of one process.
+def throughput(size: Size) -> Found:
+    """Samples per second of one process: without stages, with ours, and with those of torch.
 
-    With TF32, so that the device waits for nobody's arithmetic. An action is a forward or a
-    backward of a micro-batch on one stage. Each result is told as it comes.
+    With TF32, so that the device waits for nobody's arithmetic.
     """
     torch.set_float32_matmul_precision("high")
-    device = accelerators()[0]
-    found: dict[str, Any] = {}
-
-    def tell(key: str, rates: list[float], actions: int) -> None:
-        found[f"{key} samples/s"] = rates[0]
-        found[f"{key} cpu us/action"] = 1e6 * rates[1] / actions
-        click.echo(f"{key}: {rates[0]:.1f} samples/s, {1e6 * rates[1] / actions:.0f} us", err=True)
-
     for name, net in (("gpt2", model(size)), ("mlp", wide(size))):
-        tell(f"{name} plain", plainly(size, net)[0], 2 * MICRO_BATCHES)
+        yield {f"{name} plain": plainly(size, net)[0][0]}
         for stages, schedule in ((1, "1f1b"), *product((2, 4), ("1f1b", "async-1f1b"))):
-            options = options_of(stages, schedule, devices=device, workers="serial")
-            with pipedream_rt.Pipeline(copy.deepcopy(net), **options) as pipe:
-                batches = data(size, size.count)
-                rates = measured(size, lambda n: pipe.submit(*batches[n]), pipe.flush)  # noqa: B023
-            tell(f"{name} {stages} {schedule}", rates, 2 * stages * MICRO_BATCHES)
-    return found
+            with opened(net, stages, schedule) as pipe:
+                yield {f"{name} {stages} {schedule}": rates(size, pipe)[0]}
+        for stages in (2, 4):
+            try:
+                yield {f"{name} {stages} torch 1f1b": of_torch(size, copy.deepcopy(net), stages)}
+            except Exception as error:  # whether torch's schedules run so is asked here
+                yield {f"{name} {stages} torch 1f1b": str(error)[:200]}
+
+
+def of_torch(size: Size, net: nn.Sequential, stages: int) -> float:
+    """Samples per second of torch.distributed.pipelining, all stages on one device in one process.
+
+    Its plain 1F1B has a process for each stage, and NCCL a device for each process; interleaved,
+    one process may have all stages.
+    """
+    import torch.distributed as dist
+    from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+
+    device = torch.device(devices_here()[0])
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", f"file://{folder}/meet", rank=0, world_size=1)
+        try:
+            bounds = [len(net) * n // stages for n in range(stages + 1)]
+            parts = [net[a:b].to(device) for a, b in pairwise(bounds)]
+            schedule = ScheduleInterleaved1F1B(
+                [PipelineStage(part, n, stages, device) for n, part in enumerate(parts)],
+                MICRO_BATCHES,
+                loss_fn=loss_fn,
+            )
+            optimizer = torch.optim.AdamW(net.parameters(), lr=3e-4)
+            batches = data(size, size.count)
+
+            def step(number: int) -> None:
+                x, y = batches[number % len(batches)]
+                schedule.step(x.to(device), target=y.to(device), return_outputs=False)
+                optimizer.step()
+                optimizer.zero_grad()
+
+            return measured(size, step, settle)[0]
+        finally:
+            dist.destroy_process_group()
 
 
 def options_of(stages: int, schedule: str, **others: Any) -> dict[str, Any]:
@@ -215,31 +269,105 @@ def options_of(stages: int, schedule: str, **others: Any) -> dict[str, Any]:
     return {
         "stages": stages, "loss_fn": loss_fn, "optimizer": (torch.optim.AdamW, {"lr": 3e-4}),
         "schedule": schedule, "micro_batches": MICRO_BATCHES, "corrections": (), "seed": SEED,
-        "training": pipedream_rt.Training(check_loss=0, verify=False), **others,
+        "training": pipedream_rt.Training(check_loss=0, verify=False),
+        "devices": devices_here()[0], "workers": "serial", **others,
     }  # fmt: skip
+
+
+def opened(net: nn.Module, stages: int, schedule: str, **others: Any) -> pipedream_rt.Pipeline:
+    """A pipeline on the first device, in this process where nothing else is said."""
+    return pipedream_rt.Pipeline(copy.deepcopy(net), **options_of(stages, schedule, **others))
+
+
+def rates(size: Size, pipe: pipedream_rt.Pipeline) -> list[float]:
+    """What `measured` says of a pipeline."""
+    batches = data(size, size.count)
+    return measured(size, lambda n: pipe.submit(*batches[n % len(batches)]), pipe.flush)
+
+
+def host(size: Size) -> Found:
+    """What the host takes for an action, a forward or backward of a micro-batch on a stage.
+
+    The model is tiny, so that the device never keeps the host waiting. What a plain loop takes for
+    the same micro-batches is torch's own; what is more, is that of the stages.
+    """
+    net, size.count = model(size), 20
+    plain = size.samples / plainly(size, net)[0][0]
+    yield {"plain us/action": 1e6 * plain / (2 * MICRO_BATCHES)}
+    for stages in (1, 4):
+        actions = 2 * MICRO_BATCHES * stages
+        with opened(net, stages, "1f1b") as pipe:
+            seconds = size.samples / rates(size, pipe)[0]
+            calls, waited = runtime(pipe, data(size, 3))
+        yield {
+            f"{stages} stages us/action": 1e6 * seconds / actions,
+            f"{stages} stages less plain us/action": 1e6 * (seconds - plain) / actions,
+            **{f"{stages} stages {k}/action": n / 3 / actions for k, n in calls.items()},
+            f"{stages} stages waits us/action": waited / 3 / actions,
+        }
+
+
+def runtime(pipe: pipedream_rt.Pipeline, batches: list[Any]) -> tuple[Counter[str], float]:
+    """Count calls of the runtime of CUDA by kind, and the microseconds in those that wait."""
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU]
+    if torch.device(devices_here()[0]).type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as seen:
+        for batch in batches:
+            pipe.submit(*batch)
+        pipe.flush()
+    calls: Counter[str] = Counter()
+    waited = 0.0
+    for event in seen.key_averages():
+        kinds = ("Launch", "Memcpy", "Memset", "EventRecord", "StreamWaitEvent", "Synchronize")
+        for kind in kinds if event.key.startswith("cuda") else ():
+            if kind in event.key:
+                calls[kind] += event.count
+                calls["us in the runtime"] += int(event.self_cpu_time_total)
+                waited += event.self_cpu_time_total if kind == "Synchronize" else 0
+    return calls, waited
+
+
+def overlap(size: Size) -> Found:
+    """How far streams of stages on one device overlap: the time of their spans by that of any."""
+    net, batches = model(size), data(size, size.count)
+    for stages in (2, 4):
+        observe = pipedream_rt.Observe(trace=True)
+        with opened(net, stages, "1f1b", observe=observe) as pipe:
+            for batch in batches:
+                pipe.submit(*batch)
+            pipe.flush()
+            spans = pipe.trace().device_spans
+        if not len(spans):
+            unavailable("only accelerators have spans of a device")
+        spans = spans[spans["start"].argsort()]
+        whole, end = 0, 0
+        for start, until in zip(spans["start"].tolist(), spans["end"].tolist(), strict=True):
+            whole += max(until - max(start, end), 0)
+            end = max(end, until)
+        yield {f"{stages} stages": float((spans["end"] - spans["start"]).sum()) / whole}
 
 
 def of_pipeline(size: Size, **options: Any) -> dict[str, Any]:
     """Samples per second of a pipeline, and how long it took to start."""
     start = time.perf_counter()
     with pipedream_rt.Pipeline(model(size), **options) as pipe:
-        batches = data(size, size.count)
-        pipe.submit(*batches[0]).result()
+        pipe.submit(*data(size, 1)[0]).result()
         started_s = time.perf_counter() - start
-        rates = measured(
-            size, lambda number: pipe.submit(*batches[number % len(batches)]), pipe.flush
-        )
+        found = rates(size, pipe)
         counters = pipe.statistics()
     return {
-        "samples_per_s": rates[0], "start_s": started_s,
+        "samples_per_s": found[0], "start_s": started_s,
         "devices": sorted({each["device"] for each in counters}),
     }  # fmt: skip
 
 
-def ours(size: Size, stages: int, schedule: str) -> dict[str, Any]:
+def ours(size: Size, stages: int, schedule: str) -> Found:
     """Stages that are dealt to several devices."""
-    devices = torch.device(accelerators(2)[0]).type
-    return of_pipeline(size, **options_of(stages, schedule, devices=devices, workers="local"))
+    devices = torch.device(devices_here(2)[0]).type
+    yield of_pipeline(size, **options_of(stages, schedule, devices=devices, workers="local"))
 
 
 @contextmanager
@@ -261,15 +389,15 @@ def workers_on(device: str, count: int) -> Iterator[str]:
                 each.wait()
 
 
-def processes(size: Size, stages: int, schedule: str) -> dict[str, Any]:
+def processes(size: Size, stages: int, schedule: str) -> Found:
     """Stages on one device, in a process each."""
-    with workers_on(accelerators()[0], stages) as address:
-        return of_pipeline(size, **options_of(stages, schedule, workers=address))
+    with workers_on(devices_here()[0], stages) as address:
+        yield of_pipeline(size, **options_of(stages, schedule, workers=address))
 
 
-def pipelining(size: Size, stages: int) -> dict[str, Any]:
+def pipelining(size: Size, stages: int) -> Found:
     """torch.distributed.pipelining with 1F1B, a process and a device for each stage."""
-    accelerators(stages)
+    devices_here(stages)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "pipelining-rank", folder, str(stages)]
         tiny = ["--size", "tiny"] if size.width == SIZES["tiny"][0] else []
@@ -280,16 +408,15 @@ def pipelining(size: Size, stages: int) -> dict[str, Any]:
         said = [rank.communicate(timeout=600)[0].splitlines() for rank in ranks]
     if not said[0]:
         raise RuntimeError(f"rank 0 ended with {ranks[0].returncode}")
-    result: dict[str, Any] = json.loads(said[0][-1])
-    return result
+    yield json.loads(said[0][-1])
 
 
-def pipelining_rank(size: Size, folder: str, stages: int, rank: int) -> dict[str, Any]:
+def pipelining_rank(size: Size, folder: str, stages: int, rank: int) -> Found:
     """One rank of it."""
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    device = torch.device(accelerators(stages)[rank])
+    device = torch.device(devices_here(stages)[rank])
     torch.accelerator.set_device_index(device.index)
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, f"file://{folder}/meet", rank=rank, world_size=stages)
@@ -308,23 +435,20 @@ def pipelining_rank(size: Size, folder: str, stages: int, rank: int) -> dict[str
         optimizer.step()
         optimizer.zero_grad()
 
-    def settle() -> None:
+    def end() -> None:
         torch.accelerator.synchronize()
         dist.barrier()
 
-    found = {"samples_per_s": measured(size, step, settle)[0]}
+    yield {"samples_per_s": measured(size, step, end)[0]}
     dist.destroy_process_group()
-    return found
 
 
 # -- what decides the design ----------------------------------------------------------------------
 
 
-def killed(size: Size) -> dict[str, Any]:
+def killed(size: Size) -> Found:
     """What the reader of shared memory of a device sees once its owner is killed."""
-    device = accelerators()[0]
-    if torch.device(device).type != "cuda":
-        unavailable("torch shares memory of devices between processes on CUDA alone")
+    device = accelerator("cuda")  # torch shares memory of others between processes nowhere
     import torch.multiprocessing as mp
 
     context = mp.get_context("spawn")
@@ -333,7 +457,7 @@ def killed(size: Size) -> dict[str, Any]:
     owner.start()
     tensor, handle = given.get(timeout=120)
     event = torch.cuda.Event.from_ipc_handle(torch.device(device), handle)
-    found: dict[str, Any] = {"before": float(tensor.sum()), "event_before": event.query()}
+    yield {"before": float(tensor.sum()), "event_before": event.query()}
     os.kill(owner.pid or 0, signal.SIGKILL)
     owner.join(30)
     for name, look in (
@@ -342,10 +466,9 @@ def killed(size: Size) -> dict[str, Any]:
         ("own_memory_after", lambda: float(torch.ones(8, device=device).sum())),
     ):
         try:
-            found[name] = look()
+            yield {name: look()}
         except RuntimeError as error:
-            found[name] = str(error).partition("\n")[0]
-    return found
+            yield {name: str(error).partition("\n")[0]}
 
 
 def _own(device: str, given: Any, done: Any) -> None:
@@ -358,17 +481,29 @@ def _own(device: str, given: Any, done: Any) -> None:
     done.wait(300)
 
 
-def hop(size: Size) -> dict[str, Any]:
-    """Time of the host, and in all, from one stream to another, and from there to the host."""
-    device = accelerators()[0]
+def median_us(times: list[float]) -> float:
+    return 1e6 * statistics.median(times)
+
+
+def hop(size: Size) -> Found:
+    """Time of the host, and in all, from one stream to another, and to the host and back."""
+    device = accelerator()
     one, other, out = (torch.Stream(device) for _ in range(3))
-    found: dict[str, Any] = {}
+    recorded, waited = [], []
+    for _ in range(200):
+        start = time.perf_counter()
+        event = one.record_event()
+        recorded.append(time.perf_counter() - start)
+        other.wait_event(event)
+        waited.append(time.perf_counter() - start - recorded[-1])
+    yield {"record an event us": median_us(recorded), "let a stream wait us": median_us(waited)}
     for count in (1 << 18, 1 << 22) if size.samples > 8 else (1 << 10,):
+        mib = f"{4 * count / 2**20:g} MiB"
         with one:
             x = torch.ones(count, device=device)
-        pinned = torch.empty(count, pin_memory=True)
+        pinned, pageable = torch.empty(count, pin_memory=True), torch.empty(count)
         torch.accelerator.synchronize()
-        times, there, down = [], [], []
+        times, there, down, up, plain = [], [], [], [], []
         for _ in range(30):
             start = time.perf_counter()
             ready = one.record_event()
@@ -385,131 +520,244 @@ def hop(size: Size) -> dict[str, Any]:
                 pinned.copy_(y, non_blocking=True)
             out.record_event().synchronize()
             down.append(time.perf_counter() - start)
-        mib = f"{4 * count / 2**20:g} MiB"
-        found[f"host us, {mib}"] = 1e6 * statistics.median(times)
-        found[f"in all us, {mib}"] = 1e6 * statistics.median(there)
-        found[f"to the host us, {mib}"] = 1e6 * statistics.median(down)
-    return found
+            for source, seconds in ((pinned, up), (pageable, plain)):
+                start = time.perf_counter()
+                with out:
+                    y.copy_(source, non_blocking=True)
+                out.synchronize()
+                seconds.append(time.perf_counter() - start)
+        for what, seconds in {
+            "host": times, "in all": there, "to the host": down, "from pinned memory": up,
+            "from other memory": plain,
+        }.items():  # fmt: skip
+            yield {f"{what} us, {mib}": median_us(seconds)}
 
 
-def memory(size: Size) -> dict[str, Any]:
+def memory(size: Size) -> Found:
     """What a process takes of a device before it computes, and a stage beside the formula."""
-    device = accelerators()[0]
+    device = accelerator()
     torch.zeros(1, device=device)
     torch.accelerator.synchronize()
     free, total = torch.accelerator.get_memory_info(device)
-    options = options_of(2, "async-1f1b", devices=device, workers="serial")
-    with pipedream_rt.Pipeline(model(size), **options) as pipe:
+    yield {"taken_mib": (total - free) / 2**20}
+    with opened(model(size), 2, "async-1f1b") as pipe:
         for batch in data(size, 4):
             pipe.submit(*batch)
         pipe.flush()
         counters = pipe.statistics()
     # Versions, the gradients of an update, and the two moments of AdamW.
     formula = sum(each["weight_bytes"] * (each["versions_kept_most"] + 3) for each in counters)
-    return {
-        "taken_mib": (total - free) / 2**20,
-        "formula_mib": formula / 2**20,
-        "peak_mib": counters[0]["peak_device_memory_bytes"] / 2**20,
-    }
+    peak = counters[0]["peak_device_memory_bytes"]
+    yield {"formula_mib": formula / 2**20, "peak_mib": peak / 2**20}
 
 
-def addresses(size: Size) -> dict[str, Any]:
+def addresses(size: Size) -> Found:
     """Whether a product has the same bits for operands that begin at other addresses."""
-    device = accelerators()[0]
+    device = devices_here()[0]
     torch.manual_seed(SEED)
     n = size.width
     a, b = torch.randn(n, n), torch.randn(n, n)
     expected = a.to(device) @ b.to(device)
-    found = {}
     for offset in (512, 64, 16, 4):
         at = offset // 4
         moved = [torch.empty(n * n + at, device=device)[at:].view(n, n) for _ in (a, b)]
         for to, given in zip(moved, (a, b), strict=True):
             to.copy_(given)
-        found[f"equal at {offset} bytes"] = bool(torch.equal(moved[0] @ moved[1], expected))
-    return found
+        yield {f"equal at {offset} bytes": bool(torch.equal(moved[0] @ moved[1], expected))}
 
 
 # -- what is promised -----------------------------------------------------------------------------
 
-
 FLUSHING = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
 ASYNCHRONOUS = ("2bw", "async-1f1b", "async-1f1b+vertical-sync")
+SUITES = ROOT / "tests/support/device/suites.txt"
+AT_ONCE = 14
+"""Processes of the tests: each takes about half a GiB of the device, and more with its workers."""
 
 
-def digest_of(size: Size, stages: int, schedule: str) -> str:
-    """The fingerprint after a few mini-batches."""
-    options = options_of(stages, schedule, devices=accelerators()[0], workers="serial")
-    with pipedream_rt.Pipeline(model(size), **options) as pipe:
-        for batch in data(size, 4):
+def suites(size: Size, limit_s: int = 150) -> Found:
+    """The tests of exactness, any model, recovery and compatibility, with stages on the device.
+
+    A test that takes a minute has failed. Each test's end is a line of ``gpu-tests.jsonl``, and
+    what pytest writes is ``gpu-tests.log``, in $OUT or in build/.
+    """
+    device = torch.device(devices_here()[0]).type
+    folder = Path(os.environ.get("OUT") or ROOT / "build")
+    folder.mkdir(parents=True, exist_ok=True)
+    results = folder / "gpu-tests.jsonl"
+    results.unlink(missing_ok=True)
+    count = max(1, min(len(os.sched_getaffinity(0)) - 2, AT_ONCE))
+    command = [
+        sys.executable, "-m", "pytest", "-n", str(count), "--dist", "worksteal", "-q",
+        "-p", "no:cacheprovider", "-m", "not stress", "--timeout", "60",
+        "--timeout-method", "signal", "-o", "faulthandler_timeout=50", "--device", device,
+        "--results", str(results), *SUITES.read_text().split(),
+    ]  # fmt: skip
+    deterministically()
+    with (
+        open(folder / "gpu-tests.log", "wb") as log,
+        subprocess.Popen(
+            command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        ) as tests,
+    ):
+        try:
+            tests.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(tests.pid, signal.SIGKILL)
+    lines = [json.loads(text) for text in results.read_text().splitlines()]
+    ended = {line["test"]: line["outcome"] for line in lines if "outcome" in line}
+    unfinished = sorted({line["test"] for line in lines} - ended.keys())
+    yield {
+        **Counter(ended.values()),
+        "not ended": len(unfinished),
+        "names of the failed": [test for test, how in ended.items() if how == "failed"][:50],
+        "names of those not ended": unfinished[:50],
+        "reasons of the skipped": Counter(
+            line["reason"] for line in lines if line.get("outcome") == "skipped"
+        ),
+    }
+
+
+def digest_of(net: nn.Module, batches: list[Any], stages: int, schedule: str) -> str:
+    """The fingerprint after mini-batches."""
+    with opened(net, stages, schedule) as pipe:
+        for batch in batches:
             pipe.submit(*batch)
         return pipe.fingerprint().digest
 
 
-def bits(size: Size) -> dict[str, Any]:
-    """Whether runs have the same bits, as torch is by default and with deterministic algorithms.
+def through(net: nn.Module, batches: list[Any], schedule: str, host: bool) -> tuple[str, bool]:
+    """Train half of them, save, perhaps go on on the host and save there, and train the others.
 
-    A plain loop twice; then each schedule: those that flush against one stage, and the others
-    twice. Each result is told as it comes.
+    Returns:
+        The fingerprint at the end, and whether all the loads had that of the save before.
     """
-    found: dict[str, Any] = {}
+    half, same = len(batches) // 2, True
+    with tempfile.TemporaryDirectory() as folder:
+        with opened(net, 4, schedule) as pipe:
+            for batch in batches[:half]:
+                pipe.submit(*batch)
+            saved = pipe.save(Path(folder, "here"))
+            digest = pipe.fingerprint().digest
+        if host:
+            with opened(net, 4, schedule, devices="cpu") as pipe:
+                pipe.load(saved)
+                same = pipe.fingerprint().digest == digest
+                saved = pipe.save(Path(folder, "host"))
+        with opened(net, 4, schedule) as pipe:
+            pipe.load(saved)
+            same = same and pipe.fingerprint().digest == digest
+            for batch in batches[half:]:
+                pipe.submit(*batch)
+            return pipe.fingerprint().digest, same
 
-    def tell(what: str, one: str, other: str) -> None:
-        kind = "deterministic" if torch.are_deterministic_algorithms_enabled() else "by default"
-        found[f"{what}, {kind}"] = one == other
-        click.echo(f"{what}, {kind}: {one == other}", err=True)
 
-    net = model(size)
-    for deterministic in (False, True):
-        tell("plain", *(plainly(size, net, deterministic)[1] for _ in range(2)))
-        whole = digest_of(size, 1, "1f1b")
-        for schedule in FLUSHING if deterministic else ("1f1b",):
-            tell(schedule, digest_of(size, 4, schedule), whole)
-        for schedule in ASYNCHRONOUS if deterministic else ("async-1f1b",):
-            tell(schedule, *(digest_of(size, 4, schedule) for _ in range(2)))
+def disturbed(net: nn.Module, batches: list[Any], schedule: str) -> tuple[str, dict[str, float]]:
+    """The fingerprint of a run whose worker is killed after the second, and what that takes."""
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        options = {
+            "workers": "local", "checkpoint": pipedream_rt.Checkpoints(folder, every=1),
+            "recovery": pipedream_rt.Recovery(max_restarts=1),
+        }  # fmt: skip
+        with opened(net, 4, schedule, **options) as pipe:
+            for result in pipe.train_epoch(batches):
+                if result.step == 0:
+                    started = time.monotonic() - begun
+                if result.step == 2:
+                    cluster: Any = pipe._group.cluster
+                    process = next(iter(cluster._local.processes.values()))
+                    os.kill(process.pid, signal.SIGKILL)
+            if len(pipe.restarts) != 1:
+                raise RuntimeError(f"one worker was killed, and {len(pipe.restarts)} recovered")
+            digest = pipe.fingerprint().digest
+            return digest, {"start s": started, "recovery s": pipe.restarts[0].seconds}
+
+
+def bits(size: Size) -> Found:
+    """Whether every schedule has the same bits, with the algorithms that torch has for that.
+
+    Those that flush with four stages and with one; all in one process and in another that is
+    killed; and through checkpoints that the host has loaded and written on the way. Four schedules
+    at once, since most of the time is that of processes which begin to use the device.
+    """
+    words = ["--size", size.name]
+    with ThreadPoolExecutor(4) as pool:
+        runs = [
+            pool.submit(_case, "bits-of", schedule, *words)
+            for schedule in (*FLUSHING, *ASYNCHRONOUS)
+        ]
+        for run in as_completed(runs):
+            yield {key: value for key, value in run.result().items() if key not in OF_ANY}
+
+
+OF_ANY = ("device", "took_s")
+
+
+def _case(*words: str, **variables: str) -> dict[str, Any]:
+    """The last object that another process prints for a case; the end of its errors if none."""
+    command = [sys.executable, "-W", "ignore", __file__, *words]
+    environment = {**os.environ, **variables}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    found: dict[str, Any] = json.loads(lines[-1]) if lines else {}
+    if done.returncode:
+        found["error"] = f"{' '.join(words)}: exit code {done.returncode}: {done.stderr[-1000:]}"
     return found
 
 
-def recovery(size: Size) -> dict[str, Any]:
-    """Seconds to go on after SIGKILL, and whether the bits are those of a calm run."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    device = accelerators()[0]
-    digests, seconds = [], 0.0
-    for disturbed in (False, True):
-        with tempfile.TemporaryDirectory() as folder:
-            options = options_of(
-                2, "async-1f1b", devices=device, workers="local",
-                checkpoint=pipedream_rt.Checkpoints(folder, every=2),
-                recovery=pipedream_rt.Recovery(max_restarts=1),
-            )  # fmt: skip
-            with pipedream_rt.Pipeline(model(size), **options) as pipe:
-                for result in pipe.train_epoch(data(size, 6)):
-                    if disturbed and result.step == 2:
-                        cluster: Any = pipe._group.cluster
-                        (process,) = cluster._local.processes.values()
-                        os.kill(process.pid, signal.SIGKILL)
-                digests.append(pipe.fingerprint().digest)
-                seconds = sum(each.seconds for each in pipe.restarts)
-    return {"seconds": seconds, "bits equal": digests[0] == digests[1]}
+def bits_of(size: Size, schedule: str) -> Found:
+    """That of one schedule."""
+    deterministically()
+    net, batches = model(size), data(size, 4)
+    calm = digest_of(net, batches, 4, schedule)
+    if schedule in FLUSHING:
+        yield {f"{schedule}, 1 stage": digest_of(net, batches, 1, "1f1b") == calm}
+    digest, times = disturbed(net, batches, schedule)
+    yield {f"{schedule}, killed": digest == calm}
+    yield {f"{schedule}, {what}": seconds for what, seconds in times.items()}
+    here, (there, same) = (through(net, batches, schedule, host) for host in (False, True))
+    yield {f"{schedule}, by the host": same and here == (there, True)}
 
 
-def sanitizer(size: Size) -> dict[str, Any]:
-    """Whether torch's own check of the order of streams finds anything."""
-    if torch.device(accelerators()[0]).type != "cuda":
-        unavailable("TORCH_CUDA_SANITIZER is for CUDA alone")
-    environment = {**os.environ, "TORCH_CUDA_SANITIZER": "1"}
-    command = [sys.executable, __file__, "bits", "--size", "tiny"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    lines = done.stdout.splitlines()
-    told: dict[str, Any] = json.loads(lines[-1]) if lines else {"error": done.stderr[-2000:]}
-    return {"found": told.get("error", "")}
+def defaults(size: Size) -> Found:
+    """Whether two runs have the same bits as torch is by default."""
+    net, batches = model(size), data(size, 4)
+    yield {"plain": len({plainly(size, net)[1] for _ in range(2)}) == 1}
+    yield {"1f1b": digest_of(net, batches, 4, "1f1b") == digest_of(net, batches, 1, "1f1b")}
+    yield {"async-1f1b": len({digest_of(net, batches, 4, "async-1f1b") for _ in range(2)}) == 1}
 
 
-CASES: dict[str, Callable[..., dict[str, Any]]] = {
-    "throughput": throughput, "ours": ours, "processes": processes, "pipelining": pipelining,
-    "pipelining-rank": pipelining_rank, "killed": killed, "hop": hop, "memory": memory,
-    "addresses": addresses, "bits": bits, "recovery": recovery, "sanitizer": sanitizer,
+def sanitizer(size: Size) -> Found:
+    """Whether torch's own check of the order of streams finds anything in small runs."""
+    accelerator("cuda")
+    found = _case("streams", "--size", "tiny", TORCH_CUDA_SANITIZER="1")
+    yield {"found": found.get("error", ""), "runs": found.get("runs", 0)}
+
+
+def streams(size: Size) -> Found:
+    """Run schedules once, for whom watches."""
+    net, batches = model(size), data(size, 2)
+    for number, schedule in enumerate(("1f1b", "zero-bubble", "async-1f1b"), 1):
+        digest_of(net, batches, 4, schedule)
+        yield {"runs": number}
+
+
+CASES: dict[str, Callable[..., Found]] = {
+    case.__name__.replace("_", "-"): case
+    for case in (
+        suites, bits, bits_of, throughput, host, overlap, hop, memory, sanitizer, streams,
+        defaults, addresses, killed, ours, processes, pipelining, pipelining_rank,
+    )
 }  # fmt: skip
+
+
+def name_of_device() -> str:
+    """What the device calls itself."""
+    name = torch.device((devices_here() or ["cpu"])[0]).type
+    module: Any = torch.get_device_module(name) if name != "cpu" else None
+    said: str = getattr(module, "get_device_name", lambda: name)()
+    return said
 
 
 @click.command()
@@ -517,16 +765,17 @@ CASES: dict[str, Callable[..., dict[str, Any]]] = {
 @click.argument("arguments", nargs=-1)
 @click.option("--size", type=click.Choice(list(SIZES)), default="gpt2", help="Of the model.")
 def main(case: str, arguments: tuple[str, ...], size: str) -> None:
-    """Measure a case, and print one JSON object."""
+    """Measure a case, and print a JSON object of all that is known whenever there is more."""
     given = [int(each) if each.isdecimal() else each for each in arguments]
+    found: dict[str, Any] = {"device": name_of_device()}
+    begun = time.monotonic()
     try:
-        found = CASES[case](Size(size), *given)
+        for more in CASES[case](Size(size), *given):
+            found.update(more, took_s=round(time.monotonic() - begun, 1))
+            print(json.dumps(found), flush=True)
     except Exception as error:  # an error on a device that nobody has tried is what it has found
-        found = {"error": f"{type(error).__name__}: {str(error)[:500]}"}
-    name = accelerator_here()
-    module = torch.get_device_module(name) if name is not None else None
-    device = getattr(module, "get_device_name", lambda: str(name))()
-    click.echo(json.dumps({**found, "device": device}))
+        found["error"] = f"{type(error).__name__}: {str(error)[:500]}"
+        print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

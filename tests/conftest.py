@@ -12,6 +12,7 @@ import hypothesis
 import pytest
 import torch
 from support.device import differs, references, standin
+from support.results import Results
 from support.rights import why_lacking
 from support.selection import thin_out
 from support.ticking import Clock
@@ -34,6 +35,7 @@ def pytest_addoption(parser):
         default="cpu",
         help="What pipelines compute on where a test does not say: `standin`, or an accelerator.",
     )
+    parser.addoption("--results", help="A file for a line of JSON for each test that ends.")
 
 
 def pytest_configure(config):
@@ -42,6 +44,8 @@ def pytest_configure(config):
         config.addinivalue_line("filterwarnings", "default")
     if (device := config.getoption("--device")) not in ("cpu", standin.NAME):
         os.environ[references.DEVICE] = device
+    if (path := config.getoption("--results")) and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Results(path))
 
 
 def pytest_report_header():

@@ -68,7 +68,7 @@ class Script:
         try:
             for what, argument in script:
                 self.do(what, argument)
-            assert_same(self.pipe.state_dict(), self.oracle.model.state_dict())
+            assert_same(self.pipe.state_dict(), self.oracle.state_dict())
             assert self.pipe.step == self.oracle.step
         finally:
             self.pipe.close()
@@ -169,7 +169,7 @@ class Script:
                 difference = pipe(DATA[0][0]) - oracle.infer(DATA[0][0])
                 assert difference.abs().max() < 1e-5
             case "state_dict":
-                assert_same(pipe.state_dict(), oracle.model.state_dict())
+                assert_same(pipe.state_dict(), oracle.state_dict())
             case "fingerprint":
                 assert pipe.fingerprint() == pipe.fingerprint()
             case "optimizer state":
@@ -250,4 +250,4 @@ def test_the_oracle_of_this_file_is_that_of_the_others():
             k=k, reads=reads,
         )  # fmt: skip
         assert found == losses
-        assert_same(run.model.state_dict(), weights)
+        assert_same(run.state_dict(), weights)

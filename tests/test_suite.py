@@ -4,6 +4,8 @@ And what it compares computes the same thing: our pipeline and a plain loop end 
 """
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +21,7 @@ from benchmarks.workload import Workload
 HERE = Path(__file__).resolve().parent.parent / "benchmarks"
 
 COUNTING = """
-import json, pathlib, sys
+import json, pathlib, sys, threading
 log = pathlib.Path(sys.argv[2])
 log.write_text(log.read_text() + sys.argv[1] if log.exists() else sys.argv[1])
 print("something else first")
@@ -28,7 +30,12 @@ if sys.argv[1] == "gone":
     sys.exit(3)
 if sys.argv[1] == "bad":
     sys.exit("it went wrong")
-print(json.dumps({"seconds": float(len(log.read_text()))}))
+print(json.dumps({"seconds": float(len(log.read_text()))}), flush=True)
+if sys.argv[1] == "late":
+    import subprocess
+    other = subprocess.Popen(["sleep", "600"], start_new_session=True)  # it holds its output open
+    log.with_name("other").write_text(str(other.pid))
+    threading.Event().wait()
 """
 
 
@@ -41,13 +48,13 @@ def kept(tmp_path, monkeypatch):
     return tmp_path
 
 
-def counting(kept, *words, **more):
+def counting(kept, *words, once=False, file=None, **more):
     """A benchmark of a case for each word, whose script notes the word."""
     cases = [
         runs.Case({"word": word}, (str(kept / "count.py"), word, str(kept / "log")), **more)
         for word in words
     ]
-    return runs.Benchmark("title", cases, lambda lines: Table())
+    return runs.Benchmark("title", cases, lambda lines: Table(), once=once, file=file)
 
 
 def test_repeats_are_taken_in_turn_and_what_is_kept_is_not_measured_again(kept):
@@ -85,6 +92,29 @@ def test_what_cannot_run_here_says_why_and_what_fails_ends_the_suite(kept):
     told = list(runs.run("z", counting(kept, "a", foreign=True), 1, Path("no/python")))
     assert "left out, as no/python does not exist" in told[0]
     assert not runs.lines_of("z")
+
+
+def test_what_fails_or_is_late_is_a_result_where_each_case_is_measured_once(kept, monkeypatch):
+    monkeypatch.setenv("OUT", str(kept / "there"))
+    benchmark = counting(kept, "a", "bad", "late", once=True, file="y", limit_s=8)
+    try:
+        list(runs.run("x", benchmark, 5, Path("none")))
+    finally:
+        os.kill(int((kept / "other").read_text()), signal.SIGKILL)
+    (good,), (bad,), (late,) = runs.newest(benchmark, "x")
+    assert good["seconds"] == 1
+    assert bad["error"] == "exit code 1: it went wrong\n"
+    assert (late["seconds"], late["unfinished"]) == (8, "killed after 8 s")
+    assert [path.name for path in (kept / "there").iterdir()] == ["y.jsonl"]
+    assert list(runs.run("x", benchmark, 5, Path("none"))) == []
+
+
+@pytest.mark.parametrize("commit", ["unknown", "abc-dirty"])
+def test_what_was_measured_of_no_commit_is_measured_again(kept, monkeypatch, commit):
+    monkeypatch.setattr(runs, "machine", lambda: {"commit": commit})
+    for _ in range(2):
+        list(runs.run("x", counting(kept, "a"), 1, Path("none")))
+    assert (kept / "log").read_text() == "aa"
 
 
 @pytest.mark.parametrize("name", list(BENCHMARKS))

@@ -1,7 +1,8 @@
-"""The benchmark of an accelerator: what decides the design, throughput, bits and recovery."""
+"""The benchmark of an accelerator: tests, bits and recovery, throughput, the parts of a hop."""
 
 from __future__ import annotations
 
+from rich.markup import escape
 from rich.table import Table
 
 from .runs import Benchmark, Case, Line, table_of
@@ -9,16 +10,32 @@ from .runs import Benchmark, Case, Line, table_of
 _SCRIPT = "devices.py"
 
 
-def _cases() -> list[Case]:
-    """Every case. torch.distributed.pipelining has a device for each stage, so it needs several."""
-    commands: list[tuple[str, ...]] = [
-        *(("bits", "--size", size) for size in ("small", "gpt2")), ("recovery", "--size", "small"),
-        *((name,) for name in ("throughput", "hop", "memory", "addresses", "killed", "sanitizer")),
-    ]  # fmt: skip
-    for stages in ("2", "4"):
-        commands += [("ours", stages, schedule) for schedule in ("1f1b", "async-1f1b")]
-        commands += [("processes", stages, "async-1f1b"), ("pipelining", stages)]
-    return [Case({"case": " ".join(each)}, (_SCRIPT, *each)) for each in commands]
+def _case(limit_s: float, *words: str) -> Case:
+    return Case({"case": " ".join(words)}, (_SCRIPT, *words), limit_s=limit_s)
+
+
+_SHORT = [
+    _case(170, "suites"),
+    _case(100, "bits", "--size", "small"),
+    _case(100, "throughput"),
+    _case(40, "host", "--size", "tiny"),
+    _case(40, "overlap"),
+    _case(20, "hop"),
+    _case(30, "memory"),
+    _case(60, "sanitizer"),
+    *(_case(60, "ours", "2", schedule) for schedule in ("1f1b", "async-1f1b")),
+    _case(60, "pipelining", "2"),
+]
+"""In order; on one H100 they take seven minutes. The last need two devices."""
+
+_LONG = [
+    *(_case(300, "defaults", "--size", size) for size in ("small", "gpt2")),
+    _case(600, "bits", "--size", "gpt2"),
+    *(_case(60, each) for each in ("addresses", "killed")),
+    *(_case(120, "ours", "4", schedule) for schedule in ("1f1b", "async-1f1b")),
+    _case(120, "pipelining", "4"),
+    *(_case(120, "processes", stages, "async-1f1b") for stages in ("2", "4")),
+]
 
 
 def _table(lines: list[Line]) -> Table:
@@ -27,12 +44,15 @@ def _table(lines: list[Line]) -> Table:
     for line in lines:
         known = {"case", "commit", "torch", "python", "kernel", "processor", "cores", "repeats"}
         rest = [
-            f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}"
+            f"{key}: {value:.4g}" if isinstance(value, float) else f"{key}: {value}"
             for key, value in line.items()
             if key not in known and not key.endswith(" spread")
         ]
-        table.add_row(line["case"], "; ".join(rest))
+        table.add_row(line["case"], escape("\n".join(rest)))
     return table
 
 
-BENCHMARKS = {"devices": Benchmark("an accelerator", _cases(), _table, once=True)}
+BENCHMARKS = {
+    "gpu": Benchmark("an accelerator, in short", _SHORT, _table, once=True, file="devices"),
+    "devices": Benchmark("an accelerator", [*_SHORT, *_LONG], _table, once=True),
+}

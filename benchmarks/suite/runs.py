@@ -7,13 +7,16 @@ on where the first was stopped.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,11 +43,13 @@ class Case:
         facts: What tells it from all other cases of its benchmark.
         command: A script of this folder, and its arguments.
         foreign: Whether it runs in the environment of the peers.
+        limit_s: Seconds after which it is killed.
     """
 
     facts: Line
     command: tuple[str, ...]
     foreign: bool = False
+    limit_s: float = DEADLINE_S
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,9 @@ class Benchmark:
         table: Makes the table of results.
         curve: Yields name, x and y of points, for a picture; None if there is no picture.
         axes: What the picture has on its two axes.
-        once: Whether each case is measured once, however many repeats are asked for.
+        once: Whether each case is measured once, however many repeats are asked for; how it failed,
+            or what it had found until its limit, is its result then.
+        file: Of its results, where others share it; that of its name otherwise.
     """
 
     title: str
@@ -66,6 +73,7 @@ class Benchmark:
     curve: Callable[[list[Line]], Iterator[tuple[str, float, float]]] | None = None
     axes: tuple[str, str] = ("", "")
     once: bool = False
+    file: str | None = None
 
 
 def table_of(title: str, *heads: str) -> Table:
@@ -80,8 +88,11 @@ def table_of(title: str, *heads: str) -> Table:
 @functools.cache
 def machine() -> Line:
     """Where the measurements are taken, and on what."""
-    git: Line = {"check": True, "stdout": subprocess.PIPE, "text": True, "cwd": HERE.parent}
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], **git).stdout.strip()
+    git: Line = {"stdout": subprocess.PIPE, "text": True, "cwd": HERE.parent}
+    try:
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], **git).stdout.strip()
+    except FileNotFoundError:
+        commit = ""
     # What was measured before does not make it another commit.
     others = [
         "git",
@@ -92,13 +103,13 @@ def machine() -> Line:
         ".",
         f":!{RESULTS.relative_to(HERE.parent)}",
     ]
-    if subprocess.run(others, **git).stdout:
+    if commit and subprocess.run(others, **git).stdout:
         commit += "-dirty"
     names = [
         line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
     ]
     return {
-        "commit": commit,
+        "commit": commit or "unknown",
         "torch": torch.__version__,
         "python": platform.python_version(),
         "kernel": platform.release(),
@@ -107,9 +118,14 @@ def machine() -> Line:
     }
 
 
+def results_of(name: str) -> Path:
+    """Where results are kept: in the folder that $OUT names, if it is set."""
+    return Path(os.environ.get("OUT") or RESULTS) / f"{name}.jsonl"
+
+
 def lines_of(name: str) -> list[Line]:
     """The results of a benchmark that are kept."""
-    path = RESULTS / f"{name}.jsonl"
+    path = results_of(name)
     return [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
 
 
@@ -120,23 +136,40 @@ def measure(case: Case, peers: Path) -> Line:
         case: The case.
         peers: The interpreter of the environment of the peers.
 
-    Raises:
-        SystemExit: It failed; what it wrote is on standard error.
+    Returns:
+        The last of its objects; with ``error`` if it failed, with ``unfinished`` if it was killed.
     """
     interpreter = peers if case.foreign else Path(sys.executable)
     script, *arguments = case.command
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [interpreter, "-W", "ignore", HERE / script, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        env=environment,
-        cwd=HERE.parent,
-    )
-    if done.returncode not in (0, UNAVAILABLE):
-        raise SystemExit(f"{' '.join(case.command)} failed:\n{done.stderr}")
-    outcome: Line = json.loads(done.stdout.splitlines()[-1])
+    # Files, since what the case has started may outlive it and hold pipes open.
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            [interpreter, "-W", "ignore", HERE / script, *arguments],
+            stdout=output,
+            stderr=errors,
+            env=environment,
+            cwd=HERE.parent,
+            start_new_session=True,
+        )
+        late = False
+        try:
+            process.wait(case.limit_s)
+        except subprocess.TimeoutExpired:
+            late = True
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # all of it have ended
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        output.seek(0)
+        errors.seek(0)
+        lines, why = output.read().splitlines(), errors.read()[-2000:]
+    said = [line for line in lines if line.startswith("{")]
+    outcome: Line = json.loads(said[-1]) if said else {}
+    if late:
+        outcome["unfinished"] = f"killed after {case.limit_s:g} s"
+    elif process.returncode not in (0, UNAVAILABLE):
+        outcome["error"] = f"exit code {process.returncode}: {why}"
     return outcome
 
 
@@ -152,9 +185,10 @@ def run(name: str, benchmark: Benchmark, repeats: int, peers: Path) -> Iterator[
     Yields:
         What is measured next.
     """
-    RESULTS.mkdir(exist_ok=True)
-    commit = machine()["commit"]
-    known = [line for line in lines_of(name) if line["commit"] == commit]
+    path, commit = results_of(benchmark.file or name), machine()["commit"]
+    path.parent.mkdir(exist_ok=True, parents=True)
+    clean = commit != "unknown" and not commit.endswith("-dirty")
+    known = [line for line in lines_of(path.stem) if clean and line["commit"] == commit]
     for number in range(1 if benchmark.once else repeats):
         for case in benchmark.cases:
             if len(_of(case, known)) > number:
@@ -163,9 +197,12 @@ def run(name: str, benchmark: Benchmark, repeats: int, peers: Path) -> Iterator[
                 yield f"{name}: {case.command[0]} is left out, as {peers} does not exist"
                 continue
             yield f"{name} {number + 1}: {' '.join(case.command)}"
-            line = {**case.facts, **measure(case, peers), **machine()}
+            outcome = measure(case, peers)
+            if not benchmark.once and (failed := outcome.get("error", outcome.get("unfinished"))):
+                raise SystemExit(f"{' '.join(case.command)} failed: {failed}")
+            line = {**case.facts, **outcome, **machine()}
             known.append(line)
-            with (RESULTS / f"{name}.jsonl").open("a") as file:
+            with path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
 
 
@@ -176,7 +213,7 @@ def _of(case: Case, lines: Sequence[Line]) -> list[Line]:
 
 def newest(benchmark: Benchmark, name: str) -> list[list[Line]]:
     """The results of each case at the commit at which it was measured last, cases in order."""
-    lines, found = lines_of(name), []
+    lines, found = lines_of(benchmark.file or name), []
     for case in benchmark.cases:
         mine = _of(case, lines)
         found.append([line for line in mine if line["commit"] == mine[-1]["commit"]])

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.models.settings import autocasts
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,7 +357,9 @@ def put(step: Step, result: Any, values: dict[int, Any]) -> None:
             "after it were made for that"
         )
     for tensor, (shape, dtype) in zip(tensors, step.kinds):
-        if tensor.shape != shape or tensor.dtype != dtype:
+        # Under autocast a layer has other dtypes on a device than on the host that recorded it.
+        cast = tensor.is_floating_point() and dtype.is_floating_point and autocasts()
+        if tensor.shape != shape or (tensor.dtype != dtype and not cast):
             raise ConfigError(
                 f"{step.name} has returned a {tensor.dtype} tensor of shape {tuple(tensor.shape)}, "
                 f"and a {dtype} one of shape {tuple(shape)} when the forward of the model was "

@@ -528,6 +528,7 @@ def sequences(count):
     return [(torch.randn(4, 3, 8), torch.randn(4, 3, 8)) for _ in range(count)]
 
 
+@computed_on_the_device
 def evaluated(model, data):
     """Plain PyTorch's loop of evaluation."""
     model.eval()

@@ -1081,7 +1081,7 @@ def rows_of_settings():
     settings = {
         "set_default_dtype": (t.get_default_dtype, t.set_default_dtype, t.float64, None),
         "use_deterministic_algorithms": (
-            t.are_deterministic_algorithms_enabled, t.use_deterministic_algorithms, True, None,
+            t.get_deterministic_debug_mode, t.set_deterministic_debug_mode, "error", None,
         ),
         "set_float32_matmul_precision": (
             t.get_float32_matmul_precision, t.set_float32_matmul_precision, "medium", None,

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import functional_call
 
+from .device.references import home
 from .models import POINTS, batches, kitchen_sink
 from .oracle import READS, add_gradients, lags, layer_seed
 
@@ -28,7 +29,8 @@ class OracleRun:
     def __init__(self, stages, k, reads):
         self.points, self.k, self.reads = POINTS[stages], k, READS[reads]
         self.lags = lags(stages)
-        self.model = kitchen_sink()
+        self.home = home()
+        self.model = kitchen_sink().to(self.home)
         self.optimizer = make_optimizer(self.model.parameters())
         self.step = self.floor = 0
         self.versions = [self._weights()]
@@ -41,7 +43,7 @@ class OracleRun:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad()
-        losses = []
+        x, y, losses = x.to(self.home), y.to(self.home), []
         for i, (xm, ym) in enumerate(zip(x.chunk(self.k), y.chunk(self.k), strict=True)):
             m, value, leaves = self.step * self.k + i, xm, {}
             for number, (layer_name, layer) in enumerate(self.model.named_children()):
@@ -68,7 +70,8 @@ class OracleRun:
         with torch.no_grad():
             for x, y in data:
                 for xm, ym in zip(x.chunk(self.k), y.chunk(self.k), strict=True):
-                    losses.append(F.cross_entropy(self.model(xm), ym).item())
+                    output = self.model(xm.to(self.home))
+                    losses.append(F.cross_entropy(output, ym.to(self.home)).item())
                     sizes.append(len(xm))
         self.model.train()
         return sum(loss * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes)
@@ -76,9 +79,12 @@ class OracleRun:
     def infer(self, x):
         self.model.eval()
         with torch.no_grad():
-            output = self.model(x)
+            output = self.model(x.to(self.home))
         self.model.train()
-        return output
+        return output.cpu()
+
+    def state_dict(self):
+        return {key: value.cpu() for key, value in self.model.state_dict().items()}
 
     def load_weights(self, state):
         """From here on no older version is read."""

@@ -433,7 +433,8 @@ def plainly(model, data, loss_fn, make_optimizer, *, k=1, autocast=None, clip=No
     for item in data:
         optimizer.zero_grad()
         for args, kwargs, target in chunks(item, k):
-            with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+            kind = next(model.parameters()).device.type
+            with torch.autocast(kind, dtype=autocast, enabled=autocast is not None):
                 loss = loss_fn(model(*args, **kwargs), target)
             (loss / k).backward() if k > 1 else loss.backward()
             losses.append(loss.item())

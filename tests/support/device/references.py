@@ -16,6 +16,11 @@ DEVICE = "PIPEDREAM_RT_TESTS_REFERENCE"
 """The variable that says where references compute; the host if there is none."""
 
 
+def home():
+    """The device on which references compute."""
+    return os.environ.get(DEVICE, "cpu")
+
+
 def computed_on_the_device(reference):
     """A reference whose arguments go to the device, and whose results and modules come back."""
 
