@@ -8,7 +8,7 @@ a shape. Such a value is marked by the user, or refused.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedream_rt.batches.items import Batch
+from pipedream_rt.containers import opened, place_in
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.models.program import found, replaced
 from pipedream_rt.models.tensors import named_tensors
@@ -210,12 +211,9 @@ def _named(batch: Batch) -> Iterator[tuple[str, Any]]:
 def _inside(place: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield a value and all that is in it, with expressions for them."""
     yield place, value
-    if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _inside(f"{place}[{key!r}]", each)
-    elif isinstance(value, list | tuple):
-        for i, each in enumerate(value):
-            yield from _inside(f"{place}[{i}]", each)
+    held = None if isinstance(value, _CUT) else opened(value)
+    for key, each in zip(*(held or ((), ()))):
+        yield from _inside(place + place_in(value, key), each)
 
 
 def _places(batch: Batch) -> dict[int, str]:

@@ -16,6 +16,7 @@ import cloudpickle
 import torch
 from torch import Tensor
 
+from pipedream_rt.containers import opened, place_in
 from pipedream_rt.errors import ConfigError
 
 Structure: TypeAlias = list[Any]
@@ -57,77 +58,81 @@ def _load_class(data: bytes) -> type:
 def flatten(value: object) -> tuple[Structure, list[Tensor]]:
     """Split a value into its structure, and its tensors in the order of their numbers there."""
     tensors: dict[int, tuple[int, Tensor]] = {}
-    structure = _flatten(value, tensors, "value")
+    structure = _flatten(value, tensors, ())
     return structure, [tensor for _, tensor in tensors.values()]
 
 
-def _flatten(value: Any, tensors: dict[int, tuple[int, Tensor]], path: str) -> Structure:
-    """Flatten one node of a value; ``path`` names it in errors."""
+def _flatten(value: Any, tensors: dict[int, tuple[int, Tensor]], way: tuple[Any, ...]) -> Structure:
+    """Flatten one node of a value; ``way`` is the way to it: another way, a container and a key."""
     if isinstance(value, Tensor):
         if value.layout is not torch.strided:
             raise ConfigError(
-                f"{path} is a tensor of layout {value.layout}, which cannot cross stages; send its "
-                "parts, as indices and values, or a dense tensor"
+                f"{_place(way)} is a tensor of layout {value.layout}, which cannot cross stages; "
+                "send its parts, as indices and values, or a dense tensor"
             )
         if value.is_meta:
-            raise ConfigError(f"{path} is a tensor on the device meta, which has no values")
+            raise ConfigError(f"{_place(way)} is a tensor on the device meta, which has no values")
         if value.is_quantized:
             raise ConfigError(
-                f"{path} is a quantized tensor, which cannot cross stages; send its int_repr() and "
-                "its scale"
+                f"{_place(way)} is a quantized tensor, which cannot cross stages; send its "
+                "int_repr() and its scale"
             )
         if type(value) not in (Tensor, torch.nn.Parameter):
             raise ConfigError(
-                f"{path} is a {type(value).__qualname__}, a subclass of Tensor, which would arrive "
-                "as a plain one; send what it holds, as a tuple or a dataclass"
+                f"{_place(way)} is a {type(value).__qualname__}, a subclass of Tensor, which would "
+                "arrive as a plain one; send what it holds, as a tuple or a dataclass"
             )
         # A tensor that occurs twice is sent once and is one tensor on the other side: there its
         # gradients are summed, in the order in which the unsplit model sums them.
         return ["T", tensors.setdefault(id(value), (len(tensors), value))[0]]
-    cls: type = type(value)  # not isinstance: a subclass would arrive as its base
+    cls: type = type(value)
     if cls in _PLAIN:
         if cls is int and not -(2**63) <= value < 2**64:
-            raise ConfigError(f"{path} is an integer of more than 64 bits")
+            raise ConfigError(f"{_place(way)} is an integer of more than 64 bits")
         return ["P", value]
-    if cls in _SEQUENCES:
-        items = [_flatten(v, tensors, f"{path}[{i}]") for i, v in enumerate(value)]
-        return [_SEQUENCES[cls], items]
-    if cls in _MAPPINGS:
-        pairs = [[_key(k, path), _flatten(v, tensors, f"{path}[{k!r}]")] for k, v in value.items()]
-        return [_MAPPINGS[cls], pairs]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        items = [_flatten(v, tensors, f"{path}.{f}") for f, v in zip(value._fields, value)]
-        return ["n", _dump_class(cls), items]
-    if dataclasses.is_dataclass(cls) and isinstance(value, dict):
-        # Like the outputs of Hugging Face models: a dict of the fields that are not None.
-        given = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(cls))
-        fields = [[n, _flatten(v, tensors, f"{path}.{n}")] for n, v in given if v is not None]
-        return ["m", _dump_class(cls), fields]
-    if dataclasses.is_dataclass(cls) and not isinstance(value, list | tuple):
-        fields = [
-            [f.name, _flatten(getattr(value, f.name), tensors, f"{path}.{f.name}")]
-            for f in dataclasses.fields(cls)
-        ]
-        return ["c", _dump_class(cls), fields]
-    raise ConfigError(
-        f"{path} is a {cls.__module__}.{cls.__qualname__}, which cannot cross stages; tensors, "
-        "tuples, lists, dicts, dataclasses, None, bool, int, float, str and bytes can"
-    )
+    tag = _TAGS.get(cls) or _own_class(value)  # not isinstance: a subclass would arrive as its base
+    held = opened(value)
+    if tag is None or held is None:
+        raise ConfigError(
+            f"{_place(way)} is a {cls.__module__}.{cls.__qualname__}, which cannot cross stages; "
+            "tensors, tuples, lists, dicts, dataclasses, None, bool, int, float, str and bytes can"
+        )
+    keys, parts = held
+    items = [_flatten(v, tensors, (way, value, k)) for k, v in zip(keys, parts)]
+    if tag in _SEQUENCES:
+        return [tag, items]
+    if tag == "n":
+        return [tag, items, _dump_class(cls)]
+    if tag in _MAPPINGS:
+        return [tag, items, [_key(key, way) for key in keys]]
+    return [tag, items, keys, _dump_class(cls)]
 
 
 _PLAIN = (type(None), bool, int, float, str, bytes)
-_SEQUENCES: dict[type, str] = {tuple: "t", list: "l", torch.Size: "s"}
-_MAPPINGS: dict[type, str] = {dict: "d", OrderedDict: "o"}
-_BUILDERS: dict[str, Callable[[Any], Any]] = {
-    tag: cls for cls, tag in (*_SEQUENCES.items(), *_MAPPINGS.items())
-}
+_SEQUENCES: dict[str, type] = {"t": tuple, "l": list, "s": torch.Size}
+_MAPPINGS: dict[str, type] = {"d": dict, "o": OrderedDict}
+_TAGS = {cls: tag for tag, cls in (*_SEQUENCES.items(), *_MAPPINGS.items())}
 
 
-def _key(key: object, path: str) -> str | int:
+def _own_class(value: Any) -> str | None:
+    """Return the tag of a named tuple, of a dict that is a dataclass, and of another dataclass."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return "n"
+    if not dataclasses.is_dataclass(type(value)) or isinstance(value, list | tuple):
+        return None
+    return "m" if isinstance(value, dict) else "c"
+
+
+def _place(way: tuple[Any, ...]) -> str:
+    """Return the expression for a node of a value, as ``value[0].mask``."""
+    return _place(way[0]) + place_in(way[1], way[2]) if way else "value"
+
+
+def _key(key: object, way: tuple[Any, ...]) -> str | int:
     """Return the key of a dict, which must be a str or an int."""
     if isinstance(key, str | int) and not isinstance(key, bool):
         return key
-    raise ConfigError(f"{path} has the key {key!r}; only str and int keys can cross stages")
+    raise ConfigError(f"{_place(way)} has the key {key!r}; only str and int keys can cross stages")
 
 
 def flat_copy(value: object) -> Value:
@@ -152,35 +157,35 @@ def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Any:
         return tensors[structure[1]]
     if tag == "P":
         return structure[1]
-    if tag in _SEQUENCES.values():
-        return _BUILDERS[tag]([unflatten(item, tensors) for item in structure[1]])
-    if tag in _MAPPINGS.values():
-        return _BUILDERS[tag]((key, unflatten(item, tensors)) for key, item in structure[1])
-    cls = _load_class(structure[1])
+    items = [unflatten(item, tensors) for item in structure[1]]
+    if tag in _SEQUENCES:
+        return _SEQUENCES[tag](items)
+    if tag in _MAPPINGS:
+        return _MAPPINGS[tag](zip(structure[2], items))
+    cls = _load_class(structure[-1])
     if tag == "n":
-        return cls(*(unflatten(item, tensors) for item in structure[2]))
+        return cls(*items)
     if tag == "m":
-        return cls(**{name: unflatten(item, tensors) for name, item in structure[2]})
+        return cls(**dict(zip(structure[2], items)))
     # As pickle does: a dataclass may have an `__init__` of its own, or be frozen.
     value: Any = object.__new__(cls)
-    for name, item in structure[2]:
-        object.__setattr__(value, name, unflatten(item, tensors))
+    for name, item in zip(structure[2], items):
+        object.__setattr__(value, name, item)
     return value
 
 
 def places(structure: Structure) -> dict[int, str]:
     """Return where each tensor stands in a value, as ``1.mask`` in ``(x, {"mask": y})``."""
-    tag = structure[0]
+    tag, items, *rest = structure
     if tag == "T":
-        return {structure[1]: ""}
+        return {items: ""}
     if tag == "P":
         return {}
-    items = structure[1] if tag in (*_SEQUENCES.values(), *_MAPPINGS.values()) else structure[2]
-    named = enumerate(items) if tag in (*_SEQUENCES.values(), "n") else items
+    keys = range(len(items)) if tag in _SEQUENCES or tag == "n" else rest[0]
     return {
-        number: f"{key}.{rest}".rstrip(".")
-        for key, item in named
-        for number, rest in places(item).items()
+        number: f"{key}.{inner}".rstrip(".")
+        for key, item in zip(keys, items)
+        for number, inner in places(item).items()
     }
 
 

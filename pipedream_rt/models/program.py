@@ -24,8 +24,7 @@ shown.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -35,6 +34,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from pipedream_rt.containers import opened, put_together
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.models.settings import autocasts
 
@@ -235,44 +235,18 @@ class Program:
 def replaced(value: Any, kinds: tuple[type, ...], by: Callable[[Any], Any]) -> Any:
     """Return a value with every object of some kinds in it replaced by ``by(object)``, in order.
 
-    It goes through tuples, lists, dicts, slices, dataclasses and dicts that are dataclasses, such
-    as the outputs of Hugging Face models. A container without such an object is returned itself.
+    A container without such an object is returned itself.
     """
     if isinstance(value, kinds):
         return by(value)
-    cls = type(value)
-    if cls in _PLAIN:
+    held = opened(value)
+    if held is None:
         return value
-    if isinstance(value, tuple | list):
-        items = [replaced(item, kinds, by) for item in value]
-        if all(new is old for new, old in zip(items, value)) or cls is torch.Size:
-            return value
-        if hasattr(cls, "_make"):  # the own constructor of a named tuple may expect tensors
-            return cls._make(items)
-        return cls(items)
-    if cls is slice:
-        return slice(*(replaced(part, kinds, by) for part in (value.start, value.stop, value.step)))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        made = {name: replaced(part, kinds, by) for name, part in parts.items()}
-        if all(made[name] is part for name, part in parts.items()):
-            return value
-        if isinstance(value, dict):
-            return cls(**{name: part for name, part in made.items() if part is not None})
-        same: Any = copy.copy(value)
-        for name, part in made.items():
-            object.__setattr__(same, name, part)  # it may be frozen
-        return same
-    if isinstance(value, dict):
-        entries = {key: replaced(item, kinds, by) for key, item in value.items()}
-        if all(entries[key] is item for key, item in value.items()):
-            return value
-        if cls is dict:
-            return entries
-        like = copy.copy(value)
-        like.update(entries)
-        return like
-    return value
+    keys, parts = held
+    made = [replaced(part, kinds, by) for part in parts]
+    if all(map(operator.is_, made, parts)):
+        return value
+    return put_together(value, keys, made)
 
 
 def on_device(value: Any, device: torch.device) -> Any:
@@ -291,9 +265,6 @@ def on_device(value: Any, device: torch.device) -> Any:
 
     numbered = re.compile(rf"{re.escape(device.type)}:\d+")
     return replaced(value, (Tensor, torch.device, ContextRef, str), meant)
-
-
-_PLAIN = {type(None), bool, int, float, str, bytes, complex}
 
 
 def found(value: Any, *kinds: type) -> list[Any]:

@@ -16,7 +16,6 @@ attributes that the forward changes. Values of the inputs may be read; they beco
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from hashlib import blake2b
@@ -28,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from pipedream_rt.containers import opened
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.models.layer_shapes import NotDense, changes_of, shapes_of, valued
 from pipedream_rt.models.modes import Modes
@@ -866,23 +866,8 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 def _leaves_of(value: Any) -> list[Any]:
     """Return everything in a value that is not a container."""
-    there: list[Any] = []
-
-    def note(each: Any) -> None:
-        if isinstance(each, dict):
-            each = each.values()
-        elif dataclasses.is_dataclass(each) and not isinstance(
-            each, type | Slot | StoredRef | CacheRef
-        ):
-            each = [getattr(each, f.name) for f in dataclasses.fields(each)]
-        elif not isinstance(each, tuple | list):
-            there.append(each)
-            return
-        for item in each:
-            note(item)
-
-    note(value)
-    return there
+    held = None if isinstance(value, Slot | StoredRef | CacheRef) else opened(value)
+    return [value] if held is None else [leaf for part in held[1] for leaf in _leaves_of(part)]
 
 
 def _without_foreign(made: Any) -> Any:

@@ -13,6 +13,7 @@ import cloudpickle
 import torch
 from torch import Tensor, nn
 
+from pipedream_rt.containers import opened
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.devices import HOST, Device, OwnDevice, device_for
 from pipedream_rt.errors import (
@@ -292,13 +293,13 @@ def described(value: Any) -> str:
     """Return the shapes and dtypes in a value, in words."""
     if isinstance(value, Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor {tuple(value.shape)}"
+    kind, held = f"a {type(value).__name__}", opened(value)
+    if held is None:
+        return kind
+    keys, inside = held[0], list(map(described, held[1]))
     if isinstance(value, tuple | list):
-        inside = ", ".join(map(described, value))
-        return f"a {type(value).__name__} of {len(value)}: {inside}"
-    if isinstance(value, dict):
-        inside = ", ".join(f"{key!r}: {described(v)}" for key, v in value.items())
-        return f"a dict of {inside}"
-    return f"a {type(value).__name__}"
+        return f"{kind} of {len(value)}: {', '.join(inside)}"
+    return f"{kind} of {', '.join(f'{k!r}: {part}' for k, part in zip(keys, inside))}"
 
 
 def advice_on(error: BaseException, value: Any) -> str:

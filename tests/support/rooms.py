@@ -5,7 +5,7 @@
 
 ROOMS = (
     (("errors.py", ""), ("deadline.py", ""), ("lifecycle.py", ""), ("schema.py", ""),
-     ("software.py", "")),
+     ("software.py", ""), ("containers.py", "")),
     (("schedules", "integers only"),),
     (("tracing", "recorded runs"),),
     (("observe.py", ""),),

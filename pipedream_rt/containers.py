@@ -1,0 +1,75 @@
+"""Containers in values: taken apart and put together, for all that walks through values.
+
+Whoever walks decides what to do with what is no container; which containers there are, and how one
+is made again, is decided here alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+PLAIN = {type(None), bool, int, float, str, bytes, complex}
+"""The classes of what is never a container, which is asked first since it is the most frequent."""
+
+Held = tuple[Sequence[Any], Sequence[Any]]
+"""The keys of a container (indices, names of fields, or keys), and its parts."""
+
+
+def opened(value: Any) -> Held | None:
+    """Take a container apart; None for what is none.
+
+    Tuples, lists, dicts, slices and dataclasses are containers, and dicts that are dataclasses,
+    such as the outputs of Hugging Face models, of which only fields count that are not None.
+    """
+    cls = type(value)
+    if cls in PLAIN:
+        return None
+    if isinstance(value, tuple | list):
+        return range(len(value)), value
+    if dataclasses.is_dataclass(cls):
+        names = [field.name for field in dataclasses.fields(cls)]
+        if isinstance(value, dict):
+            names = [name for name in names if getattr(value, name) is not None]
+        return names, [getattr(value, name) for name in names]
+    if isinstance(value, dict):
+        return list(value), list(value.values())
+    if cls is slice:
+        return ("start", "stop", "step"), (value.start, value.stop, value.step)
+    return None
+
+
+def put_together(like: Any, keys: Sequence[Any], parts: Sequence[Any]) -> Any:
+    """Make a container of the class of another, with the same keys and other parts."""
+    cls = type(like)
+    if cls is torch.Size:  # which has numbers alone
+        return tuple(parts)
+    if isinstance(like, tuple | list):
+        # The own constructor of a named tuple may expect tensors.
+        return cls._make(parts) if hasattr(cls, "_make") else cls(parts)
+    if cls is slice:
+        return slice(*parts)
+    entries = dict(zip(keys, parts, strict=True))
+    if cls is dict:
+        return entries
+    if isinstance(like, dict):
+        if dataclasses.is_dataclass(cls):
+            return cls(**entries)
+        same = copy.copy(like)
+        same.update(entries)
+        return same
+    same = copy.copy(like)
+    for name, part in entries.items():
+        object.__setattr__(same, name, part)  # it may be frozen
+    return same
+
+
+def place_in(container: Any, key: Any) -> str:
+    """Return the expression for a part of a container, as ``[0]``, ``['mask']`` or ``.mask``."""
+    if isinstance(container, tuple) and hasattr(container, "_fields"):
+        return f".{container._fields[key]}"
+    return f".{key}" if dataclasses.is_dataclass(container) else f"[{key!r}]"
