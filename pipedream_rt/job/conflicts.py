@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from string import Formatter
 from typing import Any, NamedTuple
 
@@ -18,22 +18,18 @@ from torch import nn
 from pipedream_rt.corrections import Correction
 from pipedream_rt.corrections.correction import overrides
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.job.options import Training
+from pipedream_rt.job.rules import recomputing, scale_of
 from pipedream_rt.models.tensors import gradient_hooks
-from pipedream_rt.schedules import RECIPES, plan_for
-from pipedream_rt.stage.rules.clipping import Clip
+from pipedream_rt.schedules import RECIPES, Plan, plan_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What is known of a job before it starts, as far as the table asks for it.
+class ModelFacts:
+    """What the table asks of a model: names of layers and parameters; empty for none.
 
     Attributes:
-        flushes: Whether the pipe is empty at every update.
-        reads_late: Whether every update is read only when the norm of the model can be known.
-        per_update: The number of micro-batches per update.
-        replicas: The most replicas of a stage.
-        feeds_back: Whether codecs add what they lost of a gradient to a later one.
-        tied: The name of a weight that several stages use; empty for none, as all names here.
+        tied: A weight that several stages use.
         hooked: A parameter with a hook on its gradient, also on the accumulated one.
         tied_hooked: One of these that is tied too.
         sum_hooked: A parameter with a hook on its accumulated gradient.
@@ -43,20 +39,6 @@ class Facts:
         renormed_replicated: One of a stage with replicas.
     """
 
-    schedule: str = ""
-    flushes: bool = False
-    reads_late: bool = False
-    cuts_backward: bool = False
-    per_update: int = 1
-    num_stages: int = 1
-    replicas: int = 1
-    shards: bool = False
-    clip: Clip | None = None
-    scaled: bool = False
-    averages: bool = False
-    corrections: Sequence[Correction] = ()
-    recomputes: bool = False
-    feeds_back: bool = False
     tied: str = ""
     hooked: str = ""
     tied_hooked: str = ""
@@ -66,15 +48,57 @@ class Facts:
     renormed: str = ""
     renormed_replicated: str = ""
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What is known of a job before it starts.
+
+    Attributes:
+        feeds_back: Whether codecs add what they lost of a gradient to a later one.
+        proved: Whether the plan was proved; only then an order that a user wrote may be walked.
+    """
+
+    plan: Plan
+    model: ModelFacts = ModelFacts()
+    training: Training = field(default_factory=Training)
+    corrections: Sequence[Correction] = ()
+    feeds_back: bool = False
+    proved: bool = False
+
     @property
-    def replicated(self) -> bool:
-        """Whether a stage has several replicas."""
-        return self.replicas > 1
+    def schedule(self) -> str:
+        """The schedule, in words."""
+        return self.plan.title
+
+    @property
+    def replicas(self) -> int:
+        """The most replicas of a stage."""
+        return max(self.plan.replicas)
+
+    @property
+    def shards(self) -> bool:
+        """Whether the optimizer of a stage is sharded over its replicas."""
+        return self.plan.shape.shard_optimizer and self.plan.replicated
+
+    @property
+    def halves(self) -> bool:
+        """Whether backwards are computed in two halves."""
+        return self.proved and self.plan.cuts_backward
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether a stage computes its activations again."""
+        return bool(recomputing(self.training.recompute, self.plan.num_stages))
+
+    @property
+    def scaled(self) -> bool:
+        """Whether losses are scaled."""
+        return scale_of(self.training) is not None
 
     @property
     def over_model(self) -> bool:
         """Whether gradients are clipped by the norm of the model."""
-        return self.clip is not None and self.clip.of_model
+        return self.training.clip is not None and self.training.clip.of_model
 
     @property
     def needs_norms(self) -> bool:
@@ -92,7 +116,7 @@ class Conflict(NamedTuple):
     """Two features that do not go together.
 
     Attributes:
-        why: The reason; names of `Facts` in braces are filled in.
+        why: The reason; names of `ModelFacts` and `Facts` in braces are filled in.
     """
 
     feature: str
@@ -107,13 +131,13 @@ CONFLICTS: tuple[Conflict, ...] = (
         "scaled losses (float16)", "async-1f1b without vertical sync",
         "{schedule} reads updates before all stages know whether they are skipped",
         "use bfloat16, a schedule that flushes, or the schedule async-1f1b+vertical-sync",
-        lambda f: f.scaled and not f.reads_late,
+        lambda f: f.scaled and not f.plan.reads_late,
     ),
     Conflict(
         "scaled losses (float16)", "parameters in float16",
         "{half} is float16, and its gradients cannot be scaled back",
         "keep parameters in float32 and let autocast make float16 of them",
-        lambda f: f.scaled and f.half,
+        lambda f: f.scaled and f.model.half,
     ),
     Conflict(
         "scaled losses (float16)", "codecs that feed gradients back",
@@ -126,50 +150,50 @@ CONFLICTS: tuple[Conflict, ...] = (
         "replicas", "tied weights on several stages",
         "{tied} is used on several stages that have replicas, and would have to be summed over all",
         "put the layers that use it into one stage, or use no replicas",
-        lambda f: f.replicated and f.tied,
+        lambda f: f.plan.replicated and f.model.tied,
     ),
     Conflict(
         "replicas", "hooks on accumulated gradients",
         "{sum_hooked} has a hook on its accumulated gradient, and each replica would call it with "
         "what it has summed alone",
         "remove the hook, or use no replicas",
-        lambda f: f.replicated and f.sum_hooked,
+        lambda f: f.plan.replicated and f.model.sum_hooked,
     ),
     Conflict(
         "replicas", "sparse gradients",
         "the gradients of {sparse} are sparse, and those of replicas are added up as dense ones",
         "use sparse=False, or no replicas",
-        lambda f: f.replicated and f.sparse,
+        lambda f: f.plan.replicated and f.model.sparse,
     ),
     Conflict(
         "replicas", "embeddings with max_norm",
         "{renormed_replicated} has max_norm, which changes its weight in forward, on each replica "
         "otherwise",
         "use no replicas, or normalise the rows that were looked up",
-        lambda f: f.replicated and f.renormed_replicated,
+        lambda f: f.plan.replicated and f.model.renormed_replicated,
     ),
     Conflict(
         "replicas", "corrections of gradients, without a flush",
         "{correction} needs the weights that a gradient is applied to, and replicas add their "
         "gradients up before these are there",
         "leave it out, or use no replicas",
-        lambda f: f.replicated and not f.flushes and f.correction,
+        lambda f: f.plan.replicated and not f.plan.flushes and f.correction,
     ),
     Conflict(
         "replicas", "norms over the model, without a flush",
         "with {schedule}, replicas step before the norm of all gradients of the model can be known",
         'use Clip(..., over="stage") and no scaling of losses, or a schedule that flushes, such as '
         "1f1b",
-        lambda f: f.replicated
-        and not f.flushes
-        and (f.scaled or (f.over_model and f.num_stages > 1)),
+        lambda f: f.plan.replicated
+        and not f.plan.flushes
+        and (f.scaled or (f.over_model and f.plan.num_stages > 1)),
     ),
     Conflict(
         "replicas", "scaled losses with fewer micro-batches than replicas",
         "with {schedule}, some replicas have no micro-batch of an update and know its scale too "
         "late",
         "give at least as many micro-batches per update as a stage has replicas",
-        lambda f: f.scaled and f.per_update < f.replicas,
+        lambda f: f.scaled and f.plan.per_update < f.replicas,
     ),
     Conflict(
         "shard_optimizer", "norms over the model",
@@ -183,7 +207,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         "ema needs all weights of a stage after a step, of which each replica has done a part "
         "alone",
         "use Layout(shard_optimizer=False)",
-        lambda f: f.shards and f.averages,
+        lambda f: f.shards and f.training.ema is not None,
     ),
     Conflict(
         "shard_optimizer", "corrections",
@@ -197,7 +221,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         "{correction} changes gradients as they come, and losses are scaled: the gradients are not "
         "those of the loss",
         "use bfloat16",
-        lambda f: f.scaled and not f.flushes and f.correction,
+        lambda f: f.scaled and not f.plan.flushes and f.correction,
     ),
     Conflict(
         "corrections of gradients", "exact norms over the model, without a flush",
@@ -205,41 +229,41 @@ CONFLICTS: tuple[Conflict, ...] = (
         "Clip(norm=...) over the model updates wait for the norm of all gradients, so they are not "
         "there yet",
         'use Clip(..., over="stage"), or another schedule',
-        lambda f: f.over_model and f.reads_late and not f.flushes and f.correction,
+        lambda f: f.over_model and f.plan.reads_late and not f.plan.flushes and f.correction,
     ),
     Conflict(
         "corrections of gradients", "hooks on accumulated gradients, with several micro-batches",
         "{sum_hooked} has a hook on its accumulated gradient, and {correction} changes gradients "
         "before they are added up, so the hook would find those of one micro-batch",
         "remove one of the two, or use micro_batches=1",
-        lambda f: f.sum_hooked and f.per_update > 1 and f.correction,
+        lambda f: f.model.sum_hooked and f.plan.per_update > 1 and f.correction,
     ),
     Conflict(
         "zero-bubble", "recompute",
         "{schedule} computes gradients in two halves, each of which would compute the activations "
         "again",
         "use recompute with another schedule",
-        lambda f: f.cuts_backward and f.recomputes,
+        lambda f: f.recomputes and f.halves,
     ),
     Conflict(
         "zero-bubble", "hooks on gradients",
         "{hooked} has a hook on its gradient, and {schedule} computes gradients in two halves",
         "remove the hook, or use a schedule that does not split the backward",
-        lambda f: f.cuts_backward and f.hooked,
+        lambda f: f.model.hooked and f.halves,
     ),
     Conflict(
         "tied weights on several stages", "hooks on gradients",
         "{tied_hooked} has a hook on its gradient and is used on several stages, each of which has "
         "a part of the gradient alone",
         "remove the hook, or choose split points that keep all uses in one stage",
-        lambda f: f.tied_hooked,
+        lambda f: f.model.tied_hooked,
     ),
     Conflict(
         "schedules without a flush", "embeddings with max_norm",
         "{renormed} has max_norm, which changes its weight in forward, and {schedule} keeps "
         "several versions of it",
         "use a schedule that flushes (1f1b, gpipe), or normalise the rows that were looked up",
-        lambda f: not f.flushes and f.renormed,
+        lambda f: not f.plan.flushes and f.model.renormed,
     ),
 )  # fmt: skip
 """The table; the first row that holds becomes the error."""
@@ -249,14 +273,18 @@ def refuse_conflicts(facts: Facts) -> None:
     """Refuse a job with two features that do not go together."""
     for row in CONFLICTS:
         if row.holds(facts):
-            why = row.why.format(**{name: getattr(facts, name) for name in _fields_of(row.why)})
-            raise ConfigError(f"{why};\n{row.instead}")
+            names = {name: _named(facts, name) for name in _fields_of(row.why)}
+            raise ConfigError(f"{row.why.format(**names)};\n{row.instead}")
+
+
+def _named(facts: Facts, name: str) -> str:
+    """Return what stands for a name in braces: of the model, or of the job."""
+    found: str = getattr(facts.model if hasattr(facts.model, name) else facts, name)
+    return found
 
 
 def may_replicate(facts: Facts) -> bool:
-    """Whether stages of a job may have replicas: no row of the table speaks against it."""
-    # With one micro-batch per update, the row of too few of them would hold.
-    facts = replace(facts, replicas=2, per_update=max(facts.per_update, 2))
+    """Whether a plan may have the replicas that it has: no row of the table speaks against it."""
     return not any(row.feature == "replicas" and row.holds(facts) for row in CONFLICTS)
 
 
@@ -265,7 +293,7 @@ def facts_of_model(
     parameters: Mapping[str, nn.Parameter],
     tied: Collection[str] | None = None,
     replicated: Collection[nn.Module] | None = None,
-) -> Facts:
+) -> ModelFacts:
     """Return the facts that the model alone decides."""
     if tied is None:  # before the split: whatever has two names may be used on two stages
         uses = Counter(map(id, parameters.values()))
@@ -278,7 +306,7 @@ def facts_of_model(
         trained = {id(e) for e in replicated if any(p.requires_grad for p in e.parameters())}
         often = [(name, each) for name, each in tables if id(each) in trained]
     hooks = {n: gradient_hooks(p) for n, p in parameters.items() if p.requires_grad}
-    return Facts(
+    return ModelFacts(
         tied=_first(tied),
         hooked=_first(name for name, (each, of_sum) in hooks.items() if each or of_sum),
         tied_hooked=_first(name for name in tied if any(hooks.get(name, ()))),

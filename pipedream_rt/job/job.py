@@ -30,7 +30,7 @@ from pipedream_rt.job.given_optimizer import (
 from pipedream_rt.job.notices import DisabledFeatures, about_balance, about_choice, about_plan
 from pipedream_rt.job.options import SPANS_KEPT, Options
 from pipedream_rt.job.process_assignment import ProcessAssignment, assignment_for
-from pipedream_rt.job.rules import compiling, correcting, recomputing, rule_options, scale_of
+from pipedream_rt.job.rules import compiling, correcting, recomputing, rule_options
 from pipedream_rt.job.script_values import ScriptValues
 from pipedream_rt.job.specs import pickled_specs
 from pipedream_rt.job.splitting import ForwardOptions, Split, split_model
@@ -238,24 +238,10 @@ def _proved(
     training, ties = options.training, ties_of(parts, model.names)
     trained = zip(parts, plan.replicas, strict=True) if options.optimizer is not None else ()
     replicated = [each for part, count in trained if count > 1 for each in part.modules()]
-    facts = replace(
-        facts_of_model(model.modules, model.parameters, [t.name for t in ties], replicated),
-        schedule=plan.title,
-        flushes=plan.flushes,
-        per_update=plan.per_update,
-        num_stages=plan.num_stages,
-        replicas=max(plan.replicas),
-        shards=plan.shape.shard_optimizer and plan.replicated,
-        clip=training.clip,
-        scaled=scale_of(training) is not None,
-        averages=training.ema is not None,
-        recomputes=bool(recomputing(training.recompute, plan.num_stages)),
-    )
-    if facts.needs_norms:  # else a user's own order would be walked before it is proved
-        facts = replace(facts, reads_late=plan.reads_late)
+    of_model = facts_of_model(model.modules, model.parameters, [t.name for t in ties], replicated)
+    facts = Facts(plan=plan, model=of_model, training=training)
     refuse_conflicts(facts)
     plan = replace(plan, ties=ties)
     plan = plan.with_norms() if facts.needs_norms else plan
     prove(plan, options.schedule, options.layout.credits)
-    # `cuts_backward` walks the order, which a user may have written: only now is it proved.
-    return plan, replace(facts, cuts_backward=plan.cuts_backward)
+    return plan, replace(facts, plan=plan, proved=True)

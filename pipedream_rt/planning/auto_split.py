@@ -9,7 +9,7 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -17,9 +17,8 @@ import torch
 
 from pipedream_rt.batches.items import example_of
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.job.conflicts import facts_of_model, may_replicate
+from pipedream_rt.job.conflicts import Facts, facts_of_model, may_replicate
 from pipedream_rt.job.options import Options
-from pipedream_rt.job.rules import scale_of
 from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.planning.alternatives import partition_text
 from pipedream_rt.planning.cuts import cuts_of
@@ -27,7 +26,7 @@ from pipedream_rt.planning.machines import Machines, Worker
 from pipedream_rt.planning.partition import Partition
 from pipedream_rt.planning.planner import partitions
 from pipedream_rt.planning.profiling import first_micro_batch, hash_of, optimizer_choice, profile
-from pipedream_rt.schedules.recipes import RECIPES
+from pipedream_rt.schedules import RECIPES, plan_for
 from pipedream_rt.schema import checks_of, problem_of, read_file, text, whole, write_file
 
 _log = logging.getLogger(__name__)
@@ -159,12 +158,10 @@ def _may_replicate(model: UnsplitModel, options: Options) -> bool:
         return False
     given = options.corrections
     return may_replicate(
-        replace(
-            facts_of_model(model.modules, model.parameters),
-            num_stages=2,
-            flushes=RECIPES[options.schedule].flushes,
-            clip=options.training.clip,
-            scaled=scale_of(options.training) is not None,
+        Facts(
+            plan=plan_for(options.schedule, num_stages=2, per_update=8, replicas=(2, 1)),
+            model=facts_of_model(model.modules, model.parameters),
+            training=options.training,
             # Those of "auto" are looked at later.
             corrections=given if isinstance(given, list | tuple) else (),
         )

@@ -82,7 +82,6 @@ class Placement:
     addresses: tuple[Address, ...] = field(init=False, repr=False, compare=False)
     replicas: tuple[int, ...] = field(init=False, repr=False, compare=False)
     replicated: bool = field(init=False, repr=False, compare=False)
-    _stages: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _firsts: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _producers: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     _consumers: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
@@ -102,8 +101,7 @@ class Placement:
         put(self, "replicas", counts)
         put(self, "replicated", bool(self.shape.replicas))
         put(self, "_firsts", tuple(accumulate((0, *counts[:-1]))))
-        put(self, "_stages", tuple(s for s, count in enumerate(counts) for _ in range(count)))
-        put(self, "addresses", tuple(range(sum(counts))))
+        put(self, "addresses", tuple(range(len(self.shape.places))))
         put(self, "hosts", self.hosts or tuple(map(self.shape.worker_of, self.addresses)))
         self._refuse_misfits()
         producers: list[list[int]] = [[] for _ in stages]
@@ -174,11 +172,11 @@ class Placement:
 
     def stage_of(self, address: Address) -> int:
         """Return the stage of which an address has a replica."""
-        return self._stages[address]
+        return self.shape.places[address][0]
 
     def replica_of(self, address: Address) -> int:
         """Return the number of an address among the replicas of its stage."""
-        return address - self._firsts[self._stages[address]]
+        return self.shape.places[address][1]
 
     def address_of(self, stage: int, micro_batch: int = 0) -> Address:
         """Return the address of the replica of a stage that a micro-batch goes to.
@@ -312,7 +310,7 @@ class Placement:
         """Return the period, in micro-batches or updates, after which an address's edges repeat."""
         if address == COORDINATOR:
             return math.lcm(*(self.replicas[s] for s in (*self.entries, *self.exits)))
-        return self._cycles[self._stages[address]]
+        return self._cycles[self.stage_of(address)]
 
     def borrows(self, stage: int) -> dict[Edge, tuple[Tie, ...]]:
         """Return the edges on which a stage gets new versions of weights that others own."""

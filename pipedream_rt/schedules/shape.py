@@ -43,6 +43,8 @@ class Shape:
             that never flushes after them.
         replicas: By stage, the number of its replicas, r; empty if each stage has one.
         shard_optimizer: Whether each of several replicas steps its own part of the weights.
+        places: The stages on all workers, each of its replicas alone, stage by stage: pairs of a
+            stage and the number of a replica.
 
     Raises:
         ConfigError: A number is out of range, or slack has too many or too few numbers.
@@ -55,9 +57,9 @@ class Shape:
     synchronous: int = 0
     replicas: tuple[int, ...] = ()
     shard_optimizer: bool = False
+    places: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
     _warm_ups: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _lags: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    _places: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Check the numbers, and compute what is asked for often."""
@@ -85,7 +87,7 @@ class Shape:
         put(self, "slack", slack if any(slack) else ())
         counts = self.replicas or (1,) * self.num_stages
         places = tuple((stage, q) for stage, count in enumerate(counts) for q in range(count))
-        put(self, "_places", places)
+        put(self, "places", places)
         # By stage, the workers behind it, with the slack of the hops up to there.
         hops = (0, *(r + e for r, e in zip(reversed(counts[1:]), reversed(slack), strict=True)))
         behind = tuple(accumulate(hops))[::-1]
@@ -131,7 +133,7 @@ class Shape:
 
     def place_of(self, worker: int) -> tuple[int, int, int]:
         """Return the first stage of a worker, which replica of it, and how many it has."""
-        stage, replica = self._places[worker]
+        stage, replica = self.places[worker]
         return stage, replica, self.replicas[stage] if self.replicas else 1
 
     def first_own(self, worker: int, start: int) -> int:
@@ -161,18 +163,13 @@ class Shape:
         """Whether the optimizer of a stage is sharded over its replicas."""
         return self.shard_optimizer and bool(self.replicas) and self.replicas[stage] > 1
 
-    @property
-    def num_places(self) -> int:
-        """The number of stages on all workers, where each replica counts."""
-        return self.workers * self.stages_per_worker
-
     def worker_of(self, place: int) -> int:
         """Return the worker that a stage or replica is dealt to; a plan may let another host it."""
         return place % self.workers
 
     def stages_of(self, worker: int) -> range:
         """Return the stages or replicas that are dealt to a worker, in the order of the model."""
-        return range(worker, self.num_places, self.workers)
+        return range(worker, len(self.places), self.workers)
 
 
 def warm_up_of(replicas: int, after: int) -> int:

@@ -6,53 +6,64 @@ import pytest
 import torch
 from torch import nn
 
-from pipedream_rt import Clip, ConfigError
+from pipedream_rt import Clip, ConfigError, LossScale, Training
 from pipedream_rt.corrections import DelayCompensation, Extrapolation
 from pipedream_rt.job.conflicts import (
     CONFLICTS,
     Facts,
+    ModelFacts,
     facts_of_model,
     may_replicate,
     refuse_conflicts,
 )
+from pipedream_rt.schedules import plan_for
 
-FLUSHES = {"schedule": "1f1b", "flushes": True, "reads_late": True}
-ASYNC = {"schedule": "async-1f1b"}
-LATE = {"schedule": "2bw", "reads_late": True}
-REPLICAS = {"replicas": 2, "per_update": 2}
-SHARDS = {"shards": True, **REPLICAS, **FLUSHES}
-HALVES = {"cuts_backward": True, **FLUSHES, "schedule": "zero-bubble"}
+
+def plan(schedule, **options):
+    return {"plan": plan_for(schedule, num_stages=2, **options)}
+
+
+def of_model(**names):
+    return {"model": ModelFacts(**names)}
+
+
+FLUSHES, ASYNC, LATE = plan("1f1b"), plan("async-1f1b"), plan("2bw", per_update=2)
+REPLICAS = plan("async-1f1b", per_update=2, replicas=(2, 1))
+FLUSHED_REPLICAS = plan("1f1b", per_update=2, replicas=(2, 1))
+SHARDS = plan("1f1b", per_update=2, replicas=(2, 1), shard_optimizer=True)
+HALVES = {**plan("zero-bubble", per_update=2), "proved": True}
 DELAYED = {"corrections": (DelayCompensation(),)}
-NORM = {"clip": Clip(norm=1.0), "num_stages": 2}
+NORM = {"training": Training(clip=Clip(norm=1.0))}
+SCALED = {"training": Training(loss_scale=LossScale())}
 
 CASES = [
-    ({"scaled": True}, ASYNC),
-    ({"scaled": True}, {"half": "0.weight", **FLUSHES}),
-    ({"feeds_back": True}, {"scaled": True, **FLUSHES}),
-    ({"tied": "0.weight"}, REPLICAS),
-    ({"hooked": "0.weight", "sum_hooked": "0.weight"}, {**REPLICAS, **FLUSHES}),
-    ({"sparse": "0"}, {**REPLICAS, **FLUSHES}),
-    ({"renormed": "0", "renormed_replicated": "0"}, {**REPLICAS, **FLUSHES}),
-    (DELAYED, REPLICAS),
-    (NORM, REPLICAS),
-    ({"scaled": True, **FLUSHES}, {"replicas": 3, "per_update": 2, **FLUSHES}),
-    (NORM, SHARDS),
-    ({"averages": True}, SHARDS),
-    ({"corrections": (Extrapolation(),)}, SHARDS),
-    (DELAYED, {"scaled": True, **LATE}),
-    (DELAYED, {**NORM, **LATE}),
-    ({**DELAYED, "per_update": 2, **FLUSHES}, {"hooked": "w", "sum_hooked": "w", **FLUSHES}),
-    ({"recomputes": True}, HALVES),
-    ({"hooked": "0.weight"}, HALVES),
-    ({"tied": "w"}, {"tied_hooked": "w", "hooked": "w", **FLUSHES}),
-    ({"renormed": "0"}, ASYNC),
+    {**SCALED, **ASYNC},
+    {**SCALED, **FLUSHES, **of_model(half="0.weight")},
+    {**SCALED, **FLUSHES, "feeds_back": True},
+    {**REPLICAS, **of_model(tied="0.weight")},
+    {**FLUSHED_REPLICAS, **of_model(hooked="0.weight", sum_hooked="0.weight")},
+    {**FLUSHED_REPLICAS, **of_model(sparse="0")},
+    {**FLUSHED_REPLICAS, **of_model(renormed="0", renormed_replicated="0")},
+    {**REPLICAS, **DELAYED},
+    {**REPLICAS, **NORM},
+    {**SCALED, **plan("1f1b", per_update=2, replicas=(3, 1))},
+    {**SHARDS, **NORM},
+    {**SHARDS, "training": Training(ema=0.9)},
+    {**SHARDS, "corrections": (Extrapolation(),)},
+    {**DELAYED, **SCALED, **LATE},
+    {**DELAYED, **NORM, **LATE},
+    {**DELAYED, **plan("1f1b", per_update=2), **of_model(hooked="w", sum_hooked="w")},
+    {**HALVES, "training": Training(recompute=True)},
+    {**HALVES, **of_model(hooked="0.weight")},
+    {**FLUSHES, **of_model(tied="w", tied_hooked="w", hooked="w")},
+    {**ASYNC, **of_model(renormed="0")},
 ]
 
 
 @pytest.mark.parametrize("number", range(len(CONFLICTS)))
 def test_a_row_says_why_not_and_what_to_do(number):
     row, case = CONFLICTS[number], CASES[number]
-    facts = Facts(**{**case[0], **case[1]})
+    facts = Facts(**case)
     assert row.holds(facts)
     with pytest.raises(ConfigError) as e:
         refuse_conflicts(facts)
@@ -67,17 +78,22 @@ def test_each_row_has_a_case():
 
 
 def test_nothing_is_refused_where_there_is_nothing():
-    refuse_conflicts(Facts())
-    refuse_conflicts(Facts(**FLUSHES, **NORM, corrections=(DelayCompensation(),), averages=True))
-    refuse_conflicts(Facts(**REPLICAS, corrections=(Extrapolation(),), averages=True))
+    refuse_conflicts(Facts(**FLUSHES))
+    training = Training(clip=Clip(norm=1.0), ema=0.9)
+    refuse_conflicts(Facts(**FLUSHES, **DELAYED, training=training))
+    refuse_conflicts(Facts(**REPLICAS, corrections=(Extrapolation(),), training=Training(ema=0.9)))
+
+
+def test_an_order_that_is_not_proved_is_not_walked():
+    refuse_conflicts(Facts(**{**HALVES, "proved": False}, **of_model(hooked="0.weight")))
 
 
 def test_what_may_have_replicas_is_what_no_row_speaks_against():
-    assert may_replicate(Facts(**ASYNC, num_stages=2))
-    assert may_replicate(Facts(**FLUSHES, **NORM))
-    assert not may_replicate(Facts(**ASYNC, **NORM))
+    assert may_replicate(Facts(**REPLICAS))
+    assert may_replicate(Facts(**FLUSHED_REPLICAS, **NORM))
+    assert not may_replicate(Facts(**REPLICAS, **NORM))
     for name in ("tied", "sum_hooked", "sparse", "renormed_replicated"):
-        assert not may_replicate(Facts(**FLUSHES, **{name: "0.weight"}))
+        assert not may_replicate(Facts(**FLUSHED_REPLICAS, **of_model(**{name: "0.weight"})))
 
 
 def test_what_a_model_says():
@@ -88,7 +104,7 @@ def test_what_a_model_says():
     def facts(**more):
         return facts_of_model(layers, dict(whole.named_parameters(remove_duplicate=False)), **more)
 
-    assert dataclasses.replace(facts(), tied="", sparse="") == Facts()
+    assert dataclasses.replace(facts(), tied="", sparse="") == ModelFacts()
     assert facts().sparse == "0"
     assert facts().tied == "1.weight"
     assert facts(tied=()).tied == ""

@@ -237,6 +237,12 @@ def test_the_planner_may_choose_replicas(tmp_path):
         assert pipe.plan.replicas == (1, 1)
 
 
+@pytest.mark.parametrize("schedule", ["2bw", "1f1b", "gpipe", "async-1f1b+vertical-sync"])
+def test_so_may_it_in_every_schedule_that_has_replicas(schedule):
+    with pipeline(6, 3, replicas="auto", schedule=schedule, micro_batches=6) as pipe:
+        assert sum(pipe.plan.replicas) == 3
+
+
 def test_layers_that_share_a_weight_are_not_replicated():
     layers = model(6, 3)
     layers[1].w = layers[0].w
