@@ -254,11 +254,10 @@ def test_with_another_optimizer_residuals_go_on(tmp_path):
         "stages": POINTS[4][1:], "loss_fn": F.cross_entropy, "workers": "serial",
         "codecs": Int8(feedback=True), "micro_batches": 2,
     }  # fmt: skip
-    keep = Checkpoints(tmp_path, every=4, resume=False)
-    with Pipeline(kitchen_sink(), optimizer=OPTIMIZERS["sgd"], checkpoint=keep, **given) as pipe:
+    with Pipeline(kitchen_sink(), optimizer=OPTIMIZERS["sgd"], **given) as pipe:
         for _ in pipe.train_epoch(DATA):
             pass
-        pipe.flush()
+        pipe.save(tmp_path)  # one that is due while another is written is left out
         before = residuals_of(pipe)
     go_on = Checkpoints(tmp_path, resume=True, accept=["optimizer", "hyper_parameters", "groups"])
     with Pipeline(kitchen_sink(), optimizer=OPTIMIZERS["adam"], checkpoint=go_on, **given) as pipe:
