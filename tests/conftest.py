@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import traceback
+from collections import Counter
 from pathlib import Path
 
 import hypothesis
@@ -14,7 +15,6 @@ import torch
 from support.device import differs, references, standin
 from support.results import Results
 from support.rights import why_lacking
-from support.selection import thin_out
 from support.ticking import Clock
 from support.versions import other_than_tested
 
@@ -56,7 +56,13 @@ def pytest_report_header():
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does not want
 def pytest_collection_modifyitems(config, items):
-    thin_out(items)
+    seen = Counter()  # in the order of their parameters, alike in all processes
+    for item in items:
+        if thinned := item.get_closest_marker("thinned"):
+            name = item.nodeid.partition("[")[0]
+            if seen[name] % thinned.args[0]:
+                item.add_marker(pytest.mark.stress)
+            seen[name] += 1
     if lacking := why_lacking():
         for item in items:
             if item.get_closest_marker("rights"):

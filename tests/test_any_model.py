@@ -82,6 +82,7 @@ def stages_of(pipe, model):
     return found
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.threads
 @pytest.mark.parametrize(("schedule", "k"), [("1f1b", 1), ("1f1b", 2), ("gpipe", 2)])
 def test_a_schedule_that_flushes_gives_the_bits_of_any_other_number_of_stages(case, schedule, k):
@@ -137,6 +138,7 @@ def of_oracle(case, pipe, data, k=1, reads="async-1f1b", clip=None):
     )
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.threads
 @pytest.mark.parametrize(
     ("schedule", "k", "reads"),
@@ -266,6 +268,7 @@ def skip_without_kernel_of(case, dtype):
         pytest.skip(f"an LSTM in {dtype} is not to be had on this processor: {error}")
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.threads
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("recompute", [True, [0, 2]])
@@ -296,6 +299,7 @@ CLIPS = {
 }  # fmt: skip
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.threads
 @pytest.mark.parametrize("how", CLIPS)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])

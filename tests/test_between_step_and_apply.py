@@ -66,6 +66,7 @@ def trained(case, folder, faults, workers, **more):
         return losses, pipe.state_dict(), pipe.optimizer.state_dict()["state"], plan.struck
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.processes
 @pytest.mark.parametrize("name", CASES)
 def test_the_bits_are_the_same(name, tmp_path):

@@ -77,6 +77,7 @@ def in_process(seed):
     return functools.partial(FaultySerial, shuffle_seed=seed)
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.threads
 @pytest.mark.parametrize("number", range(len(PLANS)))
 def test_exceptions_at_random_places_in_process(tmp_path, number):

@@ -83,6 +83,7 @@ def expected(cross, points=4, **options):
     )
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize(
     ("schedule", "reads", "k"),
@@ -146,6 +147,7 @@ def test_two_codecs_of_one_edge(recompute):
 # -- failures, and what is kept -------------------------------------------------------------------
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("options", [
     {"micro_batches": 2},

@@ -21,6 +21,7 @@ def test_a_sequence(row):
     judge(row, "serial")
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_given_whole(row):
     judge(row, "serial", whole=True)
@@ -37,6 +38,7 @@ def marked(row):
     return pytest.param(row, id=row.name, marks=[] if here else pytest.mark.stress)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.processes
 @pytest.mark.parametrize("row", [marked(row) for row in ROWS])
 def test_on_processes(row):

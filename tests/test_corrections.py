@@ -100,6 +100,7 @@ def assert_equal(found, expected):
     assert_same(found[0], expected[0])
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("names", "schedule"),
     [

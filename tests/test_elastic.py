@@ -66,6 +66,7 @@ def alone(plan):
     return trained(plan, "serial")[:2]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.processes
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("plan", PLANS)
@@ -142,6 +143,7 @@ def test_a_run_goes_on_without_a_worker_and_takes_another_at_a_checkpoint(job):
     assert len(reasons) == 2
 
 
+@pytest.mark.stress
 @pytest.mark.processes
 def test_a_spare_worker_takes_the_place_of_one_that_is_lost(job):
     script = job.script(3, 3, 15, 35)

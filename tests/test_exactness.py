@@ -228,6 +228,7 @@ def _tensor(value):
     return value if isinstance(value, torch.Tensor) else torch.tensor(list(value.values()))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", CASES)
 def test_a_failure_after_a_checkpoint(tmp_path, name, caplog):
     layer, optimizer, dtype = CASES[name]
@@ -309,6 +310,7 @@ def shuffling(data, kind):
     return torch.utils.data.DataLoader(dataset, batch_size=4, shuffle=True, **options)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.parametrize(
     "kind", ["torch's generator", "its own generator", "kept workers", "remembers"]

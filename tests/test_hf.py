@@ -157,6 +157,7 @@ def plainly(model, data, epochs=1):
     return losses
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.threads
 def test_it_trains_to_the_bits_of_plain_pytorch(name):
     """Tied embeddings, masks that the model looks at, and encoders with decoders among them."""
@@ -181,6 +182,7 @@ def padded(batches):
     return batches
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_padded_labels_weigh_nothing(name, k):
     """The gradient is that of plain PyTorch, and so is what an evaluation returns."""
@@ -211,6 +213,7 @@ def _counted(labels, shifted):
     return int(((labels[:, 1:] if shifted else labels) != -100).sum())
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.threads
 def test_with_dropout_the_number_of_stages_does_not_matter(name):
     data, found = MODELS[name][1](), []
@@ -375,6 +378,7 @@ PROMPT = torch.tensor([[5, 3, 9, 2, 60], [1, 33, 7, 7, 21]])
 NEW = {"max_new_tokens": 9, "eos_token_id": None, "pad_token_id": 0, "use_cache": True}
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.threads
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen"], indirect=True)
 def test_it_generates_the_tokens_of_the_plain_model(name):

@@ -101,6 +101,7 @@ LOOKS = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("schedule", ["async-1f1b", "1f1b"])
 def test_looking_changes_nothing(workers, schedule, look):
@@ -465,6 +466,7 @@ def test_equal_runs_have_equal_fingerprints_whatever_the_split_and_the_place(wor
     assert str(mark) == mark.digest
 
 
+@pytest.mark.thinned(2)
 def test_fingerprints_of_checkpoints_find_the_step_at_which_two_runs_part(workers, tmp_path):
     def train(folder, rates):
         with open_pipe(workers) as pipe:

@@ -87,6 +87,7 @@ SCHEDULES = [
 """Schedules, what the oracle reads, and micro-batches per update."""
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(("schedule", "reads", "k"), SCHEDULES)
 @pytest.mark.parametrize(("points", "replicas"), SPLITS)
 def test_they_are_the_oracle_bit_for_bit(points, replicas, schedule, reads, k):
@@ -102,6 +103,7 @@ def test_they_are_the_oracle_bit_for_bit(points, replicas, schedule, reads, k):
     assert_same(again[0], weights)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("schedule", "reads", "k"), SCHEDULES)
 @pytest.mark.parametrize(("points", "replicas"), [SPLITS[1], SPLITS[4], SPLITS[5]])
 def test_a_divided_optimizer_gives_the_same_bits(points, replicas, schedule, reads, k):
@@ -195,6 +197,7 @@ def test_evaluation_and_inference_read_the_weights_and_buffers_of_state_dict():
 # -- checkpoints ------------------------------------------------------------------------------
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("divided", [False, True])
 @pytest.mark.parametrize("stop", [4, 7])
 @pytest.mark.parametrize(

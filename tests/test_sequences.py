@@ -211,6 +211,7 @@ def check_many(examples, workers, schedules):
     run()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.threads
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("schedule", PLANS)

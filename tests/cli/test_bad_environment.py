@@ -23,6 +23,7 @@ Pipeline(model, stages=2, loss_fn=nn.MSELoss(), optimizer=(torch.optim.SGD, {"lr
 """
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("variables", "words"),
     [

@@ -87,6 +87,7 @@ def test_the_script_alone_starts_its_own_workers_and_is_quiet(digest):
     assert err == ""
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("workers", ["serial", "local"])
 @pytest.mark.parametrize("ending", ["", "raise SystemExit(4)", "1 / 0"])
 def test_a_script_that_never_closes_its_pipeline_ends_all_the_same(tmp_path, workers, ending):
@@ -149,6 +150,7 @@ def test_run_with_too_few_workers_says_so():
     assert "2 stages on 2 workers: `pipedream-rt run` may start 1" in err
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_under_torchrun_the_ranks_are_used(digest, ranks, monkeypatch):
     """With 2 ranks the first one starts a worker beside itself; with 3 it only coordinates.
@@ -365,6 +367,7 @@ def test_status_shows_a_running_pipeline(digest):
     assert f"pid {os.getpid()}:" not in shown()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_run_replaces_workers_that_fail(tmp_path, number):
     """The script sees nothing of it; run has killed the workers that were left."""

@@ -43,6 +43,7 @@ def script(hosts, *options, address=ADDRESS, **more):
     return hosts.start("a", SCRIPT, "--workers", address, *options, **more)
 
 
+@pytest.mark.stress
 def test_faults_of_the_network_and_of_persistent_workers(hosts):
     """A worker that joins late, a wrong secret, a cut cable, a stopped and a killed worker.
 
@@ -89,6 +90,7 @@ def test_faults_of_the_network_and_of_persistent_workers(hosts):
         assert worker.process.poll() is None  # it waits for the next job
 
 
+@pytest.mark.stress
 def test_workers_that_do_not_persist_and_the_death_of_the_coordinator(hosts):
     """All of them end with the job or with its failure; others in their place go on with it."""
     first = [hosts.worker(name[0], name, ADDRESS) for name in ("a1", "b1")]
@@ -113,6 +115,7 @@ def test_workers_that_do_not_persist_and_the_death_of_the_coordinator(hosts):
     assert [worker.ended() for worker in third] == [3, 3]
 
 
+@pytest.mark.stress
 def test_the_replicas_of_a_stage_are_on_two_machines(hosts):
     """One of them is killed, and another takes its place."""
     workers = [hosts.worker(name[0], name, ADDRESS, "--persist") for name in ("a1", "b1", "b2")]
@@ -128,6 +131,7 @@ def test_the_replicas_of_a_stage_are_on_two_machines(hosts):
     assert run.wait_for("restarts") == "restarts 1"
 
 
+@pytest.mark.stress
 def test_memory_is_shared_within_each_machine(hosts):
     """One of the workers is killed meanwhile, and those of its machine meet again."""
     names = ("a1", "a2", "b1", "b2")
@@ -157,6 +161,7 @@ def test_the_bandwidth_of_a_cable_is_measured(hosts):
     assert [worker.ended() for worker in workers] == [0, 0]
 
 
+@pytest.mark.stress
 def test_addresses_of_ipv6(hosts):
     hosts.forget("a", A, 24)
     hosts.forget("b", "10.77.0.2", 24)
@@ -168,6 +173,7 @@ def test_addresses_of_ipv6(hosts):
     assert [worker.ended() for worker in workers] == [0, 0]
 
 
+@pytest.mark.stress
 def test_an_elastic_job_on_two_machines(hosts, tmp_path):
     """What a worker says at the door while a generation runs is encrypted too."""
     words = [elastic.__file__, str(tmp_path / "run"), ADDRESS, "2", "3", "15", "25", "35+", "55"]
@@ -193,6 +199,7 @@ def test_a_node_without_a_way_to_the_first(hosts):
     assert "203.0.113.1:29500 cannot be reached from here: [Errno 101] Network" in other.text
 
 
+@pytest.mark.stress
 def test_torchrun_on_two_nodes(hosts):
     """Two ranks on each; rank 0 starts a worker beside itself."""
     nodes = [
@@ -246,6 +253,7 @@ def test_what_keeps_a_worker_out_is_said_by_both_sides(hosts):
     assert "--bind 'eth7': this machine has the interfaces lo, ethB" in missing.text
 
 
+@pytest.mark.stress
 def test_a_stranger_on_the_other_machine_while_groups_form(hosts, tmp_path):
     """He tries every port that there is, all the time: no file, no answer, no other bit."""
     # His own machine keeps its many ports: thousands of his connections would use up a few of them.

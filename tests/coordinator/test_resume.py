@@ -77,6 +77,7 @@ def whole(folder, options=()):
     return seen
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("options", [(), ("--every", 5, "--micro-batches", 2)])
 def test_a_killed_script_goes_on(tmp_path, options):
     """Three kills: losses, the loop's own random numbers, learning rates and weights."""

@@ -212,6 +212,7 @@ def gone(folder, seconds=30):
     return not parts(folder)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("workers", "end"),

@@ -263,6 +263,7 @@ def ends(plan, micro_batches, seed):
 MANY = [pytest.param(seed, marks=pytest.mark.stress) for seed in range(20, 200)]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("seed", [*range(20), *MANY])
 def test_what_is_proved_of_a_written_schedule_is_what_happens(seed):
     """Fifty random schedules each, against an execution that knows the rules by heart."""

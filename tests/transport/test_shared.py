@@ -396,6 +396,7 @@ def maps(pid):
     return Path(f"/proc/{pid}/maps").read_text().count("/memfd:pipedream-rt")
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.processes
 @pytest.mark.parametrize("said", ["", "off"])
 def test_workers_that_were_started_elsewhere_on_this_machine_share_too(expected, monkeypatch, said):

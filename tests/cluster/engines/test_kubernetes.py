@@ -104,6 +104,7 @@ def cluster(tmp_path):
     return make
 
 
+@pytest.mark.stress
 @pytest.mark.rights
 @pytest.mark.processes
 def test_a_jobset_of_which_nodes_are_lost(cluster):

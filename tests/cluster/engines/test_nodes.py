@@ -37,6 +37,7 @@ def test_any_node_may_be_killed_and_the_bits_are_the_same(job):
     assert [each.ended() for each in (first, *others)] == [0, 0, 0]
 
 
+@pytest.mark.stress
 def test_an_elastic_job_goes_on_without_a_node(tmp_path):
     with nodes(tmp_path / "run") as job:
         words = [elastic.__file__, str(tmp_path / "run"), "-", "2", "3", "15", "25", "35+", "55"]
@@ -83,6 +84,7 @@ def test_sigterm_to_all_nodes_makes_a_checkpoint(job):
     assert [each.ended() for each in started] == [0, 0, 0]
 
 
+@pytest.mark.stress
 def test_what_the_script_has_forked_does_not_keep_the_port(job, tmp_path):
     """It outlives a script that is killed, as workers of data loaders do for a while."""
     script = tmp_path / "forks.py"
@@ -113,6 +115,7 @@ def test_what_the_script_has_forked_does_not_keep_the_port(job, tmp_path):
         os.kill(forked, signal.SIGKILL)
 
 
+@pytest.mark.stress
 def test_nodes_may_have_different_numbers_of_workers(job):
     """As with --nproc-per-node auto on unlike machines; the job has as many as it needs."""
     first, *others = (
@@ -123,6 +126,7 @@ def test_nodes_may_have_different_numbers_of_workers(job):
     assert "did not hear" not in first.text
 
 
+@pytest.mark.stress
 def test_sigterm_at_a_good_end_is_a_good_end(job):
     """An engine may take the machines back in the same moment; it must not start the job again."""
     first, *others = (job.start(rank) for rank in range(3))
@@ -166,6 +170,7 @@ def test_a_first_node_whose_name_nobody_knows():
     child.close()
 
 
+@pytest.mark.stress
 def test_a_node_with_another_version_is_refused_by_name(job, tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "sitecustomize.py").write_text(
@@ -194,6 +199,7 @@ def impatient(folder):
     return script
 
 
+@pytest.mark.stress
 def test_a_node_with_another_secret_is_kept_out(job):
     """It cannot know whether who listens is the first node, so it tries again until it may."""
     other = job.start(1, secret=OTHER_SECRET)
@@ -206,6 +212,7 @@ def test_a_node_with_another_secret_is_kept_out(job):
     assert [each.ended() for each in (first, *started)] == [0, 0, 0]
 
 
+@pytest.mark.stress
 def test_nodes_that_are_missing_are_told_of_where_to_look(job, tmp_path):
     first = job.start(0, script=[str(impatient(tmp_path))])
     other = job.start(1)
@@ -234,6 +241,7 @@ def test_two_jobs_at_one_address(tmp_path):
         assert [first.ended(), other.ended()] == [0, 0]
 
 
+@pytest.mark.stress
 def test_the_same_script_under_torchrun_on_two_nodes(job, tmp_path):
     started = [
         Child(

@@ -32,6 +32,7 @@ WAYS = {
 }  # fmt: skip
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_same_bits_whoever_starts_it(way, tmp_path):
     command = list(WAYS[way])
