@@ -29,7 +29,7 @@ class Case(NamedTuple):
     """A benchmark that prints one JSON line.
 
     Attributes:
-        command: Of a file in ``benchmarks``.
+        command: Of a file in ``benchmarks`` or ``benchmarks/studies``.
         metric: Which value of the line counts.
         more_is_better: Whether a higher value is better.
         ours: Whether this checkout's file is taken for the older one too.
@@ -78,9 +78,10 @@ CASES = {
 
 def run(checkout: Path, case: Case) -> float:
     """Run a case in a checkout; with this checkout's file where the other has none."""
-    script = checkout / "benchmarks" / case.command[0]
-    if case.ours or not script.exists():
-        script = HERE / script.name
+    folder, name = checkout / "benchmarks", case.command[0]
+    there = [folder / "studies" / name, folder / name]  # an older one has all in one folder
+    ours = [HERE / "studies" / name, HERE / name]
+    script = next(filter(Path.exists, ours if case.ours else [*there, *ours]))
     command = [checkout / ".venv/bin/python", script]
     done = subprocess.run(  # there, since workers import what lies in the folder
         [*command, *case.command[1:]], cwd=checkout, check=True, stdout=subprocess.PIPE

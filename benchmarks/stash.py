@@ -186,10 +186,8 @@ class Ours:
     def step(self, update: int, next_forward: int) -> None:
         """See `Method`."""
         gradients = self._weights.take_gradients()
-        self._weights.step_with(gradients, self._reads(next_forward), self._apply)
-
-    def _apply(self) -> None:
-        self._optimizer.step()
+        with self._weights.making(gradients, self._reads(next_forward)):
+            self._optimizer.step()
 
     @property
     def versions_most(self) -> int:

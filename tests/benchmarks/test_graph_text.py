@@ -1,6 +1,6 @@
 import pytest
 
-from benchmarks.published.graph_text import parse
+from benchmarks.studies.published.graph_text import parse
 from pipedream_rt.errors import ConfigError
 
 COSTS = (

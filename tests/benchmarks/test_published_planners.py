@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.profiles import chains, compositions, passing, profiles, total
 
-from benchmarks.published.graph_text import parse
-from benchmarks.published.planners import Piece, Published, solve
+from benchmarks.studies.published.graph_text import parse
+from benchmarks.studies.published.planners import Piece, Published, solve
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.planning.cuts import cuts_of
 from pipedream_rt.planning.profile import LayerCosts, Profile

@@ -270,3 +270,17 @@ def test_the_map_is_drawn_from_the_code():
     finally:
         sys.path.pop(0)
     assert drawing.startswith(drawn_map(ROOT)), "python benchmarks/house.py --map draws it"
+
+
+def test_every_command_of_a_benchmark_exists():
+    """Of figures in the docs: the script is there, or the suite has the name."""
+    from benchmarks.__main__ import BENCHMARKS
+
+    texts = [path.read_text() for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))]
+    scripts = {
+        name for text in texts for name in re.findall(r"python (benchmarks/[\w/]+\.py)", text)
+    }
+    names = {name for text in texts for name in re.findall(r"python -m benchmarks (\w+)", text)}
+    assert len(scripts) > 20
+    assert [name for name in scripts if not (ROOT / name).is_file()] == []
+    assert names <= {*BENCHMARKS}

@@ -11,11 +11,12 @@ Prints a table, or with --json one object per line.
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import click
 import torch
-from emulated import emulated_data, emulated_model
 from rich.console import Console
 from rich.table import Table
 from torch.nn.functional import mse_loss
@@ -24,6 +25,9 @@ from pipedream_rt import Layout, Observe, Pipeline
 from pipedream_rt.schedules import plan_for
 from pipedream_rt.simulation import costs_of, simulate
 from pipedream_rt.tracing import summarize
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from emulated import emulated_data, emulated_model
 
 FORWARD_S, BACKWARD_S = 0.020, 0.040
 SCHEDULES = ("async-1f1b", "2bw", "1f1b", "zero-bubble", "interleaved-1f1b")

@@ -21,17 +21,19 @@ from typing import Any
 import click
 import torch
 import torch.nn.functional as F
-from emulated import emulated_data, emulated_model
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 from train_charlm import Corpus, build_model, loss_fn  # from examples/
 
 from pipedream_rt import Observe, Pipeline, Trace
 from pipedream_rt.simulation import predict, what_if
 from pipedream_rt.tracing import summarize
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from emulated import emulated_data, emulated_model
 
 SCHEDULES = ("async-1f1b", "1f1b")
 

@@ -4,8 +4,8 @@ Layers of unequal cost that take their time without a processor (see workload.py
 planned for 4 workers: with replicas of stages, and without. These plans, a stage with as many
 layers on each worker, two uneven ones, and data parallelism are then trained, as local processes.
 
-    python benchmarks/planning.py
-    python benchmarks/planning.py --memory
+    python benchmarks/studies/planning.py
+    python benchmarks/studies/planning.py --memory
 
 The micro-batches per second are those of the full pipe: medians of the repeats, with the largest
 distance from them. The repeats of all plans take turns. With ``--memory``, plans of the example's
@@ -28,7 +28,6 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from workload import EmulatedLayer
 
 from pipedream_rt import Layout, Observe, Pipeline, profile
 from pipedream_rt.planning.costing import Costing
@@ -39,8 +38,11 @@ from pipedream_rt.planning.planner import partitions
 from pipedream_rt.planning.search import StageChoice
 from pipedream_rt.tracing import summarize
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from train_charlm import Corpus, build_model, loss_fn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from workload import EmulatedLayer
 
 WORKERS, WIDTH, SAMPLES = 4, 64, 8
 CONTEXT = 128

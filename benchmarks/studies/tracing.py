@@ -10,18 +10,22 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import click
 import torch
-from emulated import emulated_data, emulated_model
 from rich.console import Console
 from rich.table import Table
 from torch.nn.functional import mse_loss
 
 from pipedream_rt import Observe, Pipeline
 from pipedream_rt.tracing.spans import Recorder
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from emulated import emulated_data, emulated_model
 
 
 def seconds(traced: bool, updates: int, stages: int) -> float:

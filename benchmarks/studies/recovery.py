@@ -29,7 +29,7 @@ from rich.table import Table
 
 from pipedream_rt import Checkpoints, Pipeline, Recovery
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from train_charlm import Corpus, build_model, loss_fn  # from examples/
 
 ADAMW = (torch.optim.AdamW, {"lr": 2e-3, "weight_decay": 0.05, "fused": True})

@@ -10,7 +10,7 @@ thread takes it out and hands it back the same way. Measured for each:
 - multiplications/s of both processes together meanwhile, and
 - processor seconds used per wall second while nothing is sent at all.
 
-    python benchmarks/transports.py --json
+    python benchmarks/studies/transports.py --json
 """
 
 from __future__ import annotations

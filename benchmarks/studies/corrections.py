@@ -5,7 +5,7 @@ work. A run without corrections and one with each take turns of a few updates, a
 their differences are compared with what is documented: a number of passes over the weights, over
 the bandwidth of the memory that is measured here too, between the turns.
 
-    python benchmarks/corrections.py
+    python benchmarks/studies/corrections.py
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ script on the first; the heartbeat is 3 s. The cable is out for some seconds, wh
 load the machine. Told is the time from the moment when the cable is in again to the end of the
 recovery, and to the next loss; a run without a cut must have the same digest.
 
-    python benchmarks/cable.py --cut 8 --load 2 --repeats 3
+    python benchmarks/studies/cable.py --cut 8 --load 2 --repeats 3
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import click
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from support.two_hosts import A, two_hosts, why_not  # noqa: E402

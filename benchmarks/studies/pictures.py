@@ -2,7 +2,7 @@
 
 A headless Chromium takes them (Debian's package chromium).
 
-    python benchmarks/pictures.py
+    python benchmarks/studies/pictures.py
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pipedream_rt.coordinator.recovery.status_server import running
 from pipedream_rt.observers.folder import Following
 from pipedream_rt.observers.live import LivePage
 
-IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
+IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
 OPTIONS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",

@@ -5,12 +5,12 @@ speak the control protocol: they connect, say hello and that they are ready, and
 TCP with TLS, as from other machines, or at a Unix socket. All of them start at once, and with two
 cores that is most of the time; so the processor time of the coordinator is told beside the seconds.
 
-    python benchmarks/crowd.py --workers 10,100,1000 --by tls,unix
+    python benchmarks/studies/crowd.py --workers 10,100,1000 --by tls,unix
 
 ``--strangers`` measures what callers cost that belong to no job: they connect one after another,
 send bytes of no meaning, and wait until they are dropped.
 
-    python benchmarks/crowd.py --workers 1 --strangers 2000
+    python benchmarks/studies/crowd.py --workers 1 --strangers 2000
 """
 
 from __future__ import annotations

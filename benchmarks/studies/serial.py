@@ -4,25 +4,29 @@ The transformer of `learning.py` is trained by a plain loop and by pipelines of 
 in one thread, which take short turns. Processor time for each mini-batch. The time to copy all
 weights once, which an update of an asynchronous schedule must do, is measured too.
 
-    python benchmarks/serial.py
+    python benchmarks/studies/serial.py
 """
 
 from __future__ import annotations
 
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 
 import click
 import torch
-from learning import task_named
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from pipedream_rt import Pipeline
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from learning import task_named
 
 Data = list[tuple[Tensor, Tensor]]
 OPTIMIZER = {"lr": 1e-3, "fused": True}

@@ -8,7 +8,7 @@ waits, where the worker is started again by hand at once, and where nobody comes
 second, is in it); and how long the run stands when one more has come. Last, `pipedream-rt run` on
 four nodes for the work of three, of which one is killed: the time of the recovery.
 
-    python benchmarks/elastic.py --repeat 3 --output benchmarks/results/elastic.jsonl
+    python benchmarks/studies/elastic.py --repeat 3 --output benchmarks/results/elastic.jsonl
 """
 
 from __future__ import annotations
@@ -31,15 +31,17 @@ from typing import Any
 
 import click
 import torch
-from emulated import emulated_data, emulated_model
 from torch import nn
 
 from pipedream_rt import Checkpoints, Pipeline, Recovery
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from support import elastic
 from support.nodes import nodes
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from emulated import emulated_data, emulated_model
 
 SECRET = "0123456789abcdef-of-a-benchmark-alone-fedcba9876543210"
 

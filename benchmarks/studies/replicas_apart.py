@@ -8,7 +8,7 @@ Four replicas train the transformer of learning.py, each on a quarter of the sam
 in one process. With H = 1 and no outer optimizer that is synchronous training. A line of JSON for
 each run.
 
-    python benchmarks/replicas_apart.py --jobs 2
+    python benchmarks/studies/replicas_apart.py --jobs 2
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ from __future__ import annotations
 import copy
 import json
 import multiprocessing
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
-from learning import method_named, task_named
 from torch import nn
 
-RESULTS = Path(__file__).resolve().parent / "results" / "replicas_apart.jsonl"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from learning import method_named, task_named
+
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "replicas_apart.jsonl"
 REPLICAS, UPDATES, BATCH, SEED = 4, 1200, 16, 0
 OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 """Those of the paper."""

@@ -7,7 +7,7 @@ SIGKILL of another node's command to the next loss; and from the SIGKILL of the 
 script with it, to the next loss. A new start takes the place of what was killed at once by hand;
 elsewhere that is the engine's own time.
 
-    python benchmarks/engines.py --engine nodes --engine slurm --engine ray
+    python benchmarks/studies/engines.py --engine nodes --engine slurm --engine ray
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 import click
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from support.nodes import RUN, SCRIPT, expected, nodes  # noqa: E402

@@ -4,7 +4,7 @@ Two processes on this machine send values back and forth over one link of the tr
 loopback, with TLS and without, in turn. *Processor time* is that of both processes for a value one
 way, everything included. On a real network the time of the wire comes on top of both.
 
-    python benchmarks/encryption.py --mib 0.0625,1,16
+    python benchmarks/studies/encryption.py --mib 0.0625,1,16
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ are then measured. Where the prediction holds, it says what becomes of 100 and 1
 Many workers on few processors wait for these, which no simulation of this file knows: the share of
 them that is busy is printed, and above a half nothing can be said.
 
-    python benchmarks/scale.py               as a table
-    python benchmarks/scale.py --json        one object per line
+    python benchmarks/studies/scale.py               as a table
+    python benchmarks/studies/scale.py --json        one object per line
 """
 
 from __future__ import annotations
@@ -17,22 +17,26 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import click
 import torch
 import torch.nn.functional as F
-from emulated import emulated_data, emulated_model
-from ours import processor_s
 from rich.console import Console
 from rich.table import Table
 
 from pipedream_rt import Costs, Observe, Pipeline, Trace, plan_for
 from pipedream_rt.simulation import fit, simulate
 from pipedream_rt.tracing import summarize
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from emulated import emulated_data, emulated_model
+from ours import processor_s
 
 FORWARD_S, BACKWARD_S = 0.010, 0.020
 WIDTH, SAMPLES = 256, 8

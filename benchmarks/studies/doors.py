@@ -8,7 +8,7 @@ the only one that calls by torch RPC, and in each worker, this measures
   it; elsewhere it bounds the time for which somebody can (and is cut off);
 - the time for which the agent, and in the coordinator the gates to it, listen at all.
 
-    python benchmarks/doors.py --json
+    python benchmarks/studies/doors.py --json
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ been; the steps that were done again; and whether the weights at the end are bit
 run that nobody disturbed. The libraries are in an environment of their own, as ``peers/README.md``
 says.
 
-    python benchmarks/after_kill.py --peer ray-train --repeat 3 --python peers/bin/python
+    python benchmarks/studies/after_kill.py --peer ray-train --repeat 3 --python peers/bin/python
 
 Prints one JSON object per run. For Linux.
 """
@@ -34,7 +34,7 @@ from typing import Any
 
 import click
 
-SCRIPTS = Path(__file__).resolve().parent / "peers"
+SCRIPTS = Path(__file__).resolve().parents[1] / "peers"
 WORKERS, VICTIM, EVERY, KILL_AT = 3, 1, 20, 70
 # After a kill, then it hangs.
 HANGS_S = 120.0

@@ -5,24 +5,28 @@ them are under way for 25 ms. Two neighbours go round F F B B and two hops with 
 between them, so without slack a hop's latency is lost in every micro-batch. Slack is given to that
 hop alone. Repeats alternate.
 
-    python benchmarks/slack.py
+    python benchmarks/studies/slack.py
 """
 
 from __future__ import annotations
 
 import json
 import statistics
+import sys
+from pathlib import Path
 from typing import Any
 
 import click
 import torch
 import torch.nn.functional as F
-from emulated import SlowLinks, emulated_data, emulated_model, slow_links
 from rich.console import Console
 from rich.table import Table
 
 from pipedream_rt import Costs, Layout, Observe, Pipeline, plan_for, simulate
 from pipedream_rt.tracing import summarize
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from emulated import SlowLinks, emulated_data, emulated_model, slow_links
 
 STAGES, HOP = 4, 1
 FORWARD_S, BACKWARD_S, LATENCY_S = 0.010, 0.020, 0.025

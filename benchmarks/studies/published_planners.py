@@ -1,6 +1,7 @@
 """Answers as the planner of the original PipeDream, for a ``graph.txt`` or a profile of ours.
 
-    python benchmarks/published_planners.py graph.txt --workers 4x4 --bandwidth 32Gbit,10Gbit
+    python benchmarks/studies/published_planners.py graph.txt --workers 4x4
+        --bandwidth 32Gbit,10Gbit
 
 ``--cost-model pipedream`` answers as the released code (``optimizer_graph_hierarchical.py``), and
 ``--cost-model paper`` by the recurrences of the paper. For every profile that comes with the
