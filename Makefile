@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types docs unit rights matrix stress devices gpu gpu-long chaos engines bench clean
+.PHONY: demo test lint types docs unit rights matrix stress devices gpu gpu-long chaos soak engines bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/train_charlm.py
@@ -28,9 +28,10 @@ types: $(VENV)/installed
 docs: $(VENV)/installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# Two processes share the tests, file by file, since most of the time is that of one core.
+# Two processes share the tests, file by file, since most of the time is that of one core; the
+# longest files first. At the end the slowest are told, and those that took twice their time.
 unit: $(VENV)/installed
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Of these, what root alone may do: namespaces, mounts, packet filters. Others skip it in `make unit`.
 rights: $(VENV)/installed
@@ -62,7 +63,12 @@ gpu gpu-long:
 # tests, which are part of `make stress` too; they print their seeds.
 chaos: $(VENV)/installed
 	$(BIN)/python -m pytest -m stress -s --timeout 3600 -o faulthandler_timeout=3600 \
-		tests/test_chaos.py tests/coordinator/test_resume.py tests/coordinator/recovery/test_recovery.py
+		tests/properties/test_chaos.py tests/coordinator/test_resume.py tests/coordinator/recovery/test_recovery.py
+
+# Hours of a run with faults of all kinds at once; it prints what has grown, and whether bits are equal.
+HOURS ?= 2
+soak: $(VENV)/installed
+	$(BIN)/python benchmarks/studies/soak.py --hours $(HOURS)
 
 # Jobs under the engines themselves: Ray, a real Slurm (Debian's packages, installed if this is root
 # and they are missing), and Kubernetes' schemas with a kubelet that is played.

@@ -13,6 +13,7 @@ import hypothesis
 import pytest
 import torch
 from support.device import differs, references, standin
+from support.durations import Durations, longest_first
 from support.results import Results
 from support.rights import why_lacking
 from support.ticking import Clock
@@ -44,7 +45,10 @@ def pytest_configure(config):
         config.addinivalue_line("filterwarnings", "default")
     if (device := config.getoption("--device")) not in ("cpu", standin.NAME):
         os.environ[references.DEVICE] = device
-    if (path := config.getoption("--results")) and not hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput"):
+        return  # the process that has the workers is told of all tests
+    config.pluginmanager.register(Durations())
+    if path := config.getoption("--results"):
         config.pluginmanager.register(Results(path))
 
 
@@ -56,6 +60,7 @@ def pytest_report_header():
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does not want
 def pytest_collection_modifyitems(config, items):
+    longest_first(items)
     seen = Counter()  # in the order of their parameters, alike in all processes
     for item in items:
         if thinned := item.get_closest_marker("thinned"):

@@ -24,8 +24,8 @@ ROWS = [("3.11", "2.9"), ("3.10", "2.13"), ("3.11", "2.13"), ("3.12", "2.13"), (
 """Of Python and of torch. The first is the floor of ``setup.cfg``."""
 
 QUICK = [
-    "tests/test_layers.py", "tests/test_schema.py", "tests/test_exactness.py",
-    "tests/test_determinism.py", "tests/test_optimizers.py", "tests/test_pipeline.py",
+    "tests/test_layers.py", "tests/test_schema.py", "tests/properties/test_exactness.py",
+    "tests/properties/test_determinism.py", "tests/test_optimizers.py", "tests/test_pipeline.py",
     "tests/job", "tests/messages", "tests/models", "tests/stage", "tests/transport",
     "tests/cluster/test_processes.py", "tests/cluster/test_without_rights.py",
     "tests/coordinator/recovery/test_recovery.py",

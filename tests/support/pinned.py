@@ -3,7 +3,8 @@
 By default a pipeline takes as many micro-batches as make no gradient more than one update stale,
 and the corrections that were measured to help. A test that compares bits with the oracle says
 itself what it compares, and counts updates and micro-batches as the test of a schedule does, so it
-begins with neither. What a pipeline does by default is tested in ``tests/test_defaults.py``.
+begins with neither. What a pipeline does by default is tested in
+``tests/properties/test_defaults.py``.
 
 Options of a group may be given by their own names, since a table of options that a test goes
 through has them side by side.

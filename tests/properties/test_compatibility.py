@@ -7,7 +7,7 @@ import torch
 from support.compatibility import FIRST, LAYERS, LAZY, LOSSES, NOT_LAYERS, ROWS, judge, page
 from torch import nn
 
-PAGE = Path(__file__).parent.parent / "docs" / "compatibility.md"
+PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 
 pytestmark = [
     pytest.mark.usefixtures("environment"),

@@ -18,7 +18,7 @@ from benchmarks.__main__ import BENCHMARKS
 from benchmarks.suite import parts, runs
 from benchmarks.workload import Workload
 
-HERE = Path(__file__).resolve().parent.parent / "benchmarks"
+HERE = Path(__file__).resolve().parents[2] / "benchmarks"
 
 COUNTING = """
 import json, pathlib, sys, threading

@@ -362,7 +362,7 @@ def test_each_worker_reads_its_part_of_a_folder(name, tmp_path):
 
 @pytest.mark.processes
 def test_the_example_saves_a_folder_that_generates_the_same_sample(tmp_path):
-    script = Path(__file__).parent.parent / "examples" / "finetune_transformers.py"
+    script = Path(__file__).parents[2] / "examples" / "finetune_transformers.py"
     small = ["--stages=3", "--layers=3", "--width=32", "--steps=4", "--micro-batches=2"]
     for more in ([], ["--weights", tmp_path / "one"]):
         out = ["--workers=serial", "--out", tmp_path / "one"]

@@ -46,7 +46,7 @@ from pipedream_rt.transport.rpc.pickling import SignedPickler
 from pipedream_rt.transport.sockets import SocketTransport
 
 KEY = b"k" * 32
-ROGUE = str(Path(__file__).parent / "support" / "rogue.py")
+ROGUE = str(Path(__file__).parents[1] / "support" / "rogue.py")
 
 
 class Bomb:

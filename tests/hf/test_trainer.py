@@ -283,7 +283,7 @@ def test_a_run_of_a_plain_trainer_goes_on_from_its_checkpoint(tmp_path):
 def test_the_example_saves_adapters_and_a_report(tmp_path):
     for package in ("peft", "datasets"):
         pytest.importorskip(package, reason="needs the extra hf")
-    script = Path(__file__).parent.parent / "examples" / "trainer_lora.py"
+    script = Path(__file__).parents[2] / "examples" / "trainer_lora.py"
     options = ["--stages=2", "--workers=serial", "--steps=4", "--out", tmp_path / "out"]
     command = [sys.executable, script, *options, "--report", tmp_path / "report.html"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LATEST_S)

@@ -314,7 +314,7 @@ class Stuck:
 
 
 def test_a_policy_that_stays_at_a_version_is_refused_where_it_would_need_views_for_ever():
-    example = Path(__file__).parent.parent / "examples" / "own_schedule.py"
+    example = Path(__file__).parents[2] / "examples" / "own_schedule.py"
     schedule = runpy.run_path(str(example))["Rounds"](10**6)
     schedule.versions = Stuck()
     trained(open_pipe([ErrorFeedback()], schedule=schedule), regression(8))

@@ -1,0 +1,211 @@
+"""Hours of a run in which everything happens at once: `make soak HOURS=2`.
+
+Four worker processes train without a flush, with dropout, BatchNorm, a codec with feedback, an
+average of the weights, checkpoints on the way, and an evaluation after each epoch. Meanwhile
+processes of the run are killed at random, and the script itself, which is started again and goes
+on. Memory, descriptors and threads of every process are read as long as it lives. At the end a run
+without workers, checkpoints and faults does the same mini-batches, and must have the same bits.
+
+Prints one JSON line; the exit status is 1 if bits differ or a process has grown.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pipedream_rt import Checkpoints, Layout, Pipeline, Recovery, Training
+from pipedream_rt.codecs import Int8
+
+WIDTH, BLOCKS, SAMPLES, EPOCH = 64, 8, 16, 200
+SAMPLE_S, SETTLED_S, SCRIPT_S = 2.0, 60.0, 240.0
+"""Seconds between two looks, until a process has what it needs, and of a life of the script."""
+
+LATEST_S = 600.0
+MOST_MIB = 8
+
+
+def options() -> dict[str, Any]:
+    """What both runs have."""
+    return {
+        "stages": 4, "loss_fn": F.mse_loss, "optimizer": (torch.optim.AdamW, {"lr": 1e-3}),
+        "schedule": "async-1f1b", "micro_batches": 2, "corrections": (), "seed": 1,
+        "layout": Layout(codecs=Int8(feedback=True)),
+        "training": Training(ema=0.99, verify=False),
+    }  # fmt: skip
+
+
+def model() -> nn.Sequential:
+    """Blocks whose state and random numbers must go on too."""
+    torch.manual_seed(0)
+    blocks = [
+        nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.GELU(), nn.Dropout(0.1)
+        )
+        for _ in range(BLOCKS)
+    ]  # fmt: skip
+    return nn.Sequential(*blocks, nn.Linear(WIDTH, 1))
+
+
+def data(count: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Mini-batches."""
+    torch.manual_seed(seed)
+    return [(torch.randn(SAMPLES, WIDTH), torch.randn(SAMPLES, 1)) for _ in range(count)]
+
+
+def train(pipe: Pipeline, epochs: Iterator[object]) -> dict[str, Any]:
+    """Train whole epochs, with an evaluation after each; return what the run ended with."""
+    mini_batches, held_out, found = data(EPOCH, 1), data(4, 2), 0.0
+    for _ in epochs:
+        for _ in pipe.train_epoch(mini_batches):
+            pass
+        found = pipe.evaluate(held_out)
+    return {"step": pipe.step, "evaluation": found, "digest": pipe.fingerprint().digest}
+
+
+def script(folder: Path) -> None:
+    """The script that is disturbed; it ends after the epoch in which the file ``stop`` appears."""
+    kept = Checkpoints(folder / "run", every=100, resume=True, attempts=None)
+    with Pipeline(
+        model(), **options(), workers="local", checkpoint=kept,
+        recovery=Recovery(max_restarts=1_000_000),
+    ) as pipe:  # fmt: skip
+        going = itertools.takewhile(lambda _: not (folder / "stop").exists(), itertools.count())
+        ended = train(pipe, going)
+    (folder / "end").write_text(json.dumps(ended))
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that a process has started, and those that these have."""
+    found = []
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            started = [int(each) for each in children.read_text().split()]
+        except OSError:
+            continue  # the thread has ended meanwhile
+        found += [each for child in started for each in (child, *descendants(child))]
+    return found
+
+
+def taken(pid: int) -> tuple[int, int, int]:
+    """Resident MiB, descriptors and threads of a process."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    resident, threads = (
+        int(status.partition(f"{name}:")[2].split()[0]) for name in ("VmRSS", "Threads")
+    )
+    return resident // 1024, len(os.listdir(f"/proc/{pid}/fd")), threads
+
+
+class Disturbed:
+    """A run whose processes are killed, and what each of them took while it lived."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self._folder, self._random = folder, random.Random(seed)
+        self._seen: dict[int, list[tuple[float, tuple[int, int, int]]]] = defaultdict(list)
+        self.killed, self.scripts = 0, 0
+
+    def run(self, seconds: float) -> dict[str, Any]:
+        """Disturb it for so long; return what it ended with."""
+        begun = time.monotonic()
+        while time.monotonic() < begun + seconds:
+            self._live(min(SCRIPT_S, begun + seconds - time.monotonic()), last=False)
+        (self._folder / "stop").touch()
+        self._live(LATEST_S, last=True)
+        ended: dict[str, Any] = json.loads((self._folder / "end").read_text())
+        return ended
+
+    def _live(self, seconds: float, last: bool) -> None:
+        """Let the script live for so long, or until its end."""
+        self.scripts += 1
+        process = subprocess.Popen([sys.executable, "-W", "ignore", __file__, str(self._folder)])
+        until, fault = time.monotonic() + seconds, time.monotonic() + 20
+        try:
+            while time.monotonic() < until:
+                try:
+                    code = process.wait(SAMPLE_S)
+                except subprocess.TimeoutExpired:
+                    below = descendants(process.pid)
+                    self._look((process.pid, *below))
+                    if below and time.monotonic() > fault:
+                        self._kill(self._random.choice(below))
+                        fault = time.monotonic() + self._random.uniform(5, 40)
+                    continue
+                if code or not last:
+                    raise RuntimeError(f"the script ended with {code}")
+                return
+            if last:
+                raise RuntimeError(f"the script has not ended within {LATEST_S:g} s")
+        finally:
+            process.kill()
+            process.wait()
+
+    def _look(self, pids: tuple[int, ...]) -> None:
+        for pid in pids:
+            try:
+                self._seen[pid].append((time.monotonic(), taken(pid)))
+            except (OSError, IndexError):
+                continue  # it has ended meanwhile
+
+    def _kill(self, pid: int) -> None:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        self.killed += 1
+
+    def grown(self) -> dict[str, int]:
+        """The most that a process has grown by after it had settled, and how many have."""
+        most, settled = [0, 0, 0], 0
+        for looks in self._seen.values():
+            after = [found for when, found in looks if when > looks[0][0] + SETTLED_S]
+            if len(after) > 1:
+                settled += 1
+                most = [max(m, b - a) for m, a, b in zip(most, after[0], after[-1], strict=True)]
+        return {"MiB": most[0], "descriptors": most[1], "threads": most[2], "processes": settled}
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path), required=False)
+@click.option("--hours", default=2.0, show_default=True)
+@click.option("--seed", default=0, show_default=True, help="Of the faults.")
+def main(folder: Path | None, hours: float, seed: int) -> None:
+    """Run the soak; with FOLDER, be the script that is disturbed."""
+    if folder is not None:
+        script(folder)
+        return
+    with tempfile.TemporaryDirectory() as place:
+        run = Disturbed(Path(place), seed)
+        ended = run.run(3600 * hours)
+    with Pipeline(model(), **options(), workers="serial") as pipe:
+        calm = train(pipe, iter(range(ended["step"] // EPOCH)))
+    grown = run.grown()
+    print(
+        json.dumps(
+            {
+                "hours": hours, "seed": seed, "mini_batches": ended["step"],
+                "killed": run.killed, "scripts": run.scripts, "grown": grown,
+                "bits equal": calm == ended,
+            }
+        )
+    )  # fmt: skip
+    sys.exit(calm != ended or grown["MiB"] > MOST_MIB or max(grown["descriptors"], 0) > 4)
+
+
+if __name__ == "__main__":
+    main()
