@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.device.references import computed_on_the_device
-from support.faults import kill
+from support.inside import kill
 from support.models import mlp, regression
 from support.pinned import Flat as Pipeline
 from torch import nn

@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.nn.functional as F
+from support.inside import pids
 from support.models import (
     OPTIMIZERS,
     POINTS,
@@ -34,10 +35,6 @@ from pipedream_rt import (
 )
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("environment")]
-
-
-def pids(pipe):
-    return {n: p.pid for n, p in pipe._group.cluster._local.processes.items()}
 
 
 def alive(pid):

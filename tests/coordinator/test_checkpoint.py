@@ -2,13 +2,13 @@
 
 import functools
 import os
-import signal
 
 import pytest
 import torch
 import torch.nn.functional as F
 from click.testing import CliRunner
 from safetensors.torch import load_file
+from support.inside import kill
 from support.models import OPTIMIZERS, POINTS, batches, kitchen_sink, mlp
 from support.oracle import assert_same
 from support.pinned import Pipeline
@@ -246,7 +246,7 @@ def test_a_worker_that_is_killed_before_its_part_is_written(tmp_path):
     begun = losses(pipe, DATA[:4])
     pipe.save(tmp_path)
     losses(pipe, DATA[4:6])
-    os.kill(pipe._group.cluster._local.processes["worker-2"].pid, signal.SIGKILL)
+    kill(pipe, "worker-2")
     with pytest.raises(WorkerLost, match="worker-2"):
         pipe.save(tmp_path)
     assert os.listdir(tmp_path) == ["step-00000004"]

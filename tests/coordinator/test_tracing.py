@@ -4,7 +4,6 @@ import contextlib
 import functools
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from support.deadlines import LATEST_S
 from support.events import check_trace_events
+from support.inside import kill, pids
 from support.models import OPTIMIZERS, POINTS, Raises, batches, kitchen_sink, mlp, regression
 from support.oracle import assert_same
 from support.pinned import Pipeline
@@ -268,7 +268,7 @@ def test_a_worker_that_is_killed_while_the_trace_is_collected(tmp_path):
     path = tmp_path / "run.trace"
     pipe = open_pipe(workers="local", trace=path)
     list(pipe.train_epoch(batches(3)))
-    os.kill(next(iter(pipe._group.cluster._local.processes.values())).pid, signal.SIGKILL)
+    kill(pipe, next(iter(pids(pipe))))
     with pytest.raises(Exception, match="worker-0"):
         pipe.close()
     assert not path.exists()

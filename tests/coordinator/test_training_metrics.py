@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.faults import kill
+from support.inside import kill
 from support.models import mlp, regression
 from support.oracle import assert_same
 from torch import nn

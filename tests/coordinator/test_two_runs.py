@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from click.testing import CliRunner
 from support.deadlines import LATEST_S
+from support.inside import cluster
 from support.models import mlp, regression
 from support.oracle import assert_same
 from support.pinned import Pipeline
@@ -95,7 +96,7 @@ def test_a_recovery_does_not_take_the_checkpoint_of_another_run(tmp_path, caplog
             if result.step == 10:
                 shutil.rmtree(mine)
                 shutil.copytree(foreign, mine)
-                pipe._group.cluster._workers[0].lose(ConnectionError("as if it had died"))
+                cluster(pipe)._workers[0].lose(ConnectionError("as if it had died"))
         assert len(pipe.restarts) == 1
     assert found == expected
     assert "was made by another run meanwhile; the run goes back to the" in caplog.text

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import torch.nn.functional as F
 from support.casts import MEMORY, Cast, Plain, train
 from support.deadlines import LATEST_S
 from support.device import standin
+from support.inside import kill, local_workers, members
 from support.models import NoisyEverywhere
 from torch import nn
 
@@ -121,7 +121,7 @@ def test_worker_processes_give_the_bits_of_the_host_and_share_one_for_each_devic
     with opened(LAYOUTS[layout], workers="local") as pipe:
         losses = [result.loss for result in pipe.train_epoch(data_of(6))]
         assert_same(expected, (losses, pipe.state_dict()))
-        processes = len(pipe._group.cluster._members)
+        processes = len(members(pipe))
     assert processes == {"one": 1, "each": 2, "mixed": 3}[layout]
 
 
@@ -138,8 +138,8 @@ def test_a_killed_worker_changes_no_bit(layout, tmp_path):
         for result in pipe.train_epoch(data):
             losses.append(result.loss)
             if result.step in (4, 8):
-                victim = pipe._group.cluster._members[-1].name
-                os.kill(pipe._group.cluster._local.processes[victim].pid, signal.SIGKILL)
+                victim = members(pipe)[-1].name
+                kill(pipe, victim)
         assert_same(expected, (losses, pipe.state_dict()))
         assert len(pipe.restarts) == 2
 
@@ -567,7 +567,7 @@ def test_workers_end_cleanly_right_after_a_backward(pipelines):
     for _ in range(pipelines):
         with opened(["standin:0", "standin:1"], stages=2, workers="local") as pipe:
             list(pipe.train_epoch(data_of(1)))
-            workers = list(pipe._group.cluster._local.processes.values())
+            workers = list(local_workers(pipe).processes.values())
         codes += [worker.wait(LATEST_S) for worker in workers]
     assert codes == [0] * 2 * pipelines
 

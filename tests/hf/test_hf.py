@@ -9,7 +9,8 @@ import torch
 from support import whole
 from support.deadlines import LATEST_S
 from support.device.references import computed_on_the_device
-from support.faults import kill, losses_through_death
+from support.faults import losses_through_death
+from support.inside import kill
 from support.oracle import assert_same
 from support.pinned import Pipeline
 

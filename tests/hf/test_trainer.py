@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.deadlines import LATEST_S
-from support.faults import kill
+from support.inside import kill
 from torch import nn
 
 from pipedream_rt import ConfigError, Observe, Recovery

@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 from support.browser import OVERLAPS, Browser, chromium
-from support.faults import kill
+from support.inside import kill
 from support.models import mlp, regression
 from support.pinned import Pipeline
 from support.recorded import begun, plan_of, stepped, whole_run

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from support import whole
 from support.device.references import computed_on_the_device
-from support.faults import kill, losses_through_death
+from support.faults import losses_through_death
+from support.inside import kill
 from support.oracle import assert_same
 from support.pinned import Pipeline
 from support.written import RisingSteps

@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import os
-import signal
 import threading
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from support import coded
 from support.faults import FaultySerial, Plan, faulty_sink
+from support.inside import kill, pids, stages
 from support.models import OPTIMIZERS, POINTS, batches, kitchen_sink
 from support.oracle import assert_same, oracle
 from support.pinned import Pipeline
@@ -213,8 +212,8 @@ def test_a_killed_worker_changes_no_bit(tmp_path):
     with Pipeline(kitchen_sink(), **given) as pipe:
         for result in pipe.train_epoch(data):
             if result.step in (9, 23):
-                workers = list(pipe._group.cluster._local.processes.values())
-                os.kill(workers[result.step % len(workers)].pid, signal.SIGKILL)
+                workers = list(pids(pipe))
+                kill(pipe, workers[result.step % len(workers)])
         assert pipe.restarts
         assert_same(pipe.state_dict(), undisturbed[0])
 
@@ -271,9 +270,9 @@ def test_with_another_optimizer_residuals_go_on(tmp_path):
 
 def residuals_of(pipe):
     """What the stages of a pipeline in this thread keep of their edges."""
-    hosts = pipe._group.cluster._hosts
-    stages = [stage for host in hosts for stage in host._stages.values()]
-    return {key: value for stage in stages for key, value in stage.rule(Coding).state().items()}
+    return {
+        key: value for stage in stages(pipe) for key, value in stage.rule(Coding).state().items()
+    }
 
 
 # -- what is left as it is ------------------------------------------------------------------------

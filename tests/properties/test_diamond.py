@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from support import diamond
 from support.costs import unit
-from support.faults import kill
+from support.inside import kill
 from support.models import OPTIMIZERS, regression
 from support.oracle import assert_same
 from support.pinned import Pipeline

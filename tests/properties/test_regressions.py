@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support.inside import lose
 from support.models import regression
 from support.oracle import assert_same
 from support.pinned import Pipeline
 from torch import nn
 
-from pipedream_rt import CheckpointError, ConfigError, StageFailed, WorkerLost
+from pipedream_rt import CheckpointError, ConfigError, StageFailed
 
 pytestmark = pytest.mark.threads
 
@@ -161,9 +162,7 @@ def with_a_loss_of_a_worker(folder, kill, make=mlp, **kwargs):
         found = losses(pipe, data[:4])
         pipe.save(folder)
         if kill:
-            group = pipe._group
-            gone = WorkerLost("worker 'stage-1' is gone", worker="stage-1", stage=1)
-            group.recovery._came.fail_of(group.recovery.generation)(gone)
+            lose(pipe)
         found += losses(pipe, data[4:])
         assert len(pipe.restarts) == kill
         return found, pipe.fingerprint().digest

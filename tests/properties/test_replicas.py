@@ -7,6 +7,7 @@ import signal
 import pytest
 import torch
 import torch.nn.functional as F
+from support.inside import hosts, members
 from support.oracle import assert_same, oracle
 from support.pinned import Pipeline
 from torch import nn
@@ -123,8 +124,7 @@ def test_a_divided_optimizer_gives_the_same_bits(points, replicas, schedule, rea
 def test_each_replica_holds_a_part_of_a_divided_optimizer():
     with open_pipe((0, 4), (2, 1), shard_optimizer=True) as pipe:
         list(pipe.train_epoch(batches()))
-        hosts = pipe._group.cluster._hosts
-        held = [len(host.part(address, "optimizer").state) for address, host in enumerate(hosts)]
+        held = [len(h.part(n, "optimizer").state) for n, h in enumerate(hosts(pipe))]
         whole = pipe.optimizer.state_dict()["state"]
     assert held == [1, 3, 4]  # a matrix, three vectors, and all of a stage with one replica
     assert len(whole) == 8
@@ -283,7 +283,7 @@ def test_replicas_that_differ_are_told(tmp_path):
 
     with open_pipe((0,), (2,), schedule="1f1b", k=2) as pipe:
         list(pipe.train_epoch(batches()))
-        host = pipe._group.cluster._hosts[1]
+        host = hosts(pipe)[1]
         with torch.no_grad():
             host.part(1, "module")[0].weight.add_(1e-6)
         with pytest.raises(CheckpointError, match=r"stage 0, replica 1 has other weights .*0"):
@@ -315,8 +315,8 @@ def test_killed_workers_leave_no_trace(tmp_path, points, replicas, schedule, rea
         for number, result in enumerate(pipe.train_epoch(data)):
             found += result.losses
             if number in (2, 8):
-                members = pipe._group.cluster._members
-                pid = int(members[number % len(members)].description.split()[1])
+                there = members(pipe)
+                pid = int(there[number % len(there)].description.split()[1])
                 os.kill(pid, signal.SIGKILL)
         assert len(pipe.restarts) >= 1
         assert found == losses

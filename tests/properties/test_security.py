@@ -26,6 +26,7 @@ from support.callers import SECRET as JOB
 from support.callers import asked, calling, control_plane, framed, hello, in_loop, soon
 from support.deadlines import LATEST_S
 from support.encrypted import shaken
+from support.inside import members, pids
 from support.models import mlp, regression
 from support.nodes import COMMAND, RUN, below, own_environment
 from support.oracle import assert_same
@@ -335,8 +336,8 @@ def test_nothing_of_a_running_job_listens():
             return pipe.state_dict()
 
     def nobody_listens(pipe):
-        for process in pipe._group.cluster._local.processes.values():
-            assert listening(process.pid) == (set(), set())
+        for pid in pids(pipe).values():
+            assert listening(pid) == (set(), set())
         ports, (status,) = listening(os.getpid())
         assert not ports
         assert Path(status).parent == private_folder()
@@ -445,7 +446,7 @@ def formed_and_recovered(rogue, recoveries, workers, replace=lambda name: None):
     with Pipeline(mlp(), workers=workers, **options) as pipe:
         for number, _ in enumerate(pipe.train_epoch(data)):
             if number % 4 == 3 and number // 4 < recoveries:
-                member = pipe._group.cluster._members[number % 3]
+                member = members(pipe)[number % 3]
                 os.kill(int(member.description.split()[1]), signal.SIGKILL)
                 replace(member.name)
         assert len(pipe.restarts) == recoveries

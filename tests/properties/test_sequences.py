@@ -1,7 +1,5 @@
 """Whatever a script does one after another, the run is that of the oracle."""
 
-import os
-import signal
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -10,13 +8,14 @@ import pytest
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.inside import kill, lose, pids
 from support.models import POINTS, kitchen_sink
 from support.oracle import assert_same
 from support.pinned import Pipeline
 from support.sequences import DATA, RATE, OracleRun, make_optimizer
 from torch import nn
 
-from pipedream_rt import Checkpoints, ConfigError, WorkerLost
+from pipedream_rt import Checkpoints, ConfigError
 
 pytestmark = pytest.mark.usefixtures("environment")
 
@@ -180,14 +179,11 @@ class Script:
 
     def kill(self):
         """Kill a worker process; or say that a worker that is a thread is gone."""
-        group = self.pipe._group
         if self.workers == "local":
-            _, process = sorted(group.cluster._local.processes.items())[-1]
             with suppress(ProcessLookupError):  # killed before, and not yet replaced
-                os.kill(process.pid, signal.SIGKILL)
+                kill(self.pipe, max(pids(self.pipe)))
         else:
-            error = WorkerLost("worker 'stage-1' is gone", worker="stage-1", stage=1)
-            group.recovery._came.fail_of(group.recovery.generation)(error)
+            lose(self.pipe)
 
 
 def check(schedule, workers, script):

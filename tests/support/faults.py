@@ -18,6 +18,7 @@ from torch import nn
 
 from pipedream_rt.serial.cluster import SerialCluster
 
+from .inside import kill
 from .models import POINTS, kitchen_sink
 
 PHASES = ("forward", "backward", "step", "save", "start", "load")
@@ -57,11 +58,6 @@ class Plan:
     @property
     def struck(self):
         return len([p for p in self.folder.iterdir() if p.name.startswith("struck-")])
-
-
-def kill(pipe, worker):
-    """Kill a worker process of a pipeline, by its name."""
-    os.kill(pipe._group.cluster._local.processes[worker].pid, signal.SIGKILL)
 
 
 def losses_through_death(pipe, data, victim, step):

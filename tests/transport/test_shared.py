@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from support.faults import kill
+from support.inside import kill, pids
 from support.nodes import COMMAND
 from support.oracle import assert_same
 from support.pinned import Pipeline
@@ -449,7 +449,7 @@ def test_a_reader_that_stands_still_for_a_while_loses_nothing(expected):
     timers = []
 
     def stop(pipe):
-        worker = pipe._group.cluster._local.processes["worker-2"].pid
+        worker = pids(pipe)["worker-2"]
         os.kill(worker, signal.SIGSTOP)
         timers.append(threading.Timer(1.0, os.kill, (worker, signal.SIGCONT)))
         timers[0].start()

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.faults import FaultySerial, Plan, faulty_sink
+from support.inside import feed_log, kill, local_workers, recovery
 from support.models import OPTIMIZERS, POINTS, Raises, batches, kitchen_sink, mlp, regression
 from support.oracle import assert_same
 from support.pinned import Pipeline
@@ -211,7 +212,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, caplog):
                 pipe.flush()
                 pipe._run.run_state.finish_checkpoint()
             if result.step == 30:
-                before, newest = pipe._group.feed.log.restore_points
+                before, newest = feed_log(pipe).restore_points
                 assert before.folder.exists()
                 pipe._run.checkpointer._every = None  # the last one, and it is damaged
                 for path in newest.folder.glob("model-*"):
@@ -249,7 +250,7 @@ def test_a_checkpoint_out_of_reach_for_a_moment_is_one_more_failure(
     ) as pipe:  # fmt: skip
         assert [r.loss for r in pipe.train_epoch(DATA)] == expected
         assert len(pipe.restarts) == 1
-        assert pipe._group.recovery._failures.left == 98
+        assert recovery(pipe)._failures.left == 98
 
 
 @pytest.mark.threads
@@ -271,7 +272,7 @@ def test_what_a_model_raises_while_it_is_restored_is_one_more_failure(tmp_path, 
     ) as pipe:  # fmt: skip
         assert [r.loss for r in pipe.train_epoch(DATA)] == expected
         assert not left
-        assert pipe._group.recovery._failures.left == 98
+        assert recovery(pipe)._failures.left == 98
 
 
 @pytest.mark.threads
@@ -372,14 +373,14 @@ def test_an_evaluation_is_not_fed_again(tmp_path):
         expected = [r.loss for r in pipe.train_epoch(DATA[6:])]
     with open_pipe(folder=tmp_path, faults=[fault(1, "forward", 9)]) as pipe:
         list(pipe.train_epoch(DATA[:6]))
-        before = len(pipe._group.feed.log._entries)
+        before = len(feed_log(pipe)._entries)
         for _ in range(3):
             pipe.evaluate(DATA)
             pipe.fingerprint()
             pipe.state_dict()
             pipe(DATA[0][0])
         flushes = 3 * 4
-        assert len(pipe._group.feed.log._entries) == before + flushes
+        assert len(feed_log(pipe)._entries) == before + flushes
         pipe(DATA[0][0], training=True)
         assert [r.loss for r in pipe.train_epoch(DATA[6:])] == expected
         assert pipe.restarts[0].replayed < 20  # an evaluation has 30
@@ -389,20 +390,20 @@ def test_an_evaluation_is_not_fed_again(tmp_path):
 def test_the_feed_does_not_grow_with_the_run(tmp_path):
     with open_pipe(checkpoint=Checkpoints(tmp_path, every=5)) as pipe:
         for _ in pipe.train_epoch(DATA * 10):
-            assert len(pipe._group.feed.log._entries) < 300  # of 600
+            assert len(feed_log(pipe)._entries) < 300  # of 600
 
 
 @pytest.mark.threads
 def test_closing_while_the_workers_are_replaced(tmp_path):
     """A signal handler closes the pipeline in the middle of a recovery; nothing is left."""
     with open_pipe(folder=tmp_path, faults=[fault(1, "forward", 4)]) as pipe:
-        begin = pipe._group.recovery._begin
+        begin = recovery(pipe)._begin
 
         def interrupted(*arguments):
             pipe.close()
             begin(*arguments)
 
-        pipe._group.recovery._begin = interrupted
+        recovery(pipe)._begin = interrupted
         with pytest.raises(Exception, match="closed"):
             list(pipe.train_epoch(DATA))
 
@@ -474,7 +475,7 @@ def test_a_worker_without_a_sign_of_life_has_failed(tmp_path):
         for result in pipe.train_epoch(DATA):
             found.append(result.loss)
             if result.step == 7:
-                os.kill(pipe._group.cluster._local.processes["worker-1"].pid, signal.SIGSTOP)
+                kill(pipe, "worker-1", signal.SIGSTOP)
         (restart,) = pipe.restarts
     assert found == expected
     assert "does not answer" in restart.reason
@@ -491,9 +492,8 @@ def test_a_fork_server_that_does_not_answer_is_replaced(number, caplog):
         for result in pipe.train_epoch(DATA):
             found.append(result.loss)
             if result.step == 7:
-                local = pipe._group.cluster._local
-                os.kill(local._forks._process.pid, number)
-                os.kill(local.processes["worker-1"].pid, signal.SIGKILL)
+                os.kill(local_workers(pipe)._forks._process.pid, number)
+                kill(pipe, "worker-1")
         assert len(pipe.restarts) == 1
     assert found == expected
     assert time.monotonic() - start < 60
@@ -536,7 +536,7 @@ def open_after_recoveries(count, tmp_path):
             steps.append(result.step)
             if result.step % 3 == 2 and len(held) < count:
                 victim = f"worker-{len(held) % 2}"
-                os.kill(pipe._group.cluster._local.processes[victim].pid, signal.SIGKILL)
+                kill(pipe, victim)
                 pipe.flush()
                 gc.collect()
                 with open("/proc/self/statm") as file:

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from support.faults import kill
+from support.inside import kill
 from support.models import mlp, regression
 from support.oracle import assert_same
 from support.pinned import Pipeline
