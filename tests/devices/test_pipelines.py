@@ -128,7 +128,7 @@ def test_worker_processes_give_the_bits_of_the_host_and_share_one_for_each_devic
 @pytest.mark.processes
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_killed_worker_changes_no_bit(layout, tmp_path):
-    data = data_of(12)
+    data = data_of(18)
     expected = outcome("cpu", data)
     with opened(
         LAYOUTS[layout], workers="local", checkpoint=Checkpoints(tmp_path, every=3),
@@ -593,8 +593,15 @@ def test_a_script_ends_cleanly_right_after_a_backward_of_its_own():
 @pytest.mark.parametrize(
     ("case", "told"),
     [
-        ("bits", {"plain, by default": True, "zero-bubble, deterministic": True}),
-        ("recovery", {"bits equal": True}),
+        (
+            "bits-of zero-bubble",
+            {
+                "zero-bubble, 1 stage": True,
+                "zero-bubble, killed": True,
+                "zero-bubble, by the host": True,
+            },
+        ),
+        ("bits-of async-1f1b", {"async-1f1b, killed": True, "async-1f1b, by the host": True}),
         ("ours 2 1f1b", {"devices": ["standin:0", "standin:1"]}),
     ],
 )

@@ -284,3 +284,9 @@ def test_every_command_of_a_benchmark_exists():
     assert len(scripts) > 20
     assert [name for name in scripts if not (ROOT / name).is_file()] == []
     assert names <= {*BENCHMARKS}
+
+
+def test_the_files_whose_time_is_known_are_there():
+    from support.durations import SECONDS
+
+    assert [name for name in SECONDS if not (ROOT / name).is_file()] == []

@@ -202,7 +202,7 @@ def test_a_flush_an_evaluation_and_a_checkpoint_on_the_way_change_nothing(case, 
 
 @pytest.mark.processes
 def test_processes_give_the_same_bits_through_the_death_of_a_worker(case, tmp_path):
-    data = case.data(8)
+    data = case.data(12)
     with case.pipeline(
         stages=3, workers="local", checkpoint=Checkpoints(tmp_path, every=3), max_restarts=1
     ) as pipe:
@@ -392,7 +392,7 @@ def test_asynchronous_clipping_equals_the_oracle(options, reads, k, delay, tmp_p
 @pytest.mark.parametrize("schedule", ["async-1f1b", "async-1f1b+vertical-sync"])
 def test_clipping_survives_a_worker(schedule, tmp_path):
     case = CASES["unet"]
-    data = case.data(10)
+    data = case.data(14)
     exact = schedule != "async-1f1b"
     clip = (0.05, "exact" if exact else 3)
     with case.pipeline(

@@ -94,7 +94,7 @@ def test_on_all_workers_and_with_flushes_between(workers, monkeypatch):
 @pytest.mark.processes
 @pytest.mark.parametrize("step", [4, 11])
 def test_a_death_in_either_part_changes_nothing(step, tmp_path, monkeypatch):
-    data = batches(16)
+    data = batches(24)
     expected, losses = judged("async", 7, data, monkeypatch)
     options = {"checkpoint": Checkpoints(tmp_path, every=3), "max_restarts": 1}
     with piped("async", 7, workers="local", **options) as pipe:

@@ -62,6 +62,8 @@ class Plan:
 
 def losses_through_death(pipe, data, victim, step):
     """Train on mini-batches; kill a worker, if one is named, at the result of a step."""
+    # Else the worker may have done all that there is before anybody reads the result.
+    assert not victim or len(data) > step + pipe.plan.credits() + 1
     losses = []
     for result in pipe.train_epoch(data):
         losses.append(result.loss)
