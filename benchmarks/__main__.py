@@ -13,6 +13,8 @@ own (``benchmarks/peers/README.md``), whose interpreter ``--peers`` names.
 from __future__ import annotations
 
 import json
+import signal
+import sys
 from pathlib import Path
 
 import click
@@ -84,6 +86,8 @@ def main(
     picture: Path | None,
 ) -> None:
     """Measure, and show tables. NAMES are those of benchmarks; all if there are none."""
+    for number in (signal.SIGTERM, signal.SIGHUP):  # so that what runs ends too
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     console = Console(width=140)
     for name in names or BENCHMARKS:
         benchmark = BENCHMARKS[name]

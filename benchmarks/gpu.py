@@ -61,7 +61,10 @@ def install(wheels: Path, site: str) -> None:
 def workers_in_place() -> Iterator[None]:
     """Let `pipedream_rt.workers` be found, which an installation maps from workers/."""
     link = ROOT / "pipedream_rt" / "workers"
-    if link.is_symlink():  # one that was killed has left it
+    if link.exists():  # somebody's own
+        yield
+        return
+    if link.is_symlink():  # it leads nowhere
         link.unlink()
     link.symlink_to("../workers")
     try:

@@ -32,7 +32,7 @@ def opened(value: Any) -> Held | None:
     if isinstance(value, tuple | list):
         return range(len(value)), value
     if dataclasses.is_dataclass(cls):
-        names = [field.name for field in dataclasses.fields(cls)]
+        names = [field.name for field in dataclasses.fields(cls) if hasattr(value, field.name)]
         if isinstance(value, dict):
             names = [name for name in names if getattr(value, name) is not None]
         return names, [getattr(value, name) for name in names]

@@ -50,6 +50,12 @@ def test_every_container(value, keys, made, place):
     assert place_in(value, keys[1]) == place
 
 
+def test_a_field_that_is_not_set_is_no_part():
+    value = object.__new__(Frozen)
+    object.__setattr__(value, "right", 2)
+    assert opened(value) == (["right"], [2])
+
+
 def test_a_slice():
     keys, parts = opened(slice(1, 2))
     assert put_together(slice(1, 2), keys, [part and 10 * part for part in parts]) == slice(10, 20)

@@ -164,12 +164,17 @@ def measure(case: Case, peers: Path) -> Line:
         output.seek(0)
         errors.seek(0)
         lines, why = output.read().splitlines(), errors.read()[-2000:]
-    said = [line for line in lines if line.startswith("{")]
-    outcome: Line = json.loads(said[-1]) if said else {}
+    outcome: Line = {}
+    for line in lines:
+        with contextlib.suppress(ValueError):  # other words, or a line that was cut off
+            found = json.loads(line)
+            outcome = found if isinstance(found, dict) else outcome
     if late:
         outcome["unfinished"] = f"killed after {case.limit_s:g} s"
     elif process.returncode not in (0, UNAVAILABLE):
         outcome["error"] = f"exit code {process.returncode}: {why}"
+    elif not outcome:
+        outcome["error"] = "it printed no result"
     return outcome
 
 
@@ -217,6 +222,8 @@ def newest(benchmark: Benchmark, name: str) -> list[list[Line]]:
     for case in benchmark.cases:
         mine = _of(case, lines)
         found.append([line for line in mine if line["commit"] == mine[-1]["commit"]])
+        if benchmark.once:  # of changes that are in no commit there may be several
+            found[-1] = mine[-1:]
     return found
 
 

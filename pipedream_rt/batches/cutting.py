@@ -211,7 +211,7 @@ def _named(batch: Batch) -> Iterator[tuple[str, Any]]:
 def _inside(place: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield a value and all that is in it, with expressions for them."""
     yield place, value
-    held = None if isinstance(value, _CUT) else opened(value)
+    held = opened(value) if isinstance(value, dict | list | tuple) else None
     for key, each in zip(*(held or ((), ()))):
         yield from _inside(place + place_in(value, key), each)
 

@@ -329,7 +329,8 @@ def put(step: Step, result: Any, values: dict[int, Any]) -> None:
         )
     for tensor, (shape, dtype) in zip(tensors, step.kinds):
         # Under autocast a layer has other dtypes on a device than on the host that recorded it.
-        cast = tensor.is_floating_point() and dtype.is_floating_point and autocasts()
+        elsewhere = not tensor.is_cpu and (autocasts() or step.around.autocast is not None)
+        cast = elsewhere and tensor.is_floating_point() and dtype.is_floating_point
         if tensor.shape != shape or (tensor.dtype != dtype and not cast):
             raise ConfigError(
                 f"{step.name} has returned a {tensor.dtype} tensor of shape {tuple(tensor.shape)}, "

@@ -14,7 +14,6 @@ import cloudpickle
 import torch
 from torch import Tensor, nn
 
-from pipedream_rt.containers import opened
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.state_keys import (
     ATTRIBUTE,
@@ -291,10 +290,9 @@ def _digests(attributes: Hyper, parameters: Mapping[str, nn.Parameter]) -> dict[
 
 def _has_key(value: Any, keys: set[int]) -> bool:
     """Whether a value has a dict, at any depth, with one of the keys."""
-    if isinstance(value, dict) and not keys.isdisjoint(value):
-        return True
-    held = opened(value)
-    return held is not None and any(_has_key(part, keys) for part in held[1])
+    if isinstance(value, dict):
+        return not keys.isdisjoint(value) or any(_has_key(v, keys) for v in value.values())
+    return isinstance(value, list | tuple) and any(_has_key(v, keys) for v in value)
 
 
 def _refuse_unfit_tensors(places: Iterable[Hyper]) -> None:

@@ -28,9 +28,12 @@ print("something else first")
 if sys.argv[1] == "gone":
     print(json.dumps({"unavailable": "no such thing"}))
     sys.exit(3)
+if sys.argv[1] == "mute":
+    sys.exit()
 if sys.argv[1] == "bad":
     sys.exit("it went wrong")
 print(json.dumps({"seconds": float(len(log.read_text()))}), flush=True)
+print('{"cut": 1, "o', flush=True)
 if sys.argv[1] == "late":
     import subprocess
     other = subprocess.Popen(["sleep", "600"], start_new_session=True)  # it holds its output open
@@ -89,6 +92,8 @@ def test_what_cannot_run_here_says_why_and_what_fails_ends_the_suite(kept):
     assert runs.lines_of("x")[0]["unavailable"] == "no such thing"
     with pytest.raises(SystemExit, match="it went wrong"):
         list(runs.run("y", counting(kept, "bad"), 1, Path("none")))
+    with pytest.raises(SystemExit, match="it printed no result"):
+        list(runs.run("y", counting(kept, "mute"), 1, Path("none")))
     told = list(runs.run("z", counting(kept, "a", foreign=True), 1, Path("no/python")))
     assert "left out, as no/python does not exist" in told[0]
     assert not runs.lines_of("z")
@@ -112,9 +117,11 @@ def test_what_fails_or_is_late_is_a_result_where_each_case_is_measured_once(kept
 @pytest.mark.parametrize("commit", ["unknown", "abc-dirty"])
 def test_what_was_measured_of_no_commit_is_measured_again(kept, monkeypatch, commit):
     monkeypatch.setattr(runs, "machine", lambda: {"commit": commit})
+    benchmark = counting(kept, "a", once=True)
     for _ in range(2):
-        list(runs.run("x", counting(kept, "a"), 1, Path("none")))
+        list(runs.run("x", benchmark, 1, Path("none")))
     assert (kept / "log").read_text() == "aa"
+    assert [line["seconds"] for line in runs.newest(benchmark, "x")[0]] == [2]
 
 
 @pytest.mark.parametrize("name", list(BENCHMARKS))

@@ -1,10 +1,12 @@
 """What a step of a program returns is what was recorded."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.models.program import Slot, Step, put
+from pipedream_rt.models.program import ContextRef, Slot, Step, put
 
 LSTM = Step(
     name="lstm", target="lstm", slots=(0, 1), made=(Slot(0), Slot(1)),
@@ -36,9 +38,16 @@ def test_another_is_refused(result, words):
 
 def test_autocast_may_give_another_floating_dtype_than_where_it_was_recorded():
     """As that of CUDA, which gives float16 of an LSTM whatever it is told."""
-    values, made = {}, torch.zeros(2, 3, dtype=torch.float16)
+    made = torch.zeros(2, 3, dtype=torch.float16, device="meta")
+    around = dataclasses.replace(LSTM, around=ContextRef(autocast=("cpu", True, torch.bfloat16)))
+    with pytest.raises(ConfigError, match="float16"):
+        put(LSTM, (made, NUMBERS), {})
+    values = {}
+    put(around, (made, NUMBERS), values)  # the forward itself has entered autocast
+    assert values == {0: made, 1: NUMBERS}
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        put(LSTM, (made, NUMBERS), values)
+        put(LSTM, (made, NUMBERS), {})
         with pytest.raises(ConfigError, match="int32"):
             put(LSTM, (made, NUMBERS.to(torch.int32)), {})
-    assert values == {0: made, 1: NUMBERS}
+        with pytest.raises(ConfigError, match="float32"):  # where it was recorded, it must not
+            put(LSTM, (torch.zeros(2, 3), NUMBERS), {})
