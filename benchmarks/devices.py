@@ -1,7 +1,7 @@
 """What an accelerator does: one case each, which prints what it has found so far as a JSON object.
 
-``make gpu`` runs the first of them in seven minutes on a machine where nothing is installed, and
-``python -m benchmarks devices`` all in under 25; docs/guide/devices.md says what each line means.
+``make gpu`` runs the first of them in less than ten minutes, where nothing is installed, and
+``python -m benchmarks devices`` all in under 30; docs/guide/devices.md says what each line means.
 They speak to whatever accelerator torch has, or to the device that BENCHMARK_DEVICE names. Where
 there is none, or where a case needs several, it ends with exit code 3 and says why. What a case
 cannot do on a device, as an error, is its result.

@@ -26,7 +26,7 @@ _SHORT = [
     *(_case(60, "ours", "2", schedule) for schedule in ("1f1b", "async-1f1b")),
     _case(60, "pipelining", "2"),
 ]
-"""In order; on one H100 they take seven minutes. The last need two devices."""
+"""In order; the limits add up to less than ten minutes on one device. The last need two."""
 
 _LONG = [
     *(_case(300, "defaults", "--size", size) for size in ("small", "gpt2")),
