@@ -20,6 +20,7 @@ SECONDS = {
     "tests/cluster/test_peer_links.py": 60,
     "tests/properties/test_security.py": 60,
     "tests/properties/test_replicas.py": 60,
+    "tests/test_examples.py": 60,
     "tests/cli/test_profile.py": 50,
     "tests/properties/test_elastic.py": 50,
     "tests/properties/test_coded_edges.py": 50,
@@ -35,9 +36,11 @@ SECONDS = {
     "tests/cluster/test_two_hosts.py": 35,
     "tests/benchmarks/test_suite.py": 35,
     "tests/properties/test_said_or_done.py": 35,
+    "tests/verify/test_run.py": 35,
     "tests/properties/test_corrections.py": 30,
     "tests/properties/test_exactness.py": 25,
     "tests/cluster/engines/test_systemd.py": 25,
+    "tests/transport/test_shared.py": 25,
     "tests/devices/test_waits.py": 20,
     "tests/cluster/test_reception.py": 20,
     "tests/cluster/test_generation.py": 20,
@@ -52,6 +55,8 @@ SECONDS = {
     "tests/cluster/test_stream.py": 15,
     "tests/planning/test_auto_split.py": 15,
     "tests/properties/test_chaos.py": 15,
+    "tests/test_dynamo.py": 15,
+    "tests/serial/test_cluster.py": 15,
     "tests/properties/test_staleness.py": 10,
 }
 """By file, its seconds on two quiet cores beside another file; those above `SHORT`."""
