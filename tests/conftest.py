@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.device import differs, references, standin
 from support.durations import Durations, longest_first
+from support.family import family
 from support.results import Results
 from support.rights import why_lacking
 from support.ticking import Clock
@@ -115,17 +116,6 @@ def children() -> set[int]:
             found.update(map(int, (task / "children").read_text().split()))
         except OSError:
             continue  # the thread has ended meanwhile
-    return found
-
-
-def family(pid: int) -> list[int]:
-    """A process and its descendants."""
-    found = [pid]
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            found += [each for child in task.read_text().split() for each in family(int(child))]
-        except OSError:
-            continue  # it has ended meanwhile
     return found
 
 

@@ -33,12 +33,17 @@ from torch import nn
 from pipedream_rt import Checkpoints, Layout, Pipeline, Recovery, Training
 from pipedream_rt.codecs import Int8
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+
+from support.family import family
+
 WIDTH, BLOCKS, SAMPLES, EPOCH = 64, 4, 16, 200
 SAMPLE_S, SETTLED_S, SCRIPT_S = 2.0, 60.0, 240.0
 """Seconds between two looks, until a process has what it needs, and of a life of the script."""
 
 LATEST_S = 600.0
-MOST_MIB = 8
+MOST = {"MiB": 8, "descriptors": 4, "threads": 4}
+"""By how much a process may grow."""
 
 
 def options() -> dict[str, Any]:
@@ -97,18 +102,6 @@ def script(folder: Path) -> None:
     (folder / "end").write_text(json.dumps(ended))
 
 
-def descendants(pid: int) -> list[int]:
-    """The processes that a process has started, and those that these have."""
-    found = []
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            started = [int(each) for each in children.read_text().split()]
-        except OSError:
-            continue  # the thread has ended meanwhile
-        found += [each for child in started for each in (child, *descendants(child))]
-    return found
-
-
 def taken(pid: int) -> tuple[int, int, int]:
     """Resident MiB, descriptors and threads of a process."""
     status = Path(f"/proc/{pid}/status").read_text()
@@ -146,8 +139,8 @@ class Disturbed:
                 try:
                     code = process.wait(SAMPLE_S)
                 except subprocess.TimeoutExpired:
-                    below = descendants(process.pid)
-                    self._look((process.pid, *below))
+                    _, *below = pids = family(process.pid)
+                    self._look(pids)
                     if below and time.monotonic() > fault:
                         self._kill(self._random.choice(below))
                         fault = time.monotonic() + self._random.uniform(5, 40)
@@ -161,7 +154,7 @@ class Disturbed:
             process.kill()
             process.wait()
 
-    def _look(self, pids: tuple[int, ...]) -> None:
+    def _look(self, pids: list[int]) -> None:
         for pid in pids:
             try:
                 self._seen[pid].append((time.monotonic(), taken(pid)))
@@ -210,7 +203,7 @@ def main(folder: Path | None, hours: float, seed: int) -> None:
             }
         )
     )  # fmt: skip
-    sys.exit(calm != ended or grown["MiB"] > MOST_MIB or max(grown["descriptors"], 0) > 4)
+    sys.exit(calm != ended or any(grown[what] > most for what, most in MOST.items()))
 
 
 if __name__ == "__main__":
