@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-PLAIN = {type(None), bool, int, float, str, bytes, complex}
+_PLAIN = {type(None), bool, int, float, str, bytes, complex}
 """The classes of what is never a container, which is asked first since it is the most frequent."""
 
 Held = tuple[Sequence[Any], Sequence[Any]]
@@ -27,7 +27,7 @@ def opened(value: Any) -> Held | None:
     such as the outputs of Hugging Face models, of which only fields count that are not None.
     """
     cls = type(value)
-    if cls in PLAIN:
+    if cls in _PLAIN:
         return None
     if isinstance(value, tuple | list):
         return range(len(value)), value

@@ -113,7 +113,8 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
         corrections=options.corrections is None,
     )
     kind = None if optimizer is None or loss_fn is None else optimizer.optimizer_class
-    options, plan, facts, parts = _scheduled(split, model, options, kind)
+    options, facts, parts = _scheduled(split, model, options, kind)
+    plan = facts.plan
     devices = devices_of(options.devices, plan, parts, starts_here)
     seats = shared_seats(devices) if starts_here and options.workers != "serial" else ()
     assignment = assignment_for(
@@ -186,8 +187,8 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
 
 def _scheduled(
     split: Split, model: UnsplitModel, options: Options, optimizer: type | None
-) -> tuple[Options, Plan, Facts, list[nn.Module]]:
-    """Choose a schedule if there is none; return the options, the proved plan, facts and stages."""
+) -> tuple[Options, Facts, list[nn.Module]]:
+    """Choose a schedule if there is none; return the options, what is known, and the stages."""
     chosen = with_schedule(options, optimizer, len(split.layers), model.modules.values())
     try:
         return chosen, *_planned(split, model, chosen)
@@ -198,13 +199,11 @@ def _scheduled(
     return chosen, *_planned(split, model, chosen)
 
 
-def _planned(
-    split: Split, model: UnsplitModel, options: Options
-) -> tuple[Plan, Facts, list[nn.Module]]:
-    """Make a plan and prove it; return it with its facts and the stages."""
+def _planned(split: Split, model: UnsplitModel, options: Options) -> tuple[Facts, list[nn.Module]]:
+    """Make a plan and prove it; return what is known of the job with it, and the stages."""
     plan = _plan_of(split, options)
     parts = [model.part(names) for names in plan.layers]
-    return *_proved(plan, model, parts, options), parts
+    return _proved(plan, model, parts, options), parts
 
 
 def _plan_of(split: Split, options: Options) -> Plan:
@@ -233,8 +232,8 @@ def _proved(
     model: UnsplitModel,
     parts: Sequence[nn.Module],
     options: Options,
-) -> tuple[Plan, Facts]:
-    """Return a plan with ties and norms, proved as it will run, and what is known of the job."""
+) -> Facts:
+    """Return what is known of a job, with its plan with ties and norms, proved as it will run."""
     training, ties = options.training, ties_of(parts, model.names)
     trained = zip(parts, plan.replicas, strict=True) if options.optimizer is not None else ()
     replicated = [each for part, count in trained if count > 1 for each in part.modules()]
@@ -244,4 +243,4 @@ def _proved(
     plan = replace(plan, ties=ties)
     plan = plan.with_norms() if facts.needs_norms else plan
     prove(plan, options.schedule, options.layout.credits)
-    return plan, replace(facts, plan=plan, proved=True)
+    return replace(facts, plan=plan, proved=True)
