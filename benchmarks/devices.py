@@ -243,10 +243,12 @@ def of_torch(size: Size, net: nn.Sequential, stages: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", f"file://{folder}/meet", rank=0, world_size=1)
         try:
-            bounds = [len(net) * n // stages for n in range(stages + 1)]
-            parts = [net[a:b].to(device) for a, b in pairwise(bounds)]
+            parts = [
+                PipelineStage(each.to(device), n, stages, device)
+                for n, each in enumerate(cut(net, stages))
+            ]
             schedule = ScheduleInterleaved1F1B(
-                [PipelineStage(part, n, stages, device) for n, part in enumerate(parts)],
+                parts,
                 MICRO_BATCHES,
                 loss_fn=loss_fn,
             )
@@ -264,19 +266,27 @@ def of_torch(size: Size, net: nn.Sequential, stages: int) -> float:
             dist.destroy_process_group()
 
 
-def options_of(stages: int, schedule: str, **others: Any) -> dict[str, Any]:
-    """The arguments of a pipeline."""
-    return {
+def cut(net: nn.Sequential, stages: int) -> list[nn.Sequential]:
+    """Stages of about as many layers each."""
+    return [net[a:b] for a, b in pairwise(len(net) * n // stages for n in range(stages + 1))]
+
+
+def opened(net: nn.Module, stages: int, schedule: str, **others: Any) -> pipedream_rt.Pipeline:
+    """A pipeline on the first device, in this process where nothing else is said."""
+    options: dict[str, Any] = {
         "stages": stages, "loss_fn": loss_fn, "optimizer": (torch.optim.AdamW, {"lr": 3e-4}),
         "schedule": schedule, "micro_batches": MICRO_BATCHES, "corrections": (), "seed": SEED,
         "training": pipedream_rt.Training(check_loss=0, verify=False),
         "devices": devices_here()[0], "workers": "serial", **others,
     }  # fmt: skip
+    return pipedream_rt.Pipeline(copy.deepcopy(net), **options)
 
 
-def opened(net: nn.Module, stages: int, schedule: str, **others: Any) -> pipedream_rt.Pipeline:
-    """A pipeline on the first device, in this process where nothing else is said."""
-    return pipedream_rt.Pipeline(copy.deepcopy(net), **options_of(stages, schedule, **others))
+def train(pipe: pipedream_rt.Pipeline, batches: list[Any]) -> None:
+    """Train on mini-batches, and let the pipe be empty then."""
+    for batch in batches:
+        pipe.submit(*batch)
+    pipe.flush()
 
 
 def rates(size: Size, pipe: pipedream_rt.Pipeline) -> list[float]:
@@ -297,10 +307,12 @@ def host(size: Size) -> Found:
     for stages in (1, 4):
         actions = 2 * MICRO_BATCHES * stages
         with opened(net, stages, "1f1b") as pipe:
-            seconds = size.samples / rates(size, pipe)[0]
+            rate, processor_s = rates(size, pipe)
             calls, waited = runtime(pipe, data(size, 3))
+        seconds = size.samples / rate
         yield {
             f"{stages} stages us/action": 1e6 * seconds / actions,
+            f"{stages} stages processor us/action": 1e6 * processor_s / actions,
             f"{stages} stages less plain us/action": 1e6 * (seconds - plain) / actions,
             **{f"{stages} stages {k}/action": n / 3 / actions for k, n in calls.items()},
             f"{stages} stages waits us/action": waited / 3 / actions,
@@ -315,9 +327,7 @@ def runtime(pipe: pipedream_rt.Pipeline, batches: list[Any]) -> tuple[Counter[st
     if torch.device(devices_here()[0]).type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     with profile(activities=activities) as seen:
-        for batch in batches:
-            pipe.submit(*batch)
-        pipe.flush()
+        train(pipe, batches)
     calls: Counter[str] = Counter()
     waited = 0.0
     for event in seen.key_averages():
@@ -336,9 +346,7 @@ def overlap(size: Size) -> Found:
     for stages in (2, 4):
         observe = pipedream_rt.Observe(trace=True)
         with opened(net, stages, "1f1b", observe=observe) as pipe:
-            for batch in batches:
-                pipe.submit(*batch)
-            pipe.flush()
+            train(pipe, batches)
             spans = pipe.trace().device_spans
         if not len(spans):
             unavailable("only accelerators have spans of a device")
@@ -350,10 +358,10 @@ def overlap(size: Size) -> Found:
         yield {f"{stages} stages": float((spans["end"] - spans["start"]).sum()) / whole}
 
 
-def of_pipeline(size: Size, **options: Any) -> dict[str, Any]:
+def of_pipeline(size: Size, stages: int, schedule: str, **others: Any) -> dict[str, Any]:
     """Samples per second of a pipeline, and how long it took to start."""
     start = time.perf_counter()
-    with pipedream_rt.Pipeline(model(size), **options) as pipe:
+    with opened(model(size), stages, schedule, **others) as pipe:
         pipe.submit(*data(size, 1)[0]).result()
         started_s = time.perf_counter() - start
         found = rates(size, pipe)
@@ -367,7 +375,7 @@ def of_pipeline(size: Size, **options: Any) -> dict[str, Any]:
 def ours(size: Size, stages: int, schedule: str) -> Found:
     """Stages that are dealt to several devices."""
     devices = torch.device(devices_here(2)[0]).type
-    yield of_pipeline(size, **options_of(stages, schedule, devices=devices, workers="local"))
+    yield of_pipeline(size, stages, schedule, devices=devices, workers="local")
 
 
 @contextmanager
@@ -392,7 +400,7 @@ def workers_on(device: str, count: int) -> Iterator[str]:
 def processes(size: Size, stages: int, schedule: str) -> Found:
     """Stages on one device, in a process each."""
     with workers_on(devices_here()[0], stages) as address:
-        yield of_pipeline(size, **options_of(stages, schedule, workers=address))
+        yield of_pipeline(size, stages, schedule, workers=address)
 
 
 def pipelining(size: Size, stages: int) -> Found:
@@ -420,9 +428,7 @@ def pipelining_rank(size: Size, folder: str, stages: int, rank: int) -> Found:
     torch.accelerator.set_device_index(device.index)
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, f"file://{folder}/meet", rank=rank, world_size=stages)
-    net = model(size)
-    bounds = [len(net) * n // stages for n in range(stages + 1)]
-    part = net[bounds[rank] : bounds[rank + 1]].to(device)
+    part = cut(model(size), stages)[rank].to(device)
     stage = PipelineStage(part, rank, stages, device)
     schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=loss_fn)
     optimizer = torch.optim.AdamW(part.parameters(), lr=3e-4)
@@ -541,9 +547,7 @@ def memory(size: Size) -> Found:
     free, total = torch.accelerator.get_memory_info(device)
     yield {"taken_mib": (total - free) / 2**20}
     with opened(model(size), 2, "async-1f1b") as pipe:
-        for batch in data(size, 4):
-            pipe.submit(*batch)
-        pipe.flush()
+        train(pipe, data(size, 4))
         counters = pipe.statistics()
     # Versions, the gradients of an update, and the two moments of AdamW.
     formula = sum(each["weight_bytes"] * (each["versions_kept_most"] + 3) for each in counters)
@@ -596,14 +600,12 @@ def suites(size: Size, limit_s: int = 150) -> Found:
     deterministically()
     with (
         open(folder / "gpu-tests.log", "wb") as log,
-        subprocess.Popen(
-            command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        ) as tests,
+        subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT) as tests,
     ):
         try:
             tests.wait(limit_s)
         except subprocess.TimeoutExpired:
-            os.killpg(tests.pid, signal.SIGKILL)
+            tests.kill()  # its workers end with it, or with the group of this process
     lines = [json.loads(text) for text in results.read_text().splitlines()]
     ended = {line["test"]: line["outcome"] for line in lines if "outcome" in line}
     unfinished = sorted({line["test"] for line in lines} - ended.keys())
@@ -621,8 +623,7 @@ def suites(size: Size, limit_s: int = 150) -> Found:
 def digest_of(net: nn.Module, batches: list[Any], stages: int, schedule: str) -> str:
     """The fingerprint after mini-batches."""
     with opened(net, stages, schedule) as pipe:
-        for batch in batches:
-            pipe.submit(*batch)
+        train(pipe, batches)
         return pipe.fingerprint().digest
 
 
@@ -635,8 +636,7 @@ def through(net: nn.Module, batches: list[Any], schedule: str, host: bool) -> tu
     half, same = len(batches) // 2, True
     with tempfile.TemporaryDirectory() as folder:
         with opened(net, 4, schedule) as pipe:
-            for batch in batches[:half]:
-                pipe.submit(*batch)
+            train(pipe, batches[:half])
             saved = pipe.save(Path(folder, "here"))
             digest = pipe.fingerprint().digest
         if host:
@@ -647,8 +647,7 @@ def through(net: nn.Module, batches: list[Any], schedule: str, host: bool) -> tu
         with opened(net, 4, schedule) as pipe:
             pipe.load(saved)
             same = same and pipe.fingerprint().digest == digest
-            for batch in batches[half:]:
-                pipe.submit(*batch)
+            train(pipe, batches[half:])
             return pipe.fingerprint().digest, same
 
 
@@ -688,10 +687,7 @@ def bits(size: Size) -> Found:
             for schedule in (*FLUSHING, *ASYNCHRONOUS)
         ]
         for run in as_completed(runs):
-            yield {key: value for key, value in run.result().items() if key not in OF_ANY}
-
-
-OF_ANY = ("device", "took_s")
+            yield run.result()
 
 
 def _case(*words: str, **variables: str) -> dict[str, Any]:
@@ -771,7 +767,7 @@ def main(case: str, arguments: tuple[str, ...], size: str) -> None:
     begun = time.monotonic()
     try:
         for more in CASES[case](Size(size), *given):
-            found.update(more, took_s=round(time.monotonic() - begun, 1))
+            found |= {**more, "took_s": round(time.monotonic() - begun, 1)}
             print(json.dumps(found), flush=True)
     except Exception as error:  # an error on a device that nobody has tried is what it has found
         found["error"] = f"{type(error).__name__}: {str(error)[:500]}"
