@@ -333,9 +333,8 @@ def test_without_labels_there_is_no_loss_of_its_own():
     with opened(
         made("llama"), data, stages=2, loss_fn=lambda output, batch: output.logits.mean()
     ) as pipe:
-        assert pipe.evaluate(data) == pytest.approx(
-            made("llama").eval()(**data[0]).logits.mean().item()
-        )
+        expected = made("llama").eval()(**data[0]).logits.mean().item()
+        assert pipe.evaluate(data) == pytest.approx(expected, abs=1e-6)  # of about 0.1 each
 
 
 # -- weights from a folder -----------------------------------------------------------------------

@@ -15,9 +15,9 @@ from pipedream_rt import Clip, ConfigError, LossScale
 from pipedream_rt.corrections import ErrorFeedback, Extrapolation
 
 
-def open_pipe(optimizer=(torch.optim.AdamW, {"lr": 0.01}), **options):
+def open_pipe(optimizer=(torch.optim.AdamW, {"lr": 0.01}), layers=6, **options):
     defaults = {"stages": 3, "loss_fn": F.mse_loss, "workers": "serial"}
-    return Pipeline(mlp(), optimizer=optimizer, **{**defaults, **options})
+    return Pipeline(mlp(layers=layers), optimizer=optimizer, **{**defaults, **options})
 
 
 def trained(**options):
@@ -151,7 +151,7 @@ def test_stages_that_take_unequal_times_are_told_of(caplog, workers, count):
 def test_more_workers_than_cores_are_told_of(caplog):
     cores = len(os.sched_getaffinity(0))
     options = {"micro_batches": cores + 1, "corrections": (), "workers": "local"}
-    with open_pipe(stages=cores + 1, **options):
+    with open_pipe(layers=cores + 1, stages=cores + 1, **options):
         assert f"{cores + 1} workers share {cores} core" in caplog.text
 
 
