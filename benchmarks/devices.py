@@ -240,7 +240,7 @@ def of_torch(size: Size, net: nn.Sequential, stages: int) -> float:
     from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
     device = torch.device(devices_here()[0])
-    # Until torch 2.12 stages that meet send to their own process, which NCCL does and Gloo does not.
+    # Before torch 2.12 stages that meet send to their own process: NCCL does so, Gloo does not.
     backend = "nccl" if device.type == "cuda" else "gloo"
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group(backend, f"file://{folder}/meet", rank=0, world_size=1)
