@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from support.family import family
 
 WIDTH, BLOCKS, SAMPLES, EPOCH = 64, 4, 16, 200
-SAMPLE_S, SETTLED_S, SCRIPT_S = 2.0, 60.0, 240.0
+SAMPLE_S, SETTLED_S, SCRIPT_S = 2.0, 60.0, (60.0, 1800.0)
 """Seconds between two looks, until a process has what it needs, and of a life of the script."""
 
 LATEST_S = 600.0
@@ -74,8 +74,10 @@ def data(count: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(torch.randn(SAMPLES, WIDTH), torch.randn(SAMPLES, 1)) for _ in range(count)]
 
 
-def train(pipe: Pipeline, is_done: Callable[[], bool]) -> dict[str, Any]:
+def train(pipe: Pipeline, is_done: Callable[[], bool], pause_s: float = 0) -> dict[str, Any]:
     """Train whole epochs, at least to the end of one, with an evaluation after each.
+
+    After each mini-batch it lets the machine rest for so long.
 
     Returns:
         What the run ended with.
@@ -83,7 +85,7 @@ def train(pipe: Pipeline, is_done: Callable[[], bool]) -> dict[str, Any]:
     mini_batches, held_out = data(EPOCH, 1), data(4, 2)
     while True:
         for _ in pipe.train_epoch(mini_batches):
-            pass
+            time.sleep(pause_s)  # noqa: TID251 (it waits for nothing)
         found = pipe.evaluate(held_out)
         if is_done():
             return {
@@ -91,14 +93,14 @@ def train(pipe: Pipeline, is_done: Callable[[], bool]) -> dict[str, Any]:
             }  # fmt: skip
 
 
-def script(folder: Path) -> None:
+def script(folder: Path, pause_s: float) -> None:
     """The script that is disturbed; it ends after the epoch in which the file ``stop`` appears."""
     kept = Checkpoints(folder / "run", every=100, resume=True, attempts=None)
     with Pipeline(
         model(), **options(), workers="local", checkpoint=kept,
         recovery=Recovery(max_restarts=1_000_000),
     ) as pipe:  # fmt: skip
-        ended = train(pipe, (folder / "stop").exists)
+        ended = train(pipe, (folder / "stop").exists, pause_s)
     (folder / "end").write_text(json.dumps(ended))
 
 
@@ -114,8 +116,10 @@ def taken(pid: int) -> tuple[int, int, int]:
 class Disturbed:
     """A run whose processes are killed, and what each of them took while it lived."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int, pause_s: float) -> None:
         self._folder, self._random = folder, random.Random(seed)
+        self._words = [sys.executable, "-W", "ignore", __file__, str(folder)]
+        self._words += ["--pause-s", str(pause_s)]
         self._seen: dict[int, list[tuple[float, tuple[int, int, int]]]] = defaultdict(list)
         self.killed, self.scripts = 0, 0
 
@@ -123,7 +127,8 @@ class Disturbed:
         """Disturb it for so long; return what it ended with."""
         begun = time.monotonic()
         while time.monotonic() < begun + seconds:
-            self._live(min(SCRIPT_S, begun + seconds - time.monotonic()), last=False)
+            life = self._random.uniform(*SCRIPT_S)
+            self._live(min(life, begun + seconds - time.monotonic()), last=False)
         (self._folder / "stop").touch()
         self._live(LATEST_S, last=True)
         ended: dict[str, Any] = json.loads((self._folder / "end").read_text())
@@ -132,7 +137,7 @@ class Disturbed:
     def _live(self, seconds: float, last: bool) -> None:
         """Let the script live for so long, or until its end."""
         self.scripts += 1
-        process = subprocess.Popen([sys.executable, "-W", "ignore", __file__, str(self._folder)])
+        process = subprocess.Popen(self._words)
         until, fault = time.monotonic() + seconds, time.monotonic() + 20
         try:
             while time.monotonic() < until:
@@ -183,13 +188,17 @@ class Disturbed:
 @click.argument("folder", type=click.Path(path_type=Path), required=False)
 @click.option("--hours", default=2.0, show_default=True)
 @click.option("--seed", default=0, show_default=True, help="Of the faults.")
-def main(folder: Path | None, hours: float, seed: int) -> None:
+@click.option(
+    "--pause-s", default=0.0, show_default=True,
+    help="After each mini-batch, for a machine that has more to do.",
+)  # fmt: skip
+def main(folder: Path | None, hours: float, seed: int, pause_s: float) -> None:
     """Run the soak; with FOLDER, be the script that is disturbed."""
     if folder is not None:
-        script(folder)
+        script(folder, pause_s)
         return
     with tempfile.TemporaryDirectory() as place:
-        run = Disturbed(Path(place), seed)
+        run = Disturbed(Path(place), seed, pause_s)
         ended = run.run(3600 * hours)
     with Pipeline(model(), **options(), workers="serial") as pipe:
         calm = train(pipe, lambda: pipe.step >= ended["step"])
@@ -197,7 +206,7 @@ def main(folder: Path | None, hours: float, seed: int) -> None:
     print(
         json.dumps(
             {
-                "hours": hours, "seed": seed, "mini_batches": ended["step"],
+                "hours": hours, "seed": seed, "pause_s": pause_s, "mini_batches": ended["step"],
                 "killed": run.killed, "scripts": run.scripts, "grown": grown,
                 "bits equal": calm == ended,
             }
