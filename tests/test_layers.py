@@ -3,6 +3,7 @@
 import ast
 import configparser
 import inspect
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -35,12 +36,21 @@ def layer_of(module):
     return max(found)[1] if found else None
 
 
+@cache
+def nodes_of(path):
+    """All that stands in a file, which is read once."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@cache
 def imports_of(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    found = set()
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
+            found.add(node.module)
         elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found.update(alias.name for alias in node.names)
+    return found
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_of)
@@ -58,7 +68,7 @@ def test_a_file_imports_only_from_its_own_layer_and_those_above(path):
 def imports_without_a_reason(path):
     """Imports inside functions that have no comment beside them, or above their block."""
     lines = path.read_text().splitlines()
-    for function in ast.walk(ast.parse(path.read_text())):
+    for function in nodes_of(path):
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         for node in ast.walk(function):
@@ -104,7 +114,7 @@ def test_a_stage_does_no_io():
         "inference", "buffers", "seeds", "spec", "stage_state",
     )  # fmt: skip
     for path in [*(folder / f"{name}.py" for name in names), *(folder / "rules").glob("*.py")]:
-        imported = set(imports_of(path))
+        imported = imports_of(path)
         assert not forbidden & {module.split(".")[0] for module in imported}, path
         wrong = {m for m in imported for layer in layers if m.startswith(f"pipedream_rt.{layer}")}
         assert not wrong, path
@@ -115,7 +125,7 @@ def test_the_placement_of_stages_is_said_once():
     users = {
         module_of(path)
         for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.BinOp)
         and isinstance(node.op, ast.Mod)
         and "workers" in ast.unparse(node.right)
@@ -145,7 +155,7 @@ def test_the_environment_is_read_at_the_face_alone():
         for p in FILES
         if any(
             isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
-            for node in ast.walk(ast.parse(p.read_text()))
+            for node in nodes_of(p)
         )
     }
     # endpoint.py writes two variables, for torch alone understands them; the fork server and the
@@ -230,8 +240,8 @@ OF_OTHERS = {"_exit", "_getframe", "_fields"}
 """Names of Python that begin with an underscore and are documented."""
 
 
-def private_names_of_others(tree, own):
-    for node in ast.walk(tree):
+def private_names_of_others(path, own):
+    for node in nodes_of(path):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and node.attr not in own:
             yield node.attr
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
@@ -239,8 +249,8 @@ def private_names_of_others(tree, own):
             yield from (name for name in names if name.startswith("_"))
 
 
-def own_names(tree):
-    for node in ast.walk(tree):
+def own_names(path):
+    for node in nodes_of(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -252,12 +262,11 @@ def own_names(tree):
 
 def test_private_names_of_torch_stand_in_one_file():
     """There each is looked up once, and has what is done where a version of torch lacks it."""
-    trees = {path: ast.parse(path.read_text()) for path in FILES}
-    own = {name for tree in trees.values() for name in own_names(tree)} | OF_OTHERS
+    own = {name for path in FILES for name in own_names(path)} | OF_OTHERS
     found = {
         (module_of(path), name)
-        for path, tree in trees.items()
-        for name in private_names_of_others(tree, own | OF_TORCHS_OBJECTS)
+        for path in FILES
+        for name in private_names_of_others(path, own | OF_TORCHS_OBJECTS)
         if not name.startswith("__")
         # Those of transformers and Ray are the extras', which pin what they need.
         and not module_of(path).startswith(("pipedream_rt.hf", "pipedream_rt.cluster.engines.ray"))
