@@ -22,7 +22,7 @@ from support.rights import why_lacking
 from support.ticking import Clock
 from support.versions import other_than_tested
 
-from pipedream_rt import Pipeline, Training
+from pipedream_rt import Pipeline
 from pipedream_rt.cluster import environment as environment_of_job
 from pipedream_rt.cluster.forked_workers import fork_server
 
@@ -97,19 +97,6 @@ def seeds_without_their_stacks():
         for module in (torch.cuda, torch.xpu, torch.mtia):
             patch.setattr(module, "traceback", SimpleNamespace(format_stack=list), raising=False)
         yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def what_tests_leave_out():
-    """Let tests have a schedule with staleness, and a first mini-batch that is not verified.
-
-    Tests of what is chosen by default say ``schedule=None``; those in `tests/verify` verify.
-    """
-    defaults = inspect.unwrap(Pipeline.__init__).__kwdefaults__
-    before = dict(defaults)
-    defaults.update(training=Training(verify=False), schedule="async-1f1b")
-    yield
-    defaults.update(before)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.models import mlp, regression
+from support.pinned import Flat as Pipeline
 
-from pipedream_rt import Pipeline
 from pipedream_rt.corrections import ErrorFeedback, Extrapolation, StalenessDamping, advice
 from pipedream_rt.optimizers import Muon, hidden_matrices
 

@@ -6,9 +6,10 @@ import signal
 import pytest
 import torch.nn.functional as F
 from support.models import mlp, regression
+from support.pinned import Flat as Pipeline
 from torch.optim import SGD
 
-from pipedream_rt import Observe, Pipeline, notebook, plan_for
+from pipedream_rt import Observe, notebook, plan_for
 
 DATA = regression(12)
 

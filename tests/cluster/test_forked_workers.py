@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from support.deadlines import LATEST_S
 from support.models import mlp, regression
+from support.pinned import Flat as Pipeline
 
-from pipedream_rt import Pipeline, Recovery
+from pipedream_rt import Recovery
 from pipedream_rt.cluster.forked_workers import UNKNOWN, ForkServer, fork_server
 from pipedream_rt.errors import PeerLost
 

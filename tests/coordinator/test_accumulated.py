@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from support.pinned import Flat as Pipeline
 from torch import nn
 from torch.nn import functional as F
 
-from pipedream_rt import Clip, ConfigError, Pipeline, Training
+from pipedream_rt import Clip, ConfigError, Training
 from pipedream_rt.batches.items import Accumulated, batch_of
 
 

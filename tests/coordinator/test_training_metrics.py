@@ -9,10 +9,11 @@ from safetensors.torch import load_file
 from support.inside import kill
 from support.models import mlp, regression
 from support.oracle import assert_same
+from support.pinned import Flat as Pipeline
 from torch import nn
 from torch.nn import functional as F
 
-from pipedream_rt import CheckpointError, Checkpoints, ConfigError, Pipeline, Recovery
+from pipedream_rt import CheckpointError, Checkpoints, ConfigError, Recovery
 
 SCHEDULES = ("1f1b", "async-1f1b", "gpipe", "2bw")
 

