@@ -2,205 +2,49 @@
 
 import copy
 import dataclasses
-import random
 from contextlib import contextmanager
 from datetime import timedelta
 
-import cloudpickle
 import pytest
 import torch
 import torch.nn.functional as F
-from support import diamond, messages
+from support import diamond
 from support.models import mlp, regression
+from support.one_worker import (
+    ANY_ORDER,
+    ONE,
+    THREE,
+    TWO,
+    Worker,
+    activation,
+    command,
+    flush,
+    gradient,
+    line,
+    of,
+    replied,
+    rows,
+    target,
+)
 from support.oracle import assert_same, layer_seed, oracle
-from support.stages import with_layers
 from torch import nn
 
 from pipedream_rt.errors import MessageTimeout, PipelineClosed, ScheduleError, VersionError
 from pipedream_rt.messages import inbox as inbox_module
-from pipedream_rt.messages.inbox import Inbox
 from pipedream_rt.messages.message import (
     Activation,
-    Command,
     CommandName,
     Gradient,
     Head,
-    Message,
     Mode,
     Target,
 )
-from pipedream_rt.messages.tree import flat_copy, flatten, own, unflatten
+from pipedream_rt.messages.tree import flatten, unflatten
 from pipedream_rt.schedules import COORDINATOR, Action, Plan, Recipe, Shape, plan_for
 from pipedream_rt.schedules.policies import Flushed
 from pipedream_rt.stage import loop as loop_module
-from pipedream_rt.stage.loop import Loop, LoopOptions
-from pipedream_rt.stage.optimizer import GroupSpec, OptimizerSpec
-from pipedream_rt.stage.spec import StageSpec
-from pipedream_rt.stage.stage import Stage
+from pipedream_rt.stage.loop import LoopOptions
 from pipedream_rt.tracing.spans import NOBODY, SPAN, Recorder
-
-ONE = plan_for("async-1f1b", num_stages=1)
-TWO = plan_for("async-1f1b", num_stages=2)
-THREE = plan_for("async-1f1b", num_stages=3)
-
-ANY_ORDER = pytest.mark.parametrize("seed", [None, 1, 2, 3])
-"""Of arrival: as it was sent, or at random."""
-
-
-class Worker:
-    """A worker whose stages have one linear layer each, or what it is given.
-
-    Attributes:
-        sent: The messages that its stages have sent. Those for stages of its own arrive at once.
-    """
-
-    def __init__(
-        self, plan, worker=0, layers=None, loss_fn=F.mse_loss, rate=0.1, generation=0, **options
-    ):
-        self.plan, self.sent, self.generation = plan, [], generation
-        self.inbox = Inbox("the worker", generation)
-        self.stages = {}
-        for index in plan.stages_of(worker):
-            torch.manual_seed(index)
-            module = nn.Sequential()
-            made = layers[index] if layers else {str(index): nn.Linear(2, 2)}
-            for name, layer in made.items():
-                module.add_module(name, layer)
-            stage = Stage(
-                StageSpec(
-                    stage=index,
-                    layers=module,
-                    loss_fn=loss_fn if index in plan.exits else None,
-                    plan=with_layers(plan, index, module),
-                    seed=0,
-                    on_nan="raise",
-                )
-            )
-            stage.set_optimizer(an_optimizer(module, rate))
-            self.stages[index] = stage
-        options = LoopOptions(**{"timeout": timedelta(0), **options})
-        self.loop = Loop(list(self.stages.values()), worker, self.inbox, self._send, options)
-
-    def _send(self, key, payload, tensors):
-        message = Message(key=key, generation=self.generation, payload=payload, tensors=tensors)
-        self.sent.append(message)
-        if message.to in self.stages:
-            copies = tuple(own(t, copy=True) for t in tensors)
-            # It arrives, though the inbox was told already what comes after the last message.
-            reason, self.inbox._reason = self.inbox._reason, None
-            assert self.inbox.put(dataclasses.replace(message, tensors=copies))
-            self.inbox._reason = reason
-
-    def put(self, *messages, seed=None):
-        """Let messages arrive, with a seed in random order."""
-        arriving = list(messages)
-        if seed is not None:
-            random.Random(seed).shuffle(arriving)
-        for message in arriving:
-            assert self.inbox.put(message)
-        return self
-
-    def run(self):
-        """Do all that can be done with what has arrived; return what was sent, as text."""
-        end = PipelineClosed("the end")
-        self.inbox.close(end)
-        with pytest.raises(PipelineClosed) as e:
-            self.inbox.follow(self.loop.run())
-        assert e.value is end
-        self.loop.close()
-        assert not self.inbox._waiting, "came, and was never needed"
-        return self.lines()
-
-    def stops_with(self, error, match=None):
-        """Require that it stops with an error, and return that."""
-        self.inbox.close(PipelineClosed("the end"))
-        with pytest.raises(error, match=match) as e:
-            self.inbox.follow(self.loop.run())
-        return e.value
-
-    def lines(self):
-        return [line(message) for message in self.sent]
-
-    def state(self):
-        return {k: t for s in self.stages.values() for k, t in s.module.state_dict().items()}
-
-
-def an_optimizer(module, rate):
-    names = tuple(name for name, _ in module.named_parameters())
-    spec = OptimizerSpec(
-        optimizer_class=torch.optim.SGD, kwargs={"lr": rate}, groups=(GroupSpec(names=names),)
-    )
-    return cloudpickle.dumps(spec)
-
-
-def line(message):
-    """As ``gradient 7 2>1``: kind, number of its key, ends; the coordinator is a star."""
-    edge, number, _ = message.key
-    return f"{edge.kind.value} {number} {edge.source}>{edge.target}".replace("-1", "*")
-
-
-# -- what arrives -----------------------------------------------------------------------------
-
-
-def of(payload, to, number, tensors=(), sender=COORDINATOR):
-    return messages.message(payload, to=to, sender=sender, number=number, tensors=tensors)
-
-
-def rows(number=0):
-    return torch.randn(3, 2, generator=torch.Generator().manual_seed(number))
-
-
-def activation(
-    to, m, *, position=None, turn=None, sender=None, mode=Mode.TRAIN, empty=False, trail=()
-):
-    """From the producer of a chain, at the position and the turn of its number."""
-    position = m if position is None else position
-    sender = to - 1 if sender is None else sender
-    structure, tensors = flatten(None if empty else rows(position))
-    turn = position if turn is None else turn
-    payload = Activation(
-        head=Head(
-            position=position,
-            micro_batch=m,
-            mode=mode,
-            empty=empty,
-            hyper=[{}] if mode is Mode.TRAIN else None,
-        ),
-        turns=[turn] * 4,
-        structure=structure,
-        requires_grad=[sender != COORDINATOR] * len(tensors),
-        trail=list(trail),
-    )
-    return of(payload, to, turn, tuple(tensors), sender)
-
-
-def target(to, turn, share=1.0, position=None):
-    structure, tensors = flatten(rows((turn if position is None else position) + 100))
-    return of(Target(structure=structure, share=share), to, turn, tuple(tensors))
-
-
-def gradient(to, position, sender=None, present=True):
-    tensors = (rows(position + 200),) if present else ()
-    return of(
-        Gradient(present=[present]), to, position, tensors, to + 1 if sender is None else sender
-    )
-
-
-def command(to, position, name, argument=None, turn=None):
-    structure, tensors, _ = flat_copy(argument)
-    payload = Command(position=position, name=name, structure=structure)
-    return of(payload, to, position if turn is None else turn, tensors)
-
-
-def flush(to, position, turn=None):
-    return command(to, position, CommandName.FLUSH, turn=turn)
-
-
-def replied(worker, position):
-    """What was replied to the command at a position."""
-    (message,) = [m for m in worker.sent if line(m).startswith(f"reply {position} ")]
-    return unflatten(message.payload.structure, message.tensors)
-
 
 # -- training ---------------------------------------------------------------------------------
 
@@ -255,108 +99,6 @@ def test_it_waits_for_what_its_next_action_needs_and_for_nothing_else():
     worker.stops_with(PipelineClosed)
     assert worker.lines() == ["activation 0 1>2", "activation 1 1>2"]
     assert str(worker.loop.doing.action) == "B0"
-
-
-def test_the_first_stage_sends_no_gradient_and_the_last_needs_none():
-    first = Worker(TWO, 0).put(
-        activation(0, 0, sender=COORDINATOR),
-        activation(0, 1, sender=COORDINATOR),
-        flush(0, 2),
-        gradient(0, 0),
-        gradient(0, 1),
-    )
-    assert first.run() == ["activation 0 0>1", "activation 1 0>1", "reply 2 0>*"]
-    last = Worker(TWO, 1).put(
-        activation(1, 0), activation(1, 1), flush(1, 2), target(1, 0), target(1, 1)
-    )
-    assert last.run() == [
-        "loss 0 1>*",
-        "gradient 0 1>0",
-        "loss 1 1>*",
-        "gradient 1 1>0",
-        "reply 2 1>*",
-    ]
-
-
-def test_a_micro_batch_carries_what_the_next_stage_needs():
-    """Its turn, number, mode and hyper-parameters, and a trail of the stages it has passed."""
-    worker = Worker(THREE, 1)
-    worker.put(activation(1, 0, position=4, turn=0, trail=[[0, 7, 123]])).run()
-    (message,) = worker.sent
-    payload, head = message.payload, message.payload.head
-    assert (message.number, head.position, head.micro_batch) == (0, 4, 0)
-    assert (head.mode, head.empty, head.hyper) == (Mode.TRAIN, False, [{}])
-    assert payload.requires_grad == [True]
-    assert payload.trail[0] == [0, 7, 123]
-    ((stage, version, busy_ns, mark),) = payload.trail[1:]
-    assert mark == ""
-    assert (stage, version) == (1, 0)
-    assert busy_ns > 0
-    expected = worker.stages[1].module(rows(4))
-    assert torch.equal(unflatten(payload.structure, message.tensors), expected)
-
-
-def test_a_loss_tells_which_versions_were_read():
-    worker = Worker(TWO, 1)
-    worker.put(
-        *(activation(1, m, trail=[[0, max(0, m - 1), 5]]) for m in range(3)),
-        *(target(1, m) for m in range(3)),
-    ).run()
-    losses = [m.payload for m in worker.sent if line(m).startswith("loss")]
-    assert [[of_stage[:2] for of_stage in loss.trail] for loss in losses] == [
-        [[0, 0], [1, 0]],
-        [[0, 0], [1, 1]],
-        [[0, 1], [1, 2]],
-    ]
-    assert all(type(loss.loss) is float and loss.structure == [] for loss in losses)
-
-
-def test_a_gradient_that_is_none_is_not_sent_and_none_is_taken_for_it():
-    """The message comes all the same: who waits for it must not wait for ever."""
-    worker = Worker(THREE, 1)
-    worker.put(activation(1, 0), activation(1, 1), gradient(1, 0, present=False)).run()
-    (message,) = [m for m in worker.sent if line(m) == "gradient 0 1>0"]
-    assert message.payload == Gradient(present=[False])
-    assert message.tensors == ()
-
-
-@ANY_ORDER
-def test_positions_may_jump_where_turns_count(seed):
-    """Feed items for other stages are not this stage's turns: positions 0, 3, 7 are turns 0, 1, 2.
-
-    What comes back of an item has its position.
-    """
-    places = list(enumerate((0, 3, 7)))
-    middle = Worker(THREE, 1)
-    middle.put(
-        *(activation(1, m, position=p, turn=m) for m, p in places),
-        flush(1, 12, turn=3),
-        *(gradient(1, p) for _, p in places),
-        seed=seed,
-    )
-    assert middle.run() == [
-        "activation 0 1>2",
-        "activation 1 1>2",
-        "gradient 0 1>0",
-        "activation 2 1>2",
-        "gradient 3 1>0",
-        "gradient 7 1>0",
-        "reply 12 1>*",
-    ]
-    forwards = [m.payload.head for m in middle.sent if isinstance(m.payload, Activation)]
-    assert [head.position for head in forwards] == [0, 3, 7]
-    last = Worker(THREE, 2)
-    last.put(
-        *(activation(2, m, position=p, turn=m) for m, p in places),
-        flush(2, 12, turn=3),
-        *(target(2, m, position=p) for m, p in places),
-        seed=seed,
-    )
-    assert last.run() == [
-        f"{kind} {p} {ends}"
-        for p in (0, 3, 7)
-        for kind, ends in (("loss", "2>*"), ("gradient", "2>1"))
-    ] + ["reply 12 2>*"]
 
 
 @ANY_ORDER
@@ -595,47 +337,6 @@ def test_a_command_is_carried_out_at_its_turn_between_two_micro_batches(seed):
     assert not torch.equal(replied(worker, 4)["0.weight"], replied(worker, 2)["0.weight"])
     assert not torch.equal(worker.state()["0.weight"], replied(worker, 4)["0.weight"])
     assert replied(worker, 5) is None
-
-
-def test_what_was_replied_does_not_change_with_the_next_update():
-    """It is a copy; a transport may take its time to send it."""
-    worker = Worker(ONE)
-    before = worker.state()["0.weight"].clone()
-    worker.put(
-        command(0, 0, CommandName.STATE),
-        activation(0, 0, position=1, sender=COORDINATOR),
-        target(0, 1),
-    ).run()
-    assert torch.equal(replied(worker, 0)["0.weight"], before)
-    assert not torch.equal(worker.state()["0.weight"], before)
-
-
-def test_commands_change_what_they_say_and_reply():
-    worker = Worker(ONE)
-    stage = worker.stages[0]
-    loaded = {"0.weight": torch.ones(2, 2), "0.bias": torch.zeros(2)}
-    key = "optimizer/0.weight/momentum_buffer"
-    moments = {"0.weight": {key: torch.full((2, 2), 3.0)}}
-    worker.put(
-        command(0, 0, CommandName.TRAINING, (None, False)),
-        command(0, 1, CommandName.LOAD_STATE, loaded),
-        command(0, 2, CommandName.OPTIMIZER, an_optimizer(stage.module, 0.5)),
-        command(0, 3, CommandName.LOAD_OPTIMIZER_STATE, moments),
-        command(0, 4, CommandName.OPTIMIZER_STATE),
-        command(0, 5, CommandName.STATISTICS),
-    )
-    assert worker.run() == [f"reply {p} 0>*" for p in range(6)]
-    steps = ["0.weight", "0.bias"]
-    assert [replied(worker, p) for p in range(4)] == [None, None, steps, None]
-    assert not stage.module.training
-    assert stage.module[0].weight.tolist() == [[1, 1], [1, 1]]
-    assert stage.optimizer.torch_optimizer.param_groups[0]["lr"] == 0.5
-    momentum = replied(worker, 4)[key]
-    assert momentum.tolist() == [[3, 3], [3, 3]]
-    statistics = replied(worker, 5)
-    assert statistics.items() >= stage.statistics().items()
-    assert statistics["busy_ns"] > 0
-    assert statistics["peak_memory_bytes"] > 0
 
 
 @pytest.mark.threads

@@ -4,11 +4,10 @@ import copy
 
 import pytest
 import torch
-from support.stages import specs_of
+from support.stages import specs_of, value
 from torch import nn
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.messages.tree import Value, flatten
 from pipedream_rt.stage.runner import Runner
 
 
@@ -27,11 +26,6 @@ class Skip(nn.Module):
 
 def runner_of(model, index=0, **options):
     return Runner(specs_of(model, **options)[index])
-
-
-def value(x):
-    structure, tensors = flatten(x)
-    return Value(structure, tuple(tensors), (False,) * len(tensors))
 
 
 def ran(runner, inputs, number=3, way="run"):

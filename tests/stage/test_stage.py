@@ -1,7 +1,6 @@
 """A stage by itself: it takes tensors and returns what is to be sent. Nothing moves here."""
 
 import copy
-import dataclasses
 import math
 import random
 from collections import deque
@@ -15,89 +14,33 @@ from support import diamond
 from support.models import (
     OPTIMIZERS,
     POINTS,
-    Blocked,
     Noisy,
     NoisySGD,
-    Pair,
     batches,
     kitchen_sink,
     mlp,
     regression,
 )
 from support.oracle import assert_same, layer_seed, oracle
-from support.stages import with_layers
+from support.stages import (
+    ASYNC,
+    HYPER,
+    TWO,
+    a_stage,
+    back,
+    back_weight,
+    content,
+    pickled,
+    value,
+)
 from torch import nn
 
 from pipedream_rt.errors import ConfigError, NonFiniteLoss, ScheduleError, VersionError
 from pipedream_rt.messages.snapshot import Snapshot
-from pipedream_rt.messages.tree import Value, flatten, own, unflatten
+from pipedream_rt.messages.tree import Value, own
 from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind, Kind, plan_for
 from pipedream_rt.stage import stage_state
-from pipedream_rt.stage.commands import set_mode
 from pipedream_rt.stage.optimizer import GroupSpec, OptimizerSpec
-from pipedream_rt.stage.spec import StageSpec
-from pipedream_rt.stage.stage import Stage
-
-ONE = plan_for("1f1b", num_stages=1)
-TWO = plan_for("1f1b", num_stages=2)
-ASYNC = plan_for("async-1f1b", num_stages=3)
-
-HYPER = [{}]
-"""One parameter group, whose hyper-parameters stay."""
-
-
-def value(x, wanted=False):
-    """A value as the coordinator sends it; wanted: as a producer does, who wants gradients."""
-    structure, tensors = flatten(x)
-    return Value(structure, tuple(tensors), (wanted,) * len(tensors))
-
-
-def content(made):
-    """What a value holds, or the only value that a stage has made."""
-    if isinstance(made, list):
-        (made,) = made
-    return unflatten(made.structure, made.tensors)
-
-
-def a_stage(
-    layers, plan=ONE, index=0, *, loss_fn=None, optimizer="sgd", on_nan="raise", first=0, seed=0
-):
-    """A stage with layers that are named by their place in the unsplit model."""
-    module = nn.Sequential()
-    for number, layer in enumerate(layers, first):
-        module.add_module(str(number), layer)
-    stage = Stage(
-        StageSpec(
-            stage=index,
-            layers=module,
-            loss_fn=loss_fn,
-            plan=with_layers(plan, index, module),
-            seed=seed,
-            on_nan=on_nan,
-        )
-    )
-    if optimizer is not None:
-        cls, kwargs = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
-        names = tuple(name for name, _ in module.named_parameters())
-        stage.set_optimizer(pickled(cls, kwargs, names))
-    return stage
-
-
-def back(stage, micro_batch, gradients=()):
-    """A whole backward, to the end of the flight."""
-    found = stage.backward(micro_batch, gradients)
-    assert not stage.end(micro_batch)
-    return found
-
-
-def back_weight(stage, micro_batch):
-    stage.backward_weight(micro_batch)
-    assert not stage.end(micro_batch)
-
-
-def pickled(cls, kwargs, names):
-    groups = (GroupSpec(names=names),)
-    return cloudpickle.dumps(OptimizerSpec(optimizer_class=cls, kwargs=kwargs, groups=groups))
 
 
 def split(model, points, plan, loss_fn, optimizer, seed=0):
@@ -314,78 +257,6 @@ def test_a_stage_with_two_producers_takes_the_tuple_of_their_outputs():
     assert of_right.tolist() == [-5, -7]
 
 
-class MakesPair(nn.Module):
-    """Differentiable, integer and frozen members; a buffer and its own input among them."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-        self.register_buffer("calls", torch.zeros(1))
-
-    def forward(self, x):
-        self.calls += 1
-        return Pair(self.linear(x), x > 0, "pair", None, {"calls": self.calls, "x": x})
-
-
-def test_an_output_says_which_of_its_tensors_want_a_gradient():
-    stage = a_stage([MakesPair()])
-    (made,) = stage.forward(0, [value(torch.ones(1, 2))], HYPER)
-    assert made.requires_grad == (True, False, False, False)
-    pair = content(made)
-    assert (type(pair), pair.name, pair.nothing) == (Pair, "pair", None)
-    assert not any(t.requires_grad for t in made.tensors)
-
-
-def test_what_was_returned_does_not_change_with_what_the_stage_does_next():
-    """A buffer that the next forward changes, and the model's input, which is the caller's."""
-    stage, x = a_stage([MakesPair()], ASYNC), torch.ones(1, 2)
-    made = stage.forward(0, [value(x)], HYPER)
-    stage.forward(1, [value(x)], HYPER)
-    x.zero_()
-    assert content(made).extra["calls"].tolist() == [1]
-    assert content(made).extra["x"].tolist() == [[1, 1]]
-
-
-def test_only_the_tensors_that_asked_for_a_gradient_get_one_in_their_order():
-    """None where nothing depends on a tensor."""
-
-    class Uses(nn.Module):
-        def forward(self, pair):
-            return pair["a"] * pair["count"] + pair["b"] * 3
-
-    stage = a_stage([Uses()], TWO, 1, loss_fn=lambda x, y: (x * y).sum())
-    structure, tensors = flatten(
-        {"a": torch.ones(1), "count": torch.tensor(2), "unused": torch.ones(1), "b": torch.ones(1)}
-    )
-    stage.forward(
-        0,
-        [Value(structure, tuple(tensors), (True, False, True, True))],
-        HYPER,
-        value(torch.ones(1)),
-    )
-    ((a, unused, b),) = back(stage, 0)
-    assert (a.tolist(), unused, b.tolist()) == ([2], None, [3])
-
-
-def test_a_first_layer_may_work_in_place():
-    """Its input is no leaf, as inside an unsplit model."""
-    stage = a_stage([nn.ReLU(inplace=True)], TWO, 1, loss_fn=lambda x, y: (x * y).sum())
-    x = torch.tensor([-1.0, 2.0])
-    stage.forward(0, [value(x, wanted=True)], HYPER, value(torch.tensor([5.0, 7.0])))
-    ((gradient,),) = back(stage, 0)
-    assert gradient.tolist() == [0, 7]
-
-
-def test_gradients_keep_the_strides_that_the_unsplit_model_gives_them():
-    """Not those of the input: kernels round differently for other strides."""
-    stage = a_stage([nn.Flatten()], TWO, 1, loss_fn=lambda x, y: x.sum())
-    x = torch.ones(2, 3, 4).transpose(1, 2)
-    stage.forward(0, [value(x, wanted=True)], HYPER, value(None))
-    ((gradient,),) = back(stage, 0)
-    assert gradient.shape == (2, 4, 3)
-    assert gradient.stride() == (0, 0, 0)  # an expanded one, as of every sum
-
-
 def test_a_layer_that_stands_there_twice_runs_twice():
     layer = nn.Linear(2, 2)
     x = torch.ones(1, 2)
@@ -520,29 +391,6 @@ def test_both_halves_of_a_backward_are_a_backward(index):
 
 
 @pytest.mark.parametrize("halves", [False, True])
-def test_gradients_of_several_consumers_are_added_in_the_order_of_the_consumers(halves):
-    """Which floats can tell: (1e8 - 1e8) + 1 is 1, (1 + 1e8) - 1e8 is 0."""
-    sums = []
-    for given in ((1e8, -1e8, 1.0), (1.0, 1e8, -1e8)):
-        fan = dataclasses.replace(diamond.plan(), links=((0, 1), (0, 2), (0, 3), (1, 3), (2, 3)))
-        stage = a_stage([nn.Identity()], fan, 0)
-        stage.forward(0, [value(torch.zeros(1), wanted=True)], HYPER)
-        backward = stage.backward_input if halves else stage.backward
-        ((gradient,),) = backward(0, [[torch.tensor([g])] for g in given])
-        sums.append(gradient.item())
-    assert sums == [1, 0]
-
-
-@pytest.mark.parametrize("halves", [False, True])
-def test_a_consumer_that_has_no_gradient_adds_none(halves):
-    stage = a_stage([nn.Identity()], diamond.plan(), 0)
-    stage.forward(0, [value(torch.zeros(1), wanted=True)], HYPER)
-    backward = stage.backward_input if halves else stage.backward
-    ((gradient,),) = backward(0, [[None], [torch.tensor([3.0])]])
-    assert gradient.tolist() == [3]
-
-
-@pytest.mark.parametrize("halves", [False, True])
 def test_where_no_consumer_has_a_gradient_none_goes_back_and_nothing_is_learnt(halves):
     """A weight without a gradient is not decayed either: an optimizer leaves it alone."""
     stage = a_stage([nn.Linear(2, 2)], TWO, 0, optimizer="adamw")
@@ -652,158 +500,6 @@ def test_a_stage_without_weights_steps_all_the_same():
 # -- what is no training ----------------------------------------------------------------------
 
 
-class Modes(nn.Module):
-    """Returns its mode, and its input doubled by its weight."""
-
-    def __init__(self, fail=False):
-        super().__init__()
-        self.w, self.fail = nn.Parameter(torch.tensor(2.0)), fail
-        self.seen = []
-
-    def forward(self, x):
-        self.seen.append((self.training, torch.is_grad_enabled()))
-        if self.fail:
-            raise ZeroDivisionError
-        return x * self.w
-
-
-@pytest.mark.parametrize("fail", [False, True])
-def test_evaluate_leaves_every_module_its_mode(fail):
-    stage = a_stage([Modes(), Modes(fail)])
-    stage.module[1].eval()
-    modes = [module.training for module in stage.module.modules()]
-    if fail:
-        with pytest.raises(ZeroDivisionError):
-            stage.passes.evaluate(0, [value(torch.ones(1))], None)
-    else:
-        assert content(stage.passes.evaluate(0, [value(torch.ones(1))], None)[0]).tolist() == [4]
-    assert [module.seen for module in stage.module] == [[(False, False)]] * 2
-    assert [module.training for module in stage.module.modules()] == modes
-
-
-def test_evaluate_returns_the_loss_where_there_is_a_target():
-    """Whatever it is: nothing is trained on it."""
-    stage = a_stage([Modes()], loss_fn=lambda x, y: (x * y).sum())
-    assert stage.passes.evaluate(0, [value(torch.ones(1))], value(torch.tensor(3.0))) == (6.0, {})
-    nan, _ = stage.passes.evaluate(1, [value(torch.ones(1))], value(torch.tensor(math.nan)))
-    assert math.isnan(nan)
-
-
-@pytest.mark.parametrize("mode", [True, False])
-@pytest.mark.parametrize("training", [True, False])
-def test_infer_runs_in_eval_mode_unless_told_otherwise(mode, training):
-    stage = a_stage([Modes()])
-    stage.module.train(mode)
-    assert content(stage.passes.infer(0, [value(torch.ones(1))], training=training)).tolist() == [2]
-    assert stage.module[0].seen == [(mode and training, False)]
-    assert stage.module.training == mode
-
-
-class Merges(nn.Module):
-    """As adapters do: in eval mode it adds to the weight what it has learned beside it."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.beside = nn.Parameter(torch.ones(2) / 3), nn.Parameter(torch.ones(2) / 7)
-        self.merged = False
-
-    def train(self, mode=True):
-        if mode is self.merged:
-            with torch.no_grad():
-                self.weight.add_(self.beside, alpha=-1 if self.merged else 1)
-            self.merged = not mode
-        return super().train(mode)
-
-    def forward(self, x):
-        return x * (self.weight if self.merged else self.weight + self.beside)
-
-
-@pytest.mark.parametrize("run", ["evaluate", "infer"])
-def test_modules_that_do_more_than_set_a_mode_are_called_and_put_back(run):
-    stage, x = a_stage([Merges(), nn.BatchNorm1d(2)]), torch.ones(2, 2)
-    stage.module[1].eval()  # a frozen one stays so
-    before = {k: v.clone() for k, v in stage.module.state_dict().items()}
-    if run == "evaluate":
-        made, _ = stage.passes.evaluate(0, [value(x)], None)
-    else:
-        made = stage.passes.infer(0, [value(x)])
-    assert torch.equal(content(made), stage.module[1](x * (torch.ones(2) / 3 + torch.ones(2) / 7)))
-    assert_same(stage.module.state_dict(), before)
-    assert (stage.module[0].training, stage.module[0].merged) == (True, False)
-    assert not stage.module[1].training
-
-
-def test_a_mode_that_changes_weights_is_refused_where_there_are_versions():
-    for plan, refused in ((ONE, False), (ASYNC, True)):
-        stage = a_stage([Merges()], plan, 0)
-        if refused:
-            with pytest.raises(ConfigError, match=r"to set the mode changed the parameter '0.weig"):
-                set_mode(stage, False)
-        else:
-            set_mode(stage, False)
-            assert stage.module[0].merged
-
-
-class CountsInEval(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(1))
-        self.register_buffer("table", None)
-
-    def forward(self, x):
-        self.calls += 1
-        self.table = torch.ones(3)
-        return x + self.calls
-
-
-def test_an_evaluation_leaves_no_trace_in_buffers():
-    stage = a_stage([CountsInEval()])
-    for _ in range(2):
-        assert content(stage.passes.infer(0, [value(torch.ones(1))])).tolist() == [2]
-    assert stage.module[0].calls.tolist() == [0]
-    assert stage.module[0].table is None
-    stage.passes.infer(0, [value(torch.ones(1))], training=True)
-    assert stage.module[0].calls.tolist() == [1]
-
-
-class Edits(nn.Module):
-    """Changes its weight in forward, in one of three ways."""
-
-    def __init__(self, how):
-        super().__init__()
-        self.weight, self.how = nn.Parameter(torch.ones(2)), how
-
-    def forward(self, x):
-        with torch.no_grad():
-            if self.how == "in place":
-                self.weight.mul_(0.5)
-            elif self.how == "data":
-                self.weight.data = self.weight.data * 0.5
-            elif self.how == "another":
-                self._parameters["weight"] = nn.Parameter(torch.zeros(2))
-        return x * self.weight
-
-
-@pytest.mark.parametrize(
-    ("how", "plan", "words"),
-    [
-        ("in place", ASYNC, r"stage 0: the forward changed the parameter '0.weight' in place"),
-        ("in place", ONE, None),
-        ("data", ASYNC, r"changed the parameter '0.weight' by assigning its .data"),
-        ("data", ONE, r"changed the parameter '0.weight' by assigning its .data"),
-        ("another", ONE, r"another tensor in the place of its parameter '0.weight'"),
-    ],
-)
-def test_weights_that_a_forward_changes(how, plan, words):
-    stage = a_stage([Edits(how)], plan, 0)
-    if words is None:
-        stage.forward(0, [value(torch.ones(2))], HYPER)
-        assert stage.module[0].weight.tolist() == [0.5, 0.5]
-    else:
-        with pytest.raises(ConfigError, match=words):
-            stage.forward(0, [value(torch.ones(2))], HYPER)
-
-
 class Rebinds(torch.optim.SGD):
     """Assigns .data, as old optimizers do."""
 
@@ -855,13 +551,6 @@ def test_random_numbers_of_passes_depend_on_kind_number_and_layer():
         made = content(stage.passes.infer(number, [value(x)], training=True))
         torch.manual_seed(layer_seed(5, f"infer {number}", "3"))
         assert torch.equal(made, F.dropout(x, 0.5))
-
-
-def test_the_output_of_a_pass_is_not_changed_by_the_next():
-    stage = a_stage([MakesPair()])
-    first = stage.passes.infer(0, [value(torch.ones(1, 2))])
-    stage.passes.infer(1, [value(torch.ones(1, 2))])
-    assert content(first).extra["calls"].tolist() == [1]
 
 
 # -- state ------------------------------------------------------------------------------------
@@ -996,12 +685,3 @@ def test_a_version_that_is_not_there_cannot_be_read():
     stage.forward(0, [value(torch.ones(1, 1))], HYPER)
     with pytest.raises(VersionError, match=r"F1 .*version 1.*\[0\]"):
         stage.forward(1, [value(torch.ones(1, 1))], HYPER)
-
-
-@pytest.mark.parametrize("halves", [False, True])
-def test_where_no_gradient_comes_to_the_entrance_none_is_sent(halves):
-    """Zeros in its place would let an optimizer decay weights of the stage before."""
-    stage = a_stage([Blocked(), nn.Linear(2, 2)], TWO, 1, loss_fn=F.mse_loss)
-    stage.forward(0, [value(torch.ones(1, 2), wanted=True)], HYPER, value(torch.ones(1, 2)))
-    backward = stage.backward_input if halves else stage.backward
-    assert backward(0) == [[None]]

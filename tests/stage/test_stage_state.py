@@ -3,16 +3,14 @@
 import torch
 import torch.nn.functional as F
 from support.oracle import assert_same
-from support.stages import stages_of
+from support.stages import HYPER, stages_of, value
 from torch import nn
 
 from pipedream_rt import Clip
 from pipedream_rt.messages.state_keys import by_text
-from pipedream_rt.messages.tree import Value, flatten
 from pipedream_rt.stage import stage_state
 
 ADAM = (torch.optim.Adam, {"lr": 0.1})
-HYPER = [{}]
 
 
 def model():
@@ -23,11 +21,6 @@ def model():
 def one_stage(**options):
     (stage,) = stages_of(model(), loss_fn=F.mse_loss, optimizer=ADAM, **options)
     return stage
-
-
-def value(x):
-    structure, tensors = flatten(x)
-    return Value(structure, tuple(tensors), (False,) * len(tensors))
 
 
 def train(stage, numbers):

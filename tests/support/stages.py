@@ -3,14 +3,39 @@
 import dataclasses
 
 import cloudpickle
+from torch import nn
 
 from pipedream_rt.job.job import prepare
 from pipedream_rt.job.options import Options
 from pipedream_rt.job.unsplit_model import UnsplitModel
+from pipedream_rt.messages.tree import Value, flatten, unflatten
+from pipedream_rt.schedules import plan_for
 from pipedream_rt.stage.optimizer import GroupSpec, OptimizerSpec
+from pipedream_rt.stage.spec import StageSpec
 from pipedream_rt.stage.stage import Stage
 
+from .models import OPTIMIZERS
 from .pinned import grouped
+
+ONE = plan_for("1f1b", num_stages=1)
+TWO = plan_for("1f1b", num_stages=2)
+ASYNC = plan_for("async-1f1b", num_stages=3)
+
+HYPER = [{}]
+"""One parameter group, whose hyper-parameters stay."""
+
+
+def value(x, wanted=False):
+    """A value as the coordinator sends it; wanted: as a producer does, who wants gradients."""
+    structure, tensors = flatten(x)
+    return Value(structure, tuple(tensors), (wanted,) * len(tensors))
+
+
+def content(made):
+    """What a value holds, or the only value that a stage has made."""
+    if isinstance(made, list):
+        (made,) = made
+    return unflatten(made.structure, made.tensors)
 
 
 def with_layers(plan, stage, module):
@@ -41,3 +66,44 @@ def stages_of(model, **options):
     for stage in stages:
         stage.set_optimizer(data)
     return stages
+
+
+def a_stage(
+    layers, plan=ONE, index=0, *, loss_fn=None, optimizer="sgd", on_nan="raise", first=0, seed=0
+):
+    """A stage with layers that are named by their place in the unsplit model."""
+    module = nn.Sequential()
+    for number, layer in enumerate(layers, first):
+        module.add_module(str(number), layer)
+    stage = Stage(
+        StageSpec(
+            stage=index,
+            layers=module,
+            loss_fn=loss_fn,
+            plan=with_layers(plan, index, module),
+            seed=seed,
+            on_nan=on_nan,
+        )
+    )
+    if optimizer is not None:
+        cls, kwargs = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+        names = tuple(name for name, _ in module.named_parameters())
+        stage.set_optimizer(pickled(cls, kwargs, names))
+    return stage
+
+
+def back(stage, micro_batch, gradients=()):
+    """A whole backward, to the end of the flight."""
+    found = stage.backward(micro_batch, gradients)
+    assert not stage.end(micro_batch)
+    return found
+
+
+def back_weight(stage, micro_batch):
+    stage.backward_weight(micro_batch)
+    assert not stage.end(micro_batch)
+
+
+def pickled(cls, kwargs, names):
+    groups = (GroupSpec(names=names),)
+    return cloudpickle.dumps(OptimizerSpec(optimizer_class=cls, kwargs=kwargs, groups=groups))
