@@ -47,7 +47,7 @@ def test_the_largest_integers_that_msgpack_has_are_plain(value):
     ids=["large", "small", "inside", "with a gradient", "text of NumPy"],
 )
 def test_what_would_not_be_the_same_there_is_refused(value):
-    with pytest.raises(ConfigError, match="the hyper-parameter 'n' is .*give it as a number"):
+    with pytest.raises(ConfigError, match=r"the hyper-parameter 'n' is .*give it as a number"):
         pack_hyper(value, "n")
 
 
