@@ -486,11 +486,7 @@ def test_metrics_come_with_the_loss():
     ("metrics", "words"),
     [
         ({"bad": lambda output, y: 1 / 0}, '"bad" must return a number.*ZeroDivisionError'),
-        ({"bad": lambda output, y: output}, '"bad" must return a number'),
-        ({"bad": lambda output, y: None}, '"bad" must return a number'),
-        ({"bad": 3}, "bad"),
-        ({"loss": lambda output, y: 1}, "loss"),
-        ([lambda output, y: 1], "metrics"),
+        ({"bad": 3}, "metrics must be functions of output and target"),
     ],
 )
 def test_a_bad_metric_is_refused_and_the_pipeline_goes_on(metrics, words):

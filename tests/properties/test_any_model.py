@@ -1170,23 +1170,6 @@ def another_weight(module):
             each.weight = nn.Parameter(torch.zeros_like(each.weight))
 
 
-def another_module(module):
-    module._modules.update({name: copy.deepcopy(m) for name, m in module._modules.items()})
-
-
-def other_data(module):
-    for parameter in module.parameters():
-        parameter.data = parameter.data * 2
-
-
-replacing = {
-    another_weight: "replaced 'weight'",
-    another_module: "replaced 'embed'",
-    other_data: "another .data to 'embed.weight'",
-    lambda module: module.requires_grad_(False) and None: "requires_grad of 'embed.weight'",
-}
-
-
 @pytest.mark.threads
 def test_a_function_on_a_stage_that_goes_wrong_does_not_end_the_pipeline():
     case = CASES["lstm"]
@@ -1202,9 +1185,8 @@ def test_a_function_on_a_stage_that_goes_wrong_does_not_end_the_pipeline():
             pipe.on_stages(scaled_by, 2.0)
         with pytest.raises(ConfigError, match="cannot be sent to the stages"):
             pipe.on_stages(print, threading.Lock())
-        for function, words in replacing.items():
-            with pytest.raises(ConfigError, match=f"the function has .*{words}"):
-                pipe.on_stages(function)
+        with pytest.raises(ConfigError, match="the function has replaced 'weight'"):
+            pipe.on_stages(another_weight)
         assert_same(pipe.state_dict(), before)
         assert pipe.on_stages(lambda module: len([*module.parameters()])) == [1, 4, 7]
         assert len(list(pipe.train_epoch(data))) == 4

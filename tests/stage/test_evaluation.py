@@ -1,13 +1,24 @@
 """Eval mode for one pass, which leaves no trace; and metrics."""
 
+import copy
 import math
 
 import pytest
 import torch
 from support.models import Merges
 from support.oracle import assert_same
-from support.stages import a_stage, content, value
+from support.stages import ASYNC, HYPER, a_stage, content, value
 from torch import nn
+
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.stage.evaluation import (
+    EvaluationBuffers,
+    changes_modes,
+    measured,
+    packed_metrics,
+    refuse_bad_metrics,
+    same_buffers,
+)
 
 
 class Modes(nn.Module):
@@ -92,3 +103,189 @@ def test_an_evaluation_leaves_no_trace_in_buffers():
     assert stage.module[0].table is None
     stage.passes.infer(0, [value(torch.ones(1))], training=True)
     assert stage.module[0].calls.tolist() == [1]
+
+
+class Counts(nn.Module):
+    """A count in extra state, and a frozen weight that eval mode changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.base, self.n = nn.Linear(8, 8), nn.Linear(8, 8), 0
+        self.base.requires_grad_(False)
+
+    def train(self, mode=True):
+        if mode is not self.training:
+            self.base.weight.data += (self.linear.weight * (-0.1 if mode else 0.1)).data
+        return super().train(mode)
+
+    def forward(self, x):
+        self.n += 1
+        return self.linear(x) * (1 + 0.01 * self.n) + self.base(x)
+
+    def get_extra_state(self):
+        return [self.n]
+
+    def set_extra_state(self, state):
+        (self.n,) = state
+
+
+def test_an_evaluation_leaves_no_trace_in_frozen_weights_and_extra_state():
+    stage, x = a_stage([Counts()], ASYNC, 0), torch.ones(1, 8)
+    stage.forward(0, [value(x)], HYPER)
+    before = copy.deepcopy(stage.module.state_dict())
+    data = stage.module[0].base.weight.data_ptr()
+    stage.passes.evaluate(0, [value(x)], None)
+    stage.passes.infer(0, [value(x)])
+    after = stage.module.state_dict()
+    assert after.pop("0._extra_state") == before.pop("0._extra_state") == [1]
+    assert_same(after, before)
+    assert stage.module[0].base.weight.data_ptr() == data
+
+
+def test_a_module_that_overrides_train_or_eval_is_found_inside_of_others():
+    class Evaluates(nn.Linear):
+        def eval(self):
+            return super().eval()
+
+    assert changes_modes(nn.Sequential(nn.Linear(1, 1), nn.Sequential(Merges())))
+    assert changes_modes(nn.Sequential(Evaluates(1, 1)))
+    assert not changes_modes(nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)))
+
+
+# -- buffers ----------------------------------------------------------------------------------
+
+
+def test_buffers_are_the_same_tensors_names_and_values_after_an_error():
+    layer = CountsInEval()
+    before = layer.calls
+
+    def fails():
+        with same_buffers(layer):
+            layer(torch.ones(1))
+            layer.calls = torch.zeros(5)
+            layer.register_buffer("more", torch.ones(1))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert layer.calls is before
+    assert before.tolist() == [0]
+    assert layer._buffers.keys() == {"calls", "table"}
+    assert layer.table is None
+
+
+def test_buffers_go_on_from_pass_to_pass_of_one_evaluation_and_not_into_another():
+    layer = CountsInEval()
+    shared = nn.Sequential(layer, CountsInEval())
+    shared[1].calls = layer.calls
+    buffers, seen = EvaluationBuffers(shared), []
+    for number in (1, 2, 1, 1, 2):
+        with buffers.of(number, kept=False):
+            shared(torch.zeros(1))
+            seen.append(layer.calls.item())
+            assert shared[1].calls is layer.calls
+    assert seen == [2, 2, 4, 6, 4]
+    assert layer.calls.item() == 0
+    buffers.end(1)
+    assert [number in buffers for number in (1, 2)] == [False, True]
+    with buffers.of(1, kept=False):
+        assert layer.calls.item() == 0
+
+
+def test_an_evaluation_keeps_no_buffers_until_a_pass_changes_one():
+    layer = CountsInEval()
+    buffers = EvaluationBuffers(layer)
+    with buffers.of(1, kept=False):
+        pass
+    assert 1 not in buffers
+    with buffers.of(1, kept=False):
+        layer(torch.ones(1))
+    assert 1 in buffers
+
+
+def test_a_pass_may_be_by_itself_or_change_the_stages_own_buffers():
+    layer = CountsInEval()
+    buffers = EvaluationBuffers(layer)
+    with buffers.of(0, kept=False):
+        layer(torch.ones(1))
+    assert layer.calls.item() == 0
+    with buffers.of(3, kept=True):
+        layer(torch.ones(1))
+    assert layer.calls.item() == 1
+    assert 3 not in buffers
+
+
+# -- metrics ----------------------------------------------------------------------------------
+
+
+X, Y = torch.tensor([1.0, 2.0, 4.0]), value({"y": torch.tensor([1.0, 2.0, 3.0])})
+
+
+def test_metrics_get_what_the_loss_gets_and_give_numbers():
+    def largest(output, target):
+        assert not torch.is_grad_enabled()
+        return output.max()
+
+    def hits(output, target):
+        return (output == target["y"]).sum().item()
+
+    found = measured(packed_metrics({"largest": largest, "hits": hits}), X, Y)
+    assert found == {"largest": 4.0, "hits": 2.0}
+    assert all(type(each) is float for each in found.values())
+
+
+def test_without_metrics_nothing_is_packed_and_nothing_measured():
+    assert packed_metrics({}) == b""
+    assert measured(b"", X, Y) == {}
+
+
+@pytest.mark.parametrize(
+    ("metric", "words"),
+    [
+        (lambda output, y: 1 / 0, "ZeroDivisionError: division by zero"),
+        (lambda output, y: output, "Error: "),
+        (lambda output, y: None, "TypeError"),
+    ],
+    ids=["raises", "several numbers", "nothing"],
+)
+def test_a_metric_that_gives_no_number_says_why_and_the_others_count(metric, words):
+    found = measured(packed_metrics({"bad": metric, "one": lambda output, y: 1}), X, Y)
+    assert found["one"] == 1.0
+    with pytest.raises(ConfigError, match=rf'the metric "bad" must return a number .*{words}'):
+        refuse_bad_metrics(found)
+
+
+def test_a_metric_that_collects_is_refused_at_each_pass():
+    seen = []
+
+    def collects(output, y):
+        seen.append(output)
+        return 0.0
+
+    packed = packed_metrics({"collects": collects})
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"it changes .*, as to collect something"):
+            refuse_bad_metrics(measured(packed, X, Y))
+    assert seen == []
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [{"bad": 3}, {"loss": lambda output, y: 1}, {1: lambda output, y: 1}, [lambda output, y: 1]],
+    ids=["no function", "loss", "no text", "no names"],
+)
+def test_what_are_no_metrics_is_refused_before_anything_is_sent(metrics):
+    with pytest.raises(ConfigError, match="metrics must be functions of output and target by name"):
+        packed_metrics(metrics)
+
+
+def test_a_metric_that_does_not_pickle_is_refused():
+    class Stays:
+        def __call__(self, output, y):
+            return 0.0
+
+        def __reduce__(self):
+            raise ValueError("it stays here")
+
+    with pytest.raises(ConfigError, match="the metrics do not pickle: it stays here"):
+        packed_metrics({"stays": Stays()})

@@ -1,11 +1,14 @@
 """Changes that weight versions, other stages or checkpoints would not know of are refused."""
 
+import dataclasses
+
 import pytest
 import torch
-from support.stages import ASYNC, HYPER, ONE, a_stage, value
+from support.stages import ASYNC, HYPER, ONE, TWO, a_stage, value
 from torch import nn
 
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.stage.guards import Guards, telling_changed_inputs
 
 
 class Edits(nn.Module):
@@ -44,3 +47,176 @@ def test_weights_that_a_forward_changes(how, plan, words):
     else:
         with pytest.raises(ConfigError, match=words):
             stage.forward(0, [value(torch.ones(2))], HYPER)
+
+
+class Makes(nn.Module):
+    """Makes in a forward what was not there at the start, or was something else."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.linear, self.how = nn.Linear(2, 2), how
+        if how == "thaws":
+            self.linear.requires_grad_(False)
+
+    def forward(self, x):
+        match self.how:
+            case "buffer":
+                self.register_buffer("mean", x.detach().mean(0))
+            case "parameter":
+                self.scale = nn.Parameter(torch.ones(2))
+            case "thaws":
+                self.linear.requires_grad_(True)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("buffer", r"stage 0: a forward has made '0.mean' a buffer; it was not there"),
+        ("parameter", r"stage 0: a forward has made '0.scale' a parameter; it was not there"),
+        ("thaws", r"a forward has made '0.linear.weight' a parameter; it was a frozen parameter"),
+    ],
+)
+def test_what_a_forward_makes_is_refused(how, words):
+    with pytest.raises(ConfigError, match=words):
+        a_stage([Makes(how)]).forward(0, [value(torch.ones(1, 2))], HYPER)
+
+
+def clamps(module):
+    module.weight.data.clamp_(-0.1, 0.1)
+
+
+@pytest.mark.parametrize("micro_batch", range(9))
+def test_weights_are_compared_in_the_micro_batches_0_1_2_4_8(micro_batch):
+    stage = a_stage([nn.Linear(2, 2)], ASYNC, 0)
+    with torch.no_grad():
+        stage.module[0].weight.fill_(1)
+    stage.parameters.begin(micro_batch, 0, 0)
+
+    def forward():
+        with stage.guards.watching(micro_batch):
+            clamps(stage.module[0])
+
+    if micro_batch in (0, 1, 2, 4, 8):
+        with pytest.raises(ConfigError, match=r"changed the parameter '0.weight'"):
+            forward()
+    else:
+        forward()
+
+
+def assigns(module):
+    module.table = module.table + 1
+
+
+def adds(module):
+    module.table.add_(1)
+
+
+def writes(module):
+    module.table.data[0] = 5
+
+
+@pytest.mark.parametrize("change", [assigns, adds, writes])
+def test_a_buffer_that_other_stages_share_does_not_change(change):
+    layer = nn.Linear(2, 2)
+    layer.register_buffer("table", torch.ones(2))
+    layer.register_buffer("own", torch.ones(2))
+    stage = a_stage([layer], TWO, 0)
+    spec = dataclasses.replace(stage.spec, shared=("0.table",))
+    guards = Guards(spec, stage.weights, stage.given)
+    with guards.watching(3):
+        layer.own.add_(1)
+
+    def forward():
+        with guards.watching(4):
+            change(layer)
+
+    stage.parameters.begin(4, 0, 0)
+    with pytest.raises(ConfigError, match=r"stage 0: a forward changed the buffer '0.table'"):
+        forward()
+
+
+def scales(module):
+    with torch.no_grad():
+        module[0].weight.mul_(2)
+
+
+@pytest.mark.parametrize("plan", [ONE, ASYNC], ids=["one version", "several versions"])
+def test_weights_that_have_copies_are_put_back_where_a_function_changes_them(plan):
+    stage = a_stage([nn.Linear(1, 1)], plan, 0)
+    before = stage.module[0].weight.clone()
+
+    def call():
+        with stage.guards.refusing_changes("the function"):
+            scales(stage.module)
+
+    if plan is ONE:
+        call()
+        assert torch.equal(stage.module[0].weight, 2 * before)
+    else:
+        words = r"stage 0: the function changed the parameter '0.weight'.*Use load_state_dict"
+        with pytest.raises(ConfigError, match=words):
+            call()
+        assert torch.equal(stage.module[0].weight, before)
+
+
+def another_weight(module):
+    module[0].weight = nn.Parameter(torch.zeros(1, 1))
+
+
+def without_a_weight(module):
+    del module[0].bias
+
+
+def another_module(module):
+    module[0] = nn.Linear(1, 1)
+
+
+def one_more(module):
+    module.add_module("more", nn.Linear(1, 1))
+
+
+def other_data(module):
+    module[0].weight.data = module[0].weight.data * 2
+
+
+def frozen(module):
+    module[0].weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (another_weight, "replaced 'weight'"),
+        (without_a_weight, "removed 'bias'"),
+        (another_module, "replaced '0'"),
+        (one_more, "added 'more'"),
+        (other_data, "given another .data to '0.weight'"),
+        (frozen, "changed requires_grad of '0.weight'"),
+    ],
+)
+def test_what_a_function_puts_in_the_place_of_another_is_put_back(change, words):
+    stage = a_stage([nn.Linear(1, 1)])
+    layer = stage.module[0]
+    parts = [*layer.named_parameters()]
+    data = [parameter.data_ptr() for _, parameter in parts]
+
+    def call():
+        with stage.guards.refusing_others():
+            change(stage.module)
+
+    with pytest.raises(ConfigError, match=f"stage 0: the function has {words}, of which the stage"):
+        call()
+    assert [*stage.module] == [layer]
+    assert all(now is before for (_, now), (_, before) in zip(layer.named_parameters(), parts))
+    assert [parameter.data_ptr() for parameter in layer.parameters()] == data
+    assert all(parameter.requires_grad for parameter in layer.parameters())
+
+
+def test_tensors_of_the_mini_batch_that_are_changed_are_told_by_name(caplog):
+    given = value({"left": torch.ones(2), "right": [torch.ones(2)]})
+    for kept in (given, None):
+        with telling_changed_inputs(kept):
+            given.tensors[1].add_(1)
+    (record,) = caplog.records
+    assert "changes the tensor 'right.0' of the mini-batch in place" in record.getMessage()
