@@ -28,7 +28,6 @@ ON_ANY = {
     "*test_any_model.py*change_nothing*decoder*": FAST_PATH,
     "*test_replicas.py::test_replicas_that_differ_are_told": FROM_OUTSIDE,
     "*test_weighing.py*weights of classes*": HOLDS,
-    "*test_weighing.py*contrastive*": HOLDS,
     "*test_diamond.py*through_the_death_of_a_worker": PROCESSES,
     "*test_what_people_see_names_the_replica": PROCESSES,
     "*test_hf.py::test_it_survives_a_worker*": PROCESSES,

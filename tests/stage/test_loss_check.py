@@ -1,0 +1,239 @@
+"""The loss of a whole mini-batch is compared with the mean of those of its micro-batches."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.stage.loss_check import LossCheck, joined, refuse_no_mean, rounding_of
+
+CLASSES, SAMPLES = 5, 8
+WEIGHTS = torch.tensor([1.0, 5.0, 0.2, 2.0, 1.0])
+
+
+def contrastive(output, y):
+    """Each sample against all others, as in SimCLR."""
+    z = F.normalize(output, dim=1)
+    return F.cross_entropy(z @ z.T / 0.1, torch.arange(len(z)).roll(1))
+
+
+def correlation(output, y):
+    x, y = output[:, 0] - output[:, 0].mean(), y.double() - y.double().mean()
+    return 1 - (x * y).sum() / (x.norm() * y.norm() + 1e-8)
+
+
+class Count(nn.Module):
+    """A module that keeps something, and has a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, output, y):
+        self.calls += 1
+        return (self.scale * output).pow(2).mean()
+
+
+NO_MEANS = {
+    "a sum": lambda output, y: F.cross_entropy(output, y, reduction="sum"),
+    "a sum by torch": nn.CrossEntropyLoss(reduction="sum"),
+    "contrastive": contrastive,
+    "a correlation": correlation,
+    "a ranking": lambda output, y: (output[:, :1] - output[:, 1:2].T).relu().mean(),
+    "a root of a mean": lambda output, y: output.pow(2).mean().sqrt(),
+    "weights of classes": lambda output, y: F.cross_entropy(output, y, weight=WEIGHTS),
+}
+
+MEANS = {
+    "a mean": lambda output, y: output.pow(2).mean(),
+    "a module that keeps something": Count(),
+    "a mean of sums": lambda output, y: output.pow(2).sum() / len(output),
+    "cross entropy": lambda output, y: F.cross_entropy(output, y),
+    "a mean over elements": lambda output, y: F.mse_loss(output, F.one_hot(y, CLASSES).float()),
+    "labels made flat": lambda output, y: F.cross_entropy(output.view(-1, CLASSES), y.view(-1)),
+}
+
+
+def of_dict(output, y):
+    """Parts of the loss beside the total, which alone is compared."""
+    return {"loss": F.cross_entropy(output, y), "sum": output.sum()}
+
+
+def data(samples=SAMPLES):
+    generator = torch.Generator().manual_seed(0)
+    y = torch.randint(CLASSES, (samples,), generator=generator)
+    return torch.randn(samples, CLASSES, generator=generator), y
+
+
+def look(check, sizes, x, y, shares=None):
+    """Let a check look at a mini-batch in parts of some sizes."""
+    shares = shares or [size / len(x) for size in sizes]
+    parts = zip(x.split(sizes), y.split(sizes), shares, sizes, strict=True)
+    for output, target, share, size in parts:
+        check.look(output, target, share, len(sizes), size)
+
+
+@pytest.mark.parametrize("name", NO_MEANS)
+def test_a_loss_that_is_no_mean_is_refused_with_both_numbers(name):
+    x, y = data()
+    with pytest.raises(ConfigError, match="the loss is no mean over samples") as caught:
+        look(LossCheck(NO_MEANS[name]), [2, 2, 2, 2], x, y)
+    loss_fn = NO_MEANS[name]
+    whole = loss_fn(x, y).item()
+    mean = sum(loss_fn(a, b).item() for a, b in zip(x.split(2), y.split(2))) / 4
+    text = str(caught.value)
+    assert f"for 4 micro-batches together it is {whole:.3g}"[:-1] in text
+    assert f"the weighed mean of theirs is {mean:.3g}"[:-1] in text
+    for way_out in ("weigh=", "micro_batches=1", "check_loss=0"):
+        assert way_out in text
+
+
+@pytest.mark.parametrize("sizes", [[2, 2, 2, 2], [3, 3, 2], [7, 1]], ids=str)
+@pytest.mark.parametrize("name", [*MEANS, "a dict"])
+def test_a_mean_is_not_refused_and_nothing_is_drawn_or_kept(name, sizes, caplog):
+    loss_fn = MEANS.get(name, of_dict)
+    x, y = data()
+    before, kept = torch.get_rng_state(), x.clone()
+    look(LossCheck(loss_fn), sizes, x, y)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(x, kept)
+    assert not caplog.records
+
+
+def test_a_loss_that_is_a_module_stays_as_it_was():
+    loss_fn = Count()
+    look(LossCheck(loss_fn), [4, 4], *data())
+    assert (loss_fn.calls.item(), loss_fn.scale.dtype) == (0, torch.float32)
+
+
+def test_shares_say_what_a_micro_batch_weighs():
+    def loss_fn(output, y):
+        return F.cross_entropy(output, y, weight=WEIGHTS)
+
+    x, y = data()
+    sizes = [2, 2, 4]
+    weights = [WEIGHTS[part].sum().item() for part in y.split(sizes)]
+    look(LossCheck(loss_fn), sizes, x, y, [weight / sum(weights) for weight in weights])
+    with pytest.raises(ConfigError, match="no mean over samples"):
+        look(LossCheck(loss_fn), sizes, x, y)
+
+
+def test_each_mini_batch_is_compared():
+    x, y = data()
+    check = LossCheck(lambda output, y: (output * y[:, None]).sum())
+    look(check, [4, 4], x, torch.zeros_like(y))
+    with pytest.raises(ConfigError, match="no mean"):
+        look(check, [4, 4], x, y)
+
+
+def test_one_micro_batch_is_not_compared():
+    check = LossCheck(lambda output, y: 1 / 0)
+    check.look(*data(), 1.0, 1, SAMPLES)
+
+
+def test_of_large_outputs_two_micro_batches_are_compared(monkeypatch):
+    seen = []
+
+    def loss_fn(output, y):
+        seen.append(len(output))
+        return output.mean()
+
+    x, y = data()
+    monkeypatch.setattr("pipedream_rt.stage.loss_check._MOST_BYTES", x.nbytes - 1)
+    check = LossCheck(loss_fn)
+    for _ in range(2):
+        look(check, [2, 2, 2, 2], x, y)
+    assert max(seen) == 4
+    assert seen.count(4) == 2
+
+
+def test_what_is_kept_does_not_change_with_the_output():
+    x, y = data()
+    check = LossCheck(lambda output, y: output.mean())
+    output = x[:4].clone()
+    check.look(output, y[:4], 0.5, 2, 4)
+    output.fill_(100)
+    check.look(x[4:], y[4:], 0.5, 2, 4)
+
+
+def test_a_loss_that_draws_is_told_once_and_compared_no_more(caplog):
+    x, y = data()
+    check = LossCheck(lambda output, y: F.cross_entropy(F.dropout(output, 0.5), y))
+    for _ in range(2):
+        look(check, [4, 4], x, y)
+    assert caplog.text.count("the loss draws random numbers") == 1
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "output", "words"),
+    [
+        (lambda output, y: output.mean(), torch.arange(2.0), "their outputs cannot be joined"),
+        (lambda output, y: output[:4][5], torch.ones(8, 5), "computed of all of them (index 5"),
+    ],
+    ids=["a scalar", "an error"],
+)
+def test_what_cannot_be_compared_is_told(loss_fn, output, words, caplog):
+    check, y = LossCheck(loss_fn), torch.zeros(8)
+    parts = output if output.dim() == 1 else output.split(4)
+    for part, target in zip(parts, y.split(4), strict=True):
+        check.look(part, target, 0.5, 2, 4)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert words in record.getMessage()
+
+
+# -- the parts of it ----------------------------------------------------------------------------
+
+
+def test_values_are_joined_along_their_samples():
+    values = [{"x": torch.full((n * 3, 2), float(n)), "n": torch.tensor(7)} for n in (1, 2)]
+    structure, (x, n) = joined(values, [1, 2])
+    assert x.shape == (9, 2)
+    assert n == 7
+    assert structure == joined(values[:1], [1])[0]
+
+
+@pytest.mark.parametrize(
+    ("values", "samples"),
+    [
+        ([torch.ones(2), [torch.ones(2)]], [2, 2]),
+        ([torch.ones(2, 3), torch.ones(2, 4)], [2, 2]),
+        ([torch.ones(2), torch.ones(6)], [2, 2]),
+        ([torch.ones(3), torch.zeros(3)], [2, 2]),
+        ([torch.tensor(1.0), torch.tensor(2.0)], [2, 2]),
+    ],
+    ids=["structures", "shapes", "rows for each sample", "no samples", "numbers"],
+)
+def test_what_has_no_samples_in_common_is_not_joined(values, samples):
+    assert joined(values, samples) is None
+
+
+def test_a_part_that_weighs_nothing_may_be_nan():
+    refuse_no_mean(2.0, [(2.0, 0.5), (math.nan, 0.0)], 1e-7)
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_left_to_others(odd):
+    refuse_no_mean(odd, [(1.0, 0.5), (2.0, 0.5)], 1e-7)
+    refuse_no_mean(1.0, [(odd, 0.5), (2.0, 0.5)], 1e-7)
+
+
+def test_a_difference_of_rounding_is_none():
+    parts = [(1.0, 0.25), (3.0, 0.25)]  # of which the shares are halves
+    refuse_no_mean(2.0, parts, 0.0)
+    refuse_no_mean(2.0002, parts, 1.1e-4)
+    with pytest.raises(ConfigError, match=r"together it is 2.0002, and .* theirs is 2,"):
+        refuse_no_mean(2.0002, parts, 0.9e-4)
+
+
+def test_a_mean_that_is_zero_by_cancelling_has_the_rounding_of_its_parts():
+    refuse_no_mean(1e-5, [(1.0, 0.5), (-1.0, 0.5)], 1e-4)
+
+
+def test_coarser_types_round_more():
+    wide = [rounding_of(d) for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)]
+    assert wide == [1e-7, 1e-4, 3e-2, 3e-2]
