@@ -1,15 +1,19 @@
 """What a stage does between two micro-batches."""
 
+import dataclasses
+
+import cloudpickle
 import pytest
 import torch
 from support import one_worker
 from support.models import Merges
 from support.one_worker import Worker, an_optimizer, command, replied
 from support.stages import ASYNC, ONE, a_stage
+from torch import nn
 
-from pipedream_rt.errors import ConfigError
+from pipedream_rt.errors import ConfigError, ScheduleError
 from pipedream_rt.messages.message import CommandName
-from pipedream_rt.stage.commands import set_mode
+from pipedream_rt.stage.commands import carry_out, define, set_mode
 
 
 def test_a_mode_that_changes_weights_is_refused_where_there_are_versions():
@@ -49,3 +53,92 @@ def test_commands_change_what_they_say_and_reply():
     assert statistics.items() >= stage.statistics().items()
     assert statistics["busy_ns"] > 0
     assert statistics["peak_memory_bytes"] > 0
+
+
+def call(stage, function, *args, **kwargs):
+    return carry_out(stage, CommandName.CALL, cloudpickle.dumps((function, args, kwargs)))
+
+
+def test_a_mode_may_be_for_one_stage():
+    stage = a_stage([nn.Linear(1, 1)], ASYNC, 1)
+    modes = []
+    for only in (0, 1, None):
+        stage.module.train()
+        assert carry_out(stage, CommandName.TRAINING, (only, False)) is None
+        modes.append(stage.module[0].training)
+    assert modes == [True, False, False]
+
+
+def test_a_function_gets_the_module_and_its_result_is_returned():
+    stage = a_stage([nn.Linear(2, 3)])
+    found = call(stage, lambda module, n, more=0: [n + more, module[0].bias.shape], 1, more=2)
+    assert found == (True, [3, torch.Size([3])])
+
+
+def fails(module):
+    raise ZeroDivisionError("its own words")
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (fails, "ZeroDivisionError: its own words"),
+        (lambda module: module, "module"),
+        (lambda module: module[0].weight.mul_(2), "the function changed the parameter '0.weight'"),
+    ],
+    ids=["raises", "returns a module", "changes a weight"],
+)
+def test_what_goes_wrong_in_a_function_is_returned_as_a_text(function, words):
+    stage = a_stage([nn.Linear(1, 1)], ASYNC, 0)
+    before = stage.module[0].weight.clone()
+    went_well, text = call(stage, function)
+    assert not went_well
+    assert words in text
+    assert torch.equal(stage.module[0].weight, before)
+
+
+def test_a_kept_version_can_be_asked_for_until_it_is_dropped():
+    stage = a_stage([nn.Linear(1, 1)])
+    kept = stage.module[0].weight.clone()
+    carry_out(stage, CommandName.KEEP, {"number": 1, "average": False, "borrowed": {}})
+    carry_out(stage, CommandName.LOAD_STATE, {"0.weight": torch.zeros(1, 1)})
+    assert torch.equal(carry_out(stage, CommandName.STATE, 1)["0.weight"], kept)
+    assert carry_out(stage, CommandName.STATE, None)["0.weight"].item() == 0
+    carry_out(stage, CommandName.DROP, 1)
+    with pytest.raises(ConfigError, match="version 1 is not kept; those kept are none"):
+        carry_out(stage, CommandName.STATE, 1)
+
+
+def test_buffers_of_an_evaluation_and_a_cache_end_by_their_number():
+    stage = a_stage([nn.BatchNorm1d(2)])
+    with stage.passes.evaluations.of(3, kept=False):
+        stage.module(torch.randn(4, 2))
+    stage.runner.caches.update({3: {}, 4: {}})
+    carry_out(stage, CommandName.END_CACHE, 3)
+    carry_out(stage, CommandName.END_CACHE, 5)  # of which this stage has nothing
+    assert 3 not in stage.passes.evaluations
+    assert stage.runner.caches == {4: {}}
+
+
+def test_programs_that_come_later_follow_the_last_one():
+    stage = a_stage([nn.Linear(1, 1), nn.ReLU()], ASYNC, 1)
+    steps = stage.runner.programs[0].steps
+    short = dataclasses.replace(stage.runner.programs[0], steps=steps[:1])
+    first, second = (cloudpickle.dumps([None, program, None]) for program in (short, short))
+    define(stage, [first])
+    define(stage, [second, first])
+    assert [len(stage.runner.programs[n].steps) for n in range(4)] == [2, 1, 1, 1]
+
+
+def test_without_an_optimizer_there_is_no_state_to_load_or_to_return():
+    stage = a_stage([nn.Linear(1, 1)], optimizer=None)
+    carry_out(stage, CommandName.LOAD_OPTIMIZER_STATE, {"0.weight": {"optimizer/0.weight/x": 1}})
+    assert carry_out(stage, CommandName.OPTIMIZER_STATE, None) == {}
+
+
+@pytest.mark.parametrize("name", ["FLUSH", "TRACE", "SAVE", "STATISTICS", "DEFINE"])
+def test_a_command_of_the_loop_is_not_for_the_stage(name):
+    command = CommandName[name]
+    words = f"stage 0: the loop carries {command.value} out itself"
+    with pytest.raises(ScheduleError, match=words):
+        carry_out(a_stage([nn.Linear(1, 1)]), command, None)

@@ -214,6 +214,8 @@ def test_what_has_no_samples_in_common_is_not_joined(values, samples):
 
 def test_a_part_that_weighs_nothing_may_be_nan():
     refuse_no_mean(2.0, [(2.0, 0.5), (math.nan, 0.0)], 1e-7)
+    with pytest.raises(ConfigError, match="no mean over samples"):
+        refuse_no_mean(4.0, [(2.0, 0.5), (math.nan, 0.0)], 1e-7)
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf])
