@@ -46,10 +46,6 @@ def trained(pipe, data):
         return pipe.state_dict()
 
 
-def options_of(pipe, name):
-    return [float(o.local_value().param_groups[0][name]) for o in pipe.optimizer.remote_optimizers]
-
-
 # -- state --------------------------------------------------------------------------------------
 
 
