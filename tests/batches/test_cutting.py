@@ -151,33 +151,3 @@ def test_a_short_last_mini_batch_leaves_no_sample_alone_to_batch_norm(last):
         schedule="1f1b", micro_batches=4, workers="serial",
     ) as pipe:  # fmt: skip
         assert len(list(pipe.train_epoch(data))) == 2
-
-
-class Rows(torch.utils.data.IterableDataset):
-    """Rows that come once, as from a socket."""
-
-    def __init__(self):
-        self.rows = iter(range(24))
-
-    def __iter__(self):
-        return ((torch.full((6,), float(i)), i % 3) for i in self.rows)
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.two(torch.tanh(self.one(x)))
-
-
-def test_an_example_takes_no_rows_out_of_a_stream():
-    loader, seen = torch.utils.data.DataLoader(Rows(), batch_size=4), []
-    with Pipeline(
-        Net(), stages=2, example=loader, loss_fn=F.cross_entropy, workers="serial",
-        optimizer=(torch.optim.SGD, {"lr": 0.1}), schedule="1f1b",
-    ) as pipe:  # fmt: skip
-        for _ in pipe.train_epoch(loader, prepare=lambda item: seen.append(item[0][:, 0]) or item):
-            pass
-    assert torch.cat(seen).tolist() == list(range(24))

@@ -6,7 +6,6 @@ is taken instead; nothing that the manifest does not list is ever read.
 
 import os
 import random
-import stat
 
 import msgpack
 import pytest
@@ -193,34 +192,3 @@ def test_generated_files_of_tensors(run, count):
             read_stage(folder, manifest.files, manifest.plain, WANTED)
         except CheckpointError as error:
             assert str(error).isprintable()  # noqa: PT017 - some files are still whole
-
-
-def test_the_one_before_is_of_the_same_run_or_is_not_taken(tmp_path):
-    write(tmp_path, step=6, run="1" * 32)
-    folder = write(tmp_path, step=7, run="2" * 32)
-    (folder / "model-00001-of-00002.safetensors").write_bytes(b"damaged")
-    with pytest.raises(CheckpointError, match="of another run than the newest one"):
-        newest_good(tmp_path)
-
-
-def test_a_checkpoint_is_as_private_as_its_weights(tmp_path):
-    before = os.umask(0)
-    try:
-        folder = write(tmp_path / "run")
-    finally:
-        os.umask(before)
-    for path in (folder.parent, folder, *folder.iterdir()):
-        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
-
-
-def test_the_umask_takes_more_away(tmp_path):
-    before = os.umask(0o277)
-    try:
-        (tmp_path / "step-1").mkdir(mode=0o700)
-        module_path = tmp_path / "private"
-        from pipedream_rt.checkpoint.writing import _write_private
-
-        _write_private(module_path, b"x")
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE(module_path.stat().st_mode) == 0o400

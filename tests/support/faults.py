@@ -5,6 +5,7 @@ each fault that has struck. A fault waits until the one before it has struck; fr
 how often its phase is reached on its stage in the present process.
 """
 
+import errno
 import json
 import os
 import random
@@ -16,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from pipedream_rt.errors import CheckpointError
 from pipedream_rt.serial.cluster import SerialCluster
 
 from .inside import kill
@@ -214,3 +216,10 @@ def faulty_sink(stages, folder):
         {"lr": 3e-3, "weight_decay": 0.1, "foreach": False, "folder": str(folder), "sizes": sizes},
     )
     return nn.Sequential(layers), points[1:], optimizer
+
+
+def of_system(cls=CheckpointError):
+    """An error that comes from one of the system."""
+    error = cls("it cannot be read")
+    error.__cause__ = OSError(errno.EIO, "I/O error")
+    return error

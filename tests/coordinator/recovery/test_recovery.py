@@ -1,6 +1,5 @@
 """What a failure may and may not do to a run: the parts by themselves, then on workers."""
 
-import errno
 import functools
 import gc
 import os
@@ -13,7 +12,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.nn.functional as F
-from support.faults import FaultySerial, Plan, faulty_sink
+from support.faults import FaultySerial, Plan, faulty_sink, of_system
 from support.inside import feed_log, kill, local_workers, recovery
 from support.models import OPTIMIZERS, POINTS, Raises, batches, kitchen_sink, mlp, regression
 from support.oracle import assert_same
@@ -24,158 +23,12 @@ from pipedream_rt import (
     CheckpointError,
     Checkpoints,
     ConfigError,
-    MessageTimeout,
-    NonFiniteLoss,
-    PeerLost,
     PoisonedMicroBatch,
     StageFailed,
-    WorkerLost,
 )
-from pipedream_rt.coordinator.recovery.decision import Failures, action_of, is_passing
-from pipedream_rt.coordinator.recovery.feed_log import FedCommand, FeedLog, RestorePoint, Role
-from pipedream_rt.messages.message import Command, CommandName
-from pipedream_rt.schedules import Action, plan_for
 from pipedream_rt.stage import stage_state
 
 DATA = batches(30, samples=8)
-PLAN = plan_for("async-1f1b", num_stages=4)
-
-
-def of_system(cls=CheckpointError):
-    """An error that comes from one of the system."""
-    error = cls("it cannot be read")
-    error.__cause__ = OSError(errno.EIO, "I/O error")
-    return error
-
-
-def failed(stage=1, action="F7", cause=None, cls=StageFailed):
-    error = cls("it failed", stage=stage, action=action)
-    error.__cause__ = cause or ZeroDivisionError()
-    return error
-
-
-def lost(doing="", crashed=True):
-    return WorkerLost("it is gone", worker="w", stage=1, doing=doing, crashed=crashed)
-
-
-# -- which failures are recovered from ----------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("error", "passing"),
-    [
-        (lost(), True),
-        (PeerLost("m", peer="w"), True),
-        (MessageTimeout("m"), True),
-        (failed(), True),
-        (failed(cause=PeerLost("m", peer="w")), True),
-        (failed(cause=ConfigError("m")), False),
-        (failed(cause=CheckpointError("m")), False),
-        (failed(cause=of_system()), True),
-        (of_system(), True),
-        (failed(cls=NonFiniteLoss), False),
-        (ConfigError("m"), False),
-        (KeyError("m"), False),
-    ],
-)
-def test_what_fails_again_with_the_same_input_is_not_tried_again(error, passing):
-    assert is_passing(error) == passing
-
-
-def test_the_action_of_a_failure():
-    assert action_of(failed(2, "B5"), PLAN) == Action.parse("2:B5")
-    assert action_of(failed(2, "3:B5"), PLAN) == Action.parse("3:B5")
-    assert action_of(failed(2, "state"), PLAN) is None
-    assert action_of(lost("0:S4"), PLAN) == Action.parse("0:S4")
-    assert action_of(lost(), PLAN) is None
-    assert action_of(MessageTimeout("m"), PLAN) is None
-
-
-def test_an_action_of_a_replica_is_one_of_its_stage():
-    """Whether it raised or died, so that what ends it again and again is counted as one."""
-    plan = plan_for("async-1f1b", num_stages=2, replicas=[3, 1])
-    assert action_of(lost("2:F5"), plan) == Action.parse("0:F5")
-    assert action_of(failed(0, "2:F5"), plan) == Action.parse("0:F5")
-    assert action_of(failed(0, "F5"), plan) == Action.parse("0:F5")
-    assert action_of(lost("3:F5"), plan) == Action.parse("1:F5")
-
-
-def test_restarts_run_out():
-    failures = Failures(2, PLAN)
-    failures.note(lost(), range(3))
-    failures.note(failed(action="F8"), range(3))
-    with pytest.raises(WorkerLost):
-        failures.note(lost(), range(3))
-    with pytest.raises(WorkerLost):
-        Failures(0, PLAN).note(lost(), range(3))
-
-
-def test_the_third_failure_in_one_action_is_poison():
-    failures = Failures(100, PLAN)
-    for _ in range(2):
-        failures.note(failed(), range(5, 9))
-        failures.note(failed(2, action="F8"), range(5, 9))
-    with pytest.raises(PoisonedMicroBatch, match="micro-batch 7 has failed 3 times") as e:
-        failures.note(failed(), range(5, 9))
-    assert (e.value.micro_batch, e.value.stage) == (7, 1)
-
-
-def test_what_has_gone_well_since_is_no_poison():
-    failures = Failures(100, PLAN)
-    for later in range(8, 12):
-        failures.note(failed(action="F7"), range(5, 9))
-        failures.note(failed(action=f"F{later}"), range(5, 9))
-
-
-def test_a_failure_without_a_word_counts_where_it_may_have_been_the_same():
-    failures = Failures(100, plan_for("async-1f1b", num_stages=4, per_update=2))
-    failures.note(lost(), range(5, 9))
-    failures.note(lost("1:F7"), range(5, 9))
-    failures.note(lost("0:F20"), range(5, 9))
-    failures.note(lost("0:F20"), range(5, 9))
-    with pytest.raises(PoisonedMicroBatch):
-        failures.note(lost("1:F7"), range(5, 9))
-    assert failures.micro_batch_of(Action.parse("1:S3")) == 7
-
-
-@pytest.mark.parametrize(
-    "failure",
-    [lost("1:F7", crashed=False), failed(cause=MessageTimeout("m")), failed(action="start")],
-)
-def test_only_exceptions_and_crashes_are_evidence_of_poison(failure):
-    """A worker may be killed from outside, or wait in vain, in the same action again and again."""
-    failures = Failures(100, PLAN)
-    for _ in range(9):
-        failures.note(failure, range(5, 9))
-    failures.note(failed(), range(5, 9))
-    failures.note(failed(), range(5, 9))
-    with pytest.raises(PoisonedMicroBatch, match="micro-batch 7 has failed 3 times"):
-        failures.note(failed(), range(5, 9))
-
-
-# -- what was fed -------------------------------------------------------------------------------
-
-
-def entry(position):
-    return FedCommand(Command(position=position, name=CommandName.FLUSH), (), Role.EVERY)
-
-
-def test_the_feed_is_kept_since_the_last_two_origins():
-    log = FeedLog(on=True)
-    for position in range(10):
-        log.append(entry(position))
-    log.begin(RestorePoint(position=4))
-    assert [e.position for e in log.since(log.restore_points[0])] == list(range(10))
-    assert [e.position for e in log.since(log.restore_points[-1])] == list(range(4, 10))
-    log.begin(RestorePoint(position=8))
-    assert [o.position for o in log.restore_points] == [4, 8]
-    assert len(log._entries) == 6
-
-
-def test_nothing_is_kept_where_nothing_is_recovered():
-    log = FeedLog(on=False)
-    log.append(entry(0))
-    assert not log._entries
 
 
 # -- serially -----------------------------------------------------------------------------------

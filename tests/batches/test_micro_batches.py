@@ -1,4 +1,4 @@
-"""Mini-batches whose parts are not joined: `Accumulated`."""
+"""Mini-batches in micro-batches: what is fed of each, what it weighs, what is refused."""
 
 import pytest
 import torch
@@ -7,7 +7,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipedream_rt import Clip, ConfigError, Training
-from pipedream_rt.batches.items import Accumulated, batch_of
+from pipedream_rt.batches.forwards import SequenceForwards
+from pipedream_rt.batches.items import Accumulated, Batch, batch_of
+from pipedream_rt.batches.micro_batches import EMPTY, Cutter, LossChecks
+from pipedream_rt.batches.weighing import Weighing
+from pipedream_rt.messages.message import Mode
 
 
 class Net(nn.Module):
@@ -123,3 +127,93 @@ def test_parts_that_do_not_fit_are_refused(count, of, words):
         with pytest.raises(ConfigError, match=words):
             pipe.submit(Accumulated(tuple(map(batch_of, parts[:count])), of))
         assert pipe.submit(parts[0]).result().loss > 0
+
+
+# -- without a pipeline ---------------------------------------------------------------------------
+
+
+def cutter(per_update, weigh=None, pairs=lambda batch: False):
+    return Cutter(SequenceForwards(), Weighing(weigh, F.mse_loss), per_update, pairs)
+
+
+def pair(samples):
+    x = torch.arange(2.0 * samples).view(samples, 2)
+    return Batch((x,), {}, x + 1)
+
+
+def inputs_of(part):
+    (tensor,) = part.inputs.tensors
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("samples", "k", "sizes"), [(8, 4, [2, 2, 2, 2]), (5, 2, [3, 2]), (3, 4, [1, 1, 1, 0])], ids=str
+)
+def test_micro_batches_weigh_what_their_samples_are(samples, k, sizes):
+    cut = cutter(k).cut(pair(samples), True)
+    assert [part.samples for part in cut.parts] == sizes
+    assert [part.share for part in cut.parts] == pytest.approx([n / samples for n in sizes])
+    assert torch.equal(torch.cat([inputs_of(p) for p in cut.filled.values()]), pair(samples)[0][0])
+    assert cut.parts[len(cut.filled) :] == [EMPTY] * sizes.count(0)
+
+
+def test_what_is_fed_is_a_copy():
+    batch = pair(4)
+    parts = cutter(2).cut(batch, True).parts
+    batch.args[0].zero_()
+    assert inputs_of(parts[1]).tolist() == [[4.0, 5.0], [6.0, 7.0]]
+
+
+def test_a_weight_of_the_user_takes_the_place_of_the_samples():
+    cut = cutter(2, weigh=lambda x, y: int(y.sum())).cut(
+        Batch((torch.zeros(4, 1),), {}, torch.tensor([0, 1, 2, 1])), True
+    )
+    assert [(part.weight, part.share) for part in cut.parts] == [(1, 0.25), (3, 0.75)]
+
+
+@pytest.mark.parametrize(
+    ("needs", "sizes"), [(False, [2, 2, 1, 0]), (True, [3, 2, 0, 0])], ids=["alone", "pairs"]
+)
+def test_no_sample_stands_alone_where_the_model_needs_pairs(needs, sizes):
+    cut = cutter(4, pairs=lambda batch: needs).cut(pair(5), True)
+    assert [part.samples for part in cut.parts] == sizes
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [(torch.ones(0, 2), "without samples cannot be trained on"), (3, "no tensor with a dimension")],
+    ids=["empty", "a number"],
+)
+def test_what_cannot_be_cut_is_refused(x, words):
+    with pytest.raises(ConfigError, match=words):
+        cutter(2).cut(Batch((x,), {}, None), True)
+
+
+def test_one_micro_batch_needs_no_samples_and_inference_no_target():
+    (part,) = cutter(1).cut(Batch((3,), {}, None), True).parts
+    assert (part.samples, part.share) == (1, 1.0)
+    assert cutter(1).part(pair(2), Mode.INFER, None).target.tensors == ()
+
+
+def test_the_first_micro_batches_are_compared_as_one_and_alone():
+    (whole, size), *alone = cutter(4).cut(pair(8), True).first(3)
+    assert (size, [count for _, count in alone]) == (6, [2, 2, 2])
+    assert torch.equal(torch.cat([batch.args[0] for batch, _ in alone]), whole.args[0])
+
+
+def test_the_parts_of_an_accumulated_mini_batch_share_its_micro_batches():
+    cut = cutter(5).cut(Accumulated((pair(4), pair(2)), 3, 0.5), True)
+    assert [part.samples for part in cut.parts] == [2, 2, 1, 1, 0]  # the third part is not there
+    assert [part.share for part in cut.parts] == [0.25, 0.25, 0.25, 0.25, 0.0]
+    assert len(cut.first_part.parts) == 2
+
+
+def test_losses_are_compared_at_first_and_where_labels_are_first_ignored():
+    def labelled(*labels):
+        return cutter(2).cut(Batch((torch.ones(2, 1),), {}, torch.tensor(labels)), True)
+
+    checks = LossChecks(1)
+    assert not checks.takes(cutter(1).cut(pair(2), True))  # there is nothing to compare it with
+    cuts = [labelled(1, 2), labelled(1, 2), labelled(1, -100), labelled(-100, 1)]
+    assert [checks.takes(cut) for cut in cuts] == [True, False, True, False]
+    assert not any(map(LossChecks(0).takes, cuts))
