@@ -23,10 +23,7 @@ from support.pinned import Pipeline
 from torch import nn
 
 from pipedream_rt import (
-    ConfigError,
-    DistributedOptimizer,
     PipelineClosed,
-    PipelineError,
 )
 from pipedream_rt.serial.cluster import SerialCluster
 
@@ -51,25 +48,6 @@ def test_results_come_in_order_and_all_of_them():
         more = list(pipe.train_epoch(regression(2)))
         assert [r.step for r in more] == [9, 10]
         assert len(more[0].busy_s) == 3
-
-
-def test_submit_returns_a_handle_that_waits():
-    data = regression(8)
-    with open_pipe() as pipe:
-        pending = [pipe.submit(x, y) for x, y in data]
-        last = pending[-1].result()
-        assert last.step == 7
-        assert all(p.done() for p in pending)
-        assert [p.result().step for p in pending] == list(range(8))
-
-
-def test_an_epoch_left_early_can_be_followed_by_another():
-    with open_pipe() as pipe:
-        for result in pipe.train_epoch(regression(9)):
-            if result.step == 2:
-                break
-        rest = list(pipe.train_epoch(regression(3)))
-        assert rest[0].step == 2 + pipe.plan.credits()
 
 
 def test_a_layer_that_stands_in_the_model_twice():
@@ -131,21 +109,6 @@ def test_what_backward_and_the_optimizer_draw_is_seeded_too():
     assert all(torch.equal(states[0][k], states[1][k]) for k in states[0])
 
 
-def test_the_loader_is_always_one_item_ahead():
-    """Neither more nor less, so what it draws does not depend on timing."""
-    drawn = []
-
-    def loader():
-        for i, pair in enumerate(regression(9)):
-            drawn.append(i)
-            yield pair
-
-    with open_pipe() as pipe:
-        ahead = [len(drawn) - r.step for r in pipe.train_epoch(loader())]
-        c = pipe.plan.credits()
-    assert ahead == [c + 1] * (9 - c) + list(range(c, 0, -1))
-
-
 def test_muon_and_other_optimizers_that_look_at_shapes():
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
     with open_pipe(model, optimizer=(torch.optim.Muon, {"lr": 0.1})) as pipe:
@@ -181,11 +144,6 @@ def test_a_signal_handler_may_close_the_pipeline_in_the_middle_of_a_wait():
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-def test_a_generator_is_a_loader():
-    with open_pipe() as pipe:
-        assert len(list(pipe.train_epoch((x, y) for x, y in regression(4)))) == 4
 
 
 def test_a_loader_that_draws_random_numbers_is_reproducible_in_process():
@@ -231,41 +189,6 @@ def test_a_list_of_modules_is_a_model():
         list(pipe.train_epoch(regression(2)))
         assert list(pipe.state_dict()) == ["0.weight", "0.bias", "2.weight", "2.bias"]
         assert isinstance(pipe.module(), nn.Sequential)
-
-
-def test_load_state_dict_forgets_older_versions():
-    """The micro-batches after it read what was loaded, at every stage."""
-    data = regression(12)
-    with open_pipe() as pipe:
-        list(pipe.train_epoch(data[:6]))
-        pipe.load_state_dict(mlp().state_dict())
-        first = next(pipe.train_epoch(data[6:7])).loss
-        assert first == F.mse_loss(mlp()(data[6][0]), data[6][1]).item()
-        result = next(pipe.train_epoch(data[7:8]))
-        assert result.versions == (6, 6, 7)
-        pipe.load_state_dict(mlp().state_dict())
-        assert all(
-            torch.equal(a, b)
-            for a, b in zip(pipe.state_dict().values(), mlp().state_dict().values())
-        )
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda s: s.pop("0.weight"), r"missing keys: \['0.weight'\]"),
-        (lambda s: s.update(more=torch.ones(1)), r"unexpected keys: \['more'\]"),
-        (lambda s: s.update({"0.bias": torch.ones(3)}), r"0.bias has .*\(3,\), in .* \(8,\)"),
-    ],
-)
-def test_a_state_dict_that_does_not_fit_is_refused_and_nothing_lost(change, words):
-    with open_pipe() as pipe:
-        state = pipe.state_dict()
-        wrong = dict(state)
-        change(wrong)
-        with pytest.raises(ConfigError, match=words):
-            pipe.load_state_dict(wrong)
-        assert all(torch.equal(state[k], v) for k, v in pipe.state_dict().items())
 
 
 def test_inference_and_modes():
@@ -366,102 +289,6 @@ def test_frozen_layers_at_either_end():
         assert not torch.equal(state["2.weight"], model[2].weight)
 
 
-def test_an_optimizer_over_the_model_keeps_its_groups():
-    model = mlp()
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.5},
-            {
-                "params": [p for p in model.parameters() if p.dim() == 1],
-                "weight_decay": 0.0,
-                "lr": 0.3,
-            },
-        ],
-        lr=0.01,
-    )
-    data = regression(4)
-    with open_pipe(model, schedule="gpipe", optimizer=optimizer) as pipe:
-        assert [g["lr"] for g in pipe.optimizer.param_groups] == [0.01, 0.3]
-        list(pipe.train_epoch(data))
-        state, packed = pipe.state_dict(), pipe.optimizer.state_dict()
-    for x, y in data:
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-    assert all(torch.equal(state[k], v) for k, v in model.state_dict().items())
-    expected = optimizer.state_dict()
-    assert packed["param_groups"] == expected["param_groups"]
-    for index, entry in expected["state"].items():
-        assert all(torch.equal(packed["state"][index][k], v) for k, v in entry.items())
-
-
-def test_optimizer_state_goes_round_and_training_continues_the_same():
-    """Saved after 3 mini-batches and loaded elsewhere: the rest gives the same bits."""
-    data = regression(8)
-    kwargs = {"optimizer": OPTIMIZERS["adamw"], "schedule": "1f1b"}
-    with open_pipe(**kwargs) as pipe:
-        list(pipe.train_epoch(data[:3]))
-        state, packed = pipe.state_dict(), pipe.optimizer.state_dict()
-        list(pipe.train_epoch(data[3:]))
-        expected = pipe.state_dict()
-    with open_pipe(stages=2, **kwargs) as pipe:
-        pipe.load_state_dict(state)
-        pipe.optimizer.load_state_dict(packed)
-        list(pipe.train_epoch(data[3:]))
-        found = pipe.state_dict()
-    assert all(torch.equal(found[k], v) for k, v in expected.items())
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
-        lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
-        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.5, total_steps=10),
-        lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0),
-        lambda o: torch.optim.lr_scheduler.SequentialLR(
-            o,
-            [torch.optim.lr_scheduler.LinearLR(o), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)],
-            [3],
-        ),
-    ],
-)
-def test_stock_schedulers_work(make):
-    """No warning (warnings are errors here), and the rate reaches param_groups."""
-    with open_pipe(optimizer=(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})) as pipe:
-        scheduler = make(pipe.optimizer)
-        rates = set()
-        for result in pipe.train_epoch(regression(6)):
-            if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-                scheduler.step(1.0 + result.step)
-            else:
-                scheduler.step()
-            rates.add(pipe.optimizer.param_groups[0]["lr"])
-        assert len(rates) > 1
-
-
-def test_a_distributed_optimizer_over_the_parameter_references():
-    """The constructor of torch's own class; assigning it makes the stages step with it."""
-    data = regression(5)
-    with open_pipe(optimizer=None, schedule="1f1b") as pipe:
-        optimizer = DistributedOptimizer(
-            torch.optim.SGD, pipe.parameter_rrefs(), lr=0.1, momentum=0.5
-        )
-        assert isinstance(optimizer, torch.optim.Optimizer)
-        with pytest.raises(PipelineError, match=r"assign it to pipe\.optimizer"):
-            optimizer.state_dict()
-        pipe.optimizer = optimizer
-        list(pipe.train_epoch(data))
-        assert len(optimizer.remote_optimizers) == 3
-        assert isinstance(optimizer.remote_optimizers[0].local_value(), torch.optim.SGD)
-        found = pipe.state_dict()
-    with open_pipe(
-        optimizer=(torch.optim.SGD, {"lr": 0.1, "momentum": 0.5}), schedule="1f1b"
-    ) as pipe:
-        list(pipe.train_epoch(data))
-        assert all(torch.equal(found[k], v) for k, v in pipe.state_dict().items())
-
-
 def test_references():
     with open_pipe() as pipe:
         list(pipe.train_epoch(regression(3)))
@@ -532,28 +359,3 @@ def test_a_dropped_pipeline_with_a_checkpoint_on_its_way_ends_its_threads(tmp_pa
     del pipe
     gc.collect()
     # The fixture around every test finds what is left.
-
-
-@pytest.mark.parametrize("kind", ["defaultdict", "UserDict", "proxy"])
-def test_any_mapping_is_a_state_dict(kind):
-    import collections
-    import types
-
-    state = mlp().state_dict()
-    state = {
-        "defaultdict": lambda: collections.defaultdict(int, state),
-        "UserDict": lambda: collections.UserDict(state),
-        "proxy": lambda: types.MappingProxyType(state),
-    }[kind]()
-    with open_pipe() as pipe:
-        pipe.load_state_dict(state)
-        assert torch.equal(pipe.state_dict()["0.weight"], state["0.weight"])
-
-
-def test_what_cannot_be_loaded_ends_nothing():
-    with open_pipe() as pipe:
-        with pytest.raises(ConfigError):
-            pipe.optimizer.load_state_dict(
-                {**pipe.optimizer.state_dict(), "state": {0: {"x": {1}}}}
-            )
-        assert len(list(pipe.train_epoch(regression(2)))) == 2

@@ -8,32 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.device.references import computed_on_the_device
-from support.inside import kill
-from support.models import mlp, regression
+from support.labelled import CLASSES, IGNORED, classifier, labelled
 from support.pinned import Flat as Pipeline
 from torch import nn
 
 from pipedream_rt import ConfigError, StageFailed
 
-CLASSES, IGNORED = 5, -100
 SGD = (torch.optim.SGD, {"lr": 0.1})
-
-
-def classifier():
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, CLASSES))
-
-
-def labelled(count=3, samples=8, ignored=True, seed=0):
-    """Mini-batches in which the first samples have few labels that count, or none."""
-    generator = torch.Generator().manual_seed(seed)
-    made = []
-    for _ in range(count):
-        y = torch.randint(CLASSES, (samples,), generator=generator)
-        if ignored:
-            y[: samples // 2 - 1] = IGNORED
-        made.append((torch.randn(samples, 8, generator=generator), y))
-    return made
 
 
 @computed_on_the_device
@@ -415,155 +396,13 @@ def test_a_model_whose_loss_draws_random_numbers_is_told_so(caplog):
     assert compared[1] == own(OwnRandom(), data, micro_batches=4, weigh=user, check_loss=0)[1]
 
 
-# -- evaluation ---------------------------------------------------------------------------------
-
-
-def opened(model, loss_fn=F.cross_entropy, **options):
-    defaults = {"stages": 2, "optimizer": SGD, "workers": "serial"}
-    return Pipeline(model, loss_fn=loss_fn, **{**defaults, **options})
-
-
 def test_an_evaluation_weighs_mini_batches_likewise():
     data = labelled(count=2)
     data[1] = (data[1][0][:5], data[1][1][:5])
+    options = {"stages": 2, "optimizer": SGD, "workers": "serial"}
     losses = [F.cross_entropy(classifier()(x), y, reduction="sum").item() for x, y in data]
     labels = sum(int((y != IGNORED).sum()) for _, y in data)
-    with opened(classifier()) as pipe:
+    with Pipeline(classifier(), loss_fn=F.cross_entropy, **options) as pipe:
         assert pipe.evaluate(data) == pytest.approx(sum(losses) / labels)
-    with opened(Own(), None, example=named(data)[0]) as pipe:
+    with Pipeline(Own(), example=named(data)[0], **options) as pipe:
         assert pipe.evaluate(named(data)) == pytest.approx(sum(losses) / labels)
-
-
-def test_metrics_come_with_the_loss():
-    def accuracy(output, y):
-        return (output.argmax(1) == y).double().mean()
-
-    metrics = {"accuracy": accuracy, "largest": lambda output, y: output.max().item()}
-    data = labelled(count=3, ignored=False)
-    data[2] = (data[2][0][:4], data[2][1][:4])
-    model = classifier()
-    hits = sum(int((model(x).argmax(1) == y).sum()) for x, y in data)
-    with opened(model) as pipe:
-        found = pipe.evaluate(data, metrics=metrics)
-        assert list(found) == ["loss", "accuracy", "largest"]
-        assert found["accuracy"] == pytest.approx(hits / 20)
-        assert found["loss"] == pipe.evaluate(data)
-        assert pipe.evaluate(data, metrics={}) == {"loss": found["loss"]}
-
-
-@pytest.mark.parametrize(
-    ("metrics", "words"),
-    [
-        ({"bad": lambda output, y: 1 / 0}, '"bad" must return a number.*ZeroDivisionError'),
-        ({"bad": 3}, "metrics must be functions of output and target"),
-    ],
-)
-def test_a_bad_metric_is_refused_and_the_pipeline_goes_on(metrics, words):
-    data = labelled()
-    with opened(classifier()) as pipe:
-        list(pipe.train_epoch(data))
-        before = pipe.fingerprint().digest
-        with pytest.raises(ConfigError, match=words):
-            pipe.evaluate(data, metrics=metrics)
-        assert pipe.fingerprint().digest == before
-        list(pipe.train_epoch(data))
-
-
-class Stateful(nn.Module):
-    """A layer whose buffer goes on from one mini-batch to the next, in eval mode too."""
-
-    def __init__(self):
-        super().__init__()
-        self.lstm = nn.LSTM(8, 8, batch_first=True)
-        self.register_buffer("state", torch.zeros(1, 4, 8))
-
-    def forward(self, x):
-        output, (state, _) = self.lstm(x, (self.state, torch.zeros_like(self.state)))
-        self.state = state.detach()
-        return output
-
-
-def stateful():
-    torch.manual_seed(4)
-    return nn.Sequential(Stateful(), nn.Linear(8, 8), Stateful())
-
-
-def sequences(count):
-    torch.manual_seed(5)
-    return [(torch.randn(4, 3, 8), torch.randn(4, 3, 8)) for _ in range(count)]
-
-
-@computed_on_the_device
-def evaluated(model, data):
-    """Plain PyTorch's loop of evaluation."""
-    model.eval()
-    with torch.no_grad():
-        return sum(F.mse_loss(model(x), y).item() for x, y in data) / len(data)
-
-
-@pytest.mark.parametrize("workers", ["serial", pytest.param("local", marks=pytest.mark.processes)])
-def test_buffers_go_on_during_an_evaluation_and_are_then_what_they_were(workers):
-    data, expected = sequences(5), evaluated(stateful(), sequences(5))
-    with opened(stateful(), F.mse_loss, workers=workers, micro_batches=1) as pipe:
-        before = pipe.fingerprint().digest
-        assert pipe.evaluate(data) == pytest.approx(expected, abs=1e-12)
-        assert pipe.fingerprint().digest == before
-        assert pipe.evaluate(data) == pytest.approx(expected, abs=1e-12)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("keep", [False, True])
-def test_a_worker_that_dies_in_an_evaluation_changes_nothing(keep):
-    """Its passes are done again, from the buffers that there were before the first one."""
-    data, train = sequences(24), sequences(4)
-
-    def run(victim):
-        def loader():
-            for i, item in enumerate(data):
-                if victim and i == 15:
-                    kill(pipe, victim)
-                yield item
-
-        options = {"workers": "local", "max_restarts": 1, "stages": 3, "micro_batches": 1}
-        with opened(stateful(), F.mse_loss, **options) as pipe:
-            losses = [result.loss for result in pipe.train_epoch(train)]
-            losses.append(pipe.evaluate(loader(), keep_buffers=keep))
-            losses += [result.loss for result in pipe.train_epoch(train)]
-            assert len(pipe.restarts) == (1 if victim else 0)
-            return losses, pipe.fingerprint().digest
-
-    assert run("worker-1") == run(None)
-
-
-def test_buffers_stay_if_the_user_asks_for_it():
-    data, model = sequences(5), stateful()
-    evaluated(model, data)
-    with opened(stateful(), F.mse_loss, micro_batches=1) as pipe:
-        pipe.evaluate(data, keep_buffers=True)
-        assert all(torch.equal(t, model.state_dict()[n]) for n, t in pipe.state_dict().items())
-        with pytest.raises(ConfigError, match="keep_buffers"):
-            pipe.evaluate(data, keep_buffers=1)
-        with pipe.keep_version() as version, pytest.raises(ConfigError, match="keep_buffers"):
-            pipe.evaluate(data, version=version, keep_buffers=True)
-
-
-def test_an_evaluation_that_is_left_in_the_middle_leaves_no_buffers():
-    data = sequences(5)
-
-    def failing():
-        yield from data[:3]
-        raise ZeroDivisionError
-
-    with opened(stateful(), F.mse_loss, micro_batches=1) as pipe:
-        before = pipe.fingerprint().digest
-        with pytest.raises(ZeroDivisionError):
-            pipe.evaluate(failing())
-        assert pipe.fingerprint().digest == before
-        assert pipe.evaluate(data) == pytest.approx(evaluated(stateful(), data), abs=1e-12)
-
-
-def test_mini_batches_are_evaluated_whole():
-    """As plain PyTorch does: micro-batches are for training."""
-    with opened(mlp(), F.mse_loss, micro_batches=2) as pipe:
-        found = pipe.evaluate(regression(2), metrics={"samples": lambda output, y: len(output)})
-        assert found["samples"] == 4

@@ -13,7 +13,7 @@ from support.ticking import Clock, Layer
 from torch import nn
 
 import pipedream_rt.cluster.generations
-from pipedream_rt import Checkpoints, Clip, ConfigError, choose
+from pipedream_rt import Checkpoints, Clip, ConfigError
 from pipedream_rt.cluster.generations import numbers_of_workers
 from pipedream_rt.corrections import DelayCompensation
 from pipedream_rt.planning.auto_split import PLAN_FILE
@@ -54,36 +54,11 @@ def test_the_slowest_stage_is_made_as_fast_as_layers_allow():
         assert [result.step for result in pipe.train_epoch([BATCH] * 2)] == [0, 1]
 
 
-def test_whoever_chooses_first_has_the_stages_of_auto():
-    layers = model(6, 1, 1, 1, 1, 2)
-    options = {"loss_fn": F.mse_loss, "optimizer": (torch.optim.SGD, {"lr": 0.1})}
-    options |= {"workers": "serial", "micro_batches": 3, "schedule": "async-1f1b"}
-    choice = choose(layers, example=BATCH, **options)
-    assert choice.stages == ["1", "4"]
-    assert "period" in choice.why
-    with (
-        pipeline(6, 1, 1, 1, 1, 2, **options) as auto,
-        pipedream_rt.Pipeline(layers, **{**options, **choice.options}) as given,
-    ):
-        assert given.plan == auto.plan
-    with pytest.raises(ConfigError, match="give example="):
-        choose(layers, **options)
-    with pytest.raises(ConfigError, match="did you mean"):
-        choose(layers, exampel=BATCH, **options)
-    with pytest.raises(ConfigError, match="leave stages= to Pipeline"):
-        choose(layers, example=BATCH, stages=2, **options)
-
-
 @pytest.mark.parametrize("schedule", ["2bw", "1f1b", "gpipe", "zero-bubble"])
 def test_it_goes_with_other_schedules(schedule):
     with pipeline(1, 1, 1, schedule=schedule) as pipe:
         assert [len(names) for names in pipe.plan.layers] == [1, 1, 1]
         list(pipe.train_epoch([BATCH]))
-
-
-def test_slack_of_the_user_stays():
-    with pipeline(1, 1, 1, slack=2) as pipe:
-        assert pipe.plan.shape.slack == (2, 2)
 
 
 def test_a_run_that_resumes_does_not_plan_anew(tmp_path):
@@ -276,9 +251,3 @@ def test_vertical_sync_is_planned_as_the_schedule_without_it():
     with pipeline(6, 3, schedule="async-1f1b+vertical-sync") as pipe:
         assert pipe.plan.name == "async-1f1b+vertical-sync"
         assert pipe.plan.num_stages > 1
-
-
-def test_what_the_job_would_refuse_is_refused_before_anything_is_measured(tmp_path):
-    with pytest.raises(ConfigError, match="weigh must be"):
-        pipeline(6, 3, weigh=3, checkpoint=Checkpoints(tmp_path / "run", every=1))
-    assert not list(tmp_path.iterdir())

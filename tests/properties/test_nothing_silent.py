@@ -4,10 +4,8 @@ The table of what may be trained is in test_compatibility.py.
 """
 
 import copy
-import logging
 import os
 import re
-import signal
 import subprocess
 import sys
 from datetime import timedelta
@@ -172,40 +170,6 @@ def test_inference_in_training_mode_moves_statistics_only_when_told(workers):
 
 
 # -- epochs -----------------------------------------------------------------------------------
-
-
-def test_two_epochs_at_a_time_are_refused(workers):
-    with small(workers) as pipe:
-        data = regression(6)
-        with pytest.raises(ConfigError, match=r"epoch 0 is under way.*close it"):
-            list(zip(pipe.train_epoch(data), pipe.train_epoch(data)))
-    with small(workers) as pipe:
-        first = pipe.train_epoch(data)
-        next(first)
-        with pytest.raises(ConfigError, match="epoch 0 is under way"):
-            next(pipe.train_epoch(data))
-        first.close()
-        assert len(losses(pipe, data)) == 6
-
-
-def test_an_empty_epoch_says_so(workers, caplog):
-    with small(workers) as pipe:
-        once = iter(regression(3))
-        assert [len(losses(pipe, once)) for _ in range(2)] == [3, 0]
-    assert "the loader of epoch 1 yielded nothing. A generator" in caplog.text
-
-
-def test_what_a_break_leaves_behind_can_be_seen(workers, caplog):
-    with caplog.at_level(logging.INFO), small(workers) as pipe:
-        for result in pipe.train_epoch(regression(12)):
-            if result.step == 4:
-                break
-        assert (pipe.seen, pipe.step) == (5, 8)
-        weights = pipe.state_dict()
-    assert "left after result 4: the mini-batches up to 7 are trained on" in caplog.text
-    with small(workers) as pipe:
-        losses(pipe, regression(12)[:8])
-        assert_same(weights, pipe.state_dict())
 
 
 def test_prepare_makes_pairs_of_anything(workers):
@@ -559,117 +523,6 @@ def test_a_second_pipeline_on_processes_is_told_which_line_closes_the_first(monk
     monkeypatch.setenv("PIPEDREAM_RT_RPC", "on")  # two without torch RPC may be open
     with small("local"), pytest.raises(ConfigError, match=r"the line pipe\.close\(\) does"):
         small("local")
-
-
-SCRIPT = """
-import sys, torch, torch.nn.functional as F
-from datetime import timedelta
-from pipedream_rt import Checkpoints, Pipeline
-if __name__ == "__main__":
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
-    data = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(40)]
-    options = Checkpoints(sys.argv[1], every=1000, grace=timedelta(seconds=float(sys.argv[2])))
-    with Pipeline(model, stages=2, loss_fn=F.mse_loss, optimizer=(torch.optim.Adam, {}),
-                  checkpoint=options, micro_batches=1, corrections=()) as pipe:
-        for result in pipe.train_epoch(data):
-            print(result.step, result.loss.hex(), flush=True)
-            if result.step == 10:
-                print("waiting", flush=True)
-                sys.stdin.readline()
-                if sys.argv[3:] == ["stuck"]:
-                    sys.stdin.readline()
-    print(pipe.state, flush=True)
-"""
-
-
-def run_script(tmp_path, *arguments):
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT)
-    return subprocess.Popen(
-        [sys.executable, str(path), *map(str, arguments)], text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-
-
-def read_until(process, words):
-    lines = []
-    for line in process.stdout:
-        lines.append(line.strip())
-        if words in line:
-            return lines
-    raise AssertionError(process.stderr.read())
-
-
-def test_sigterm_makes_a_checkpoint_and_ends(tmp_path):
-    """As a cluster sends it before it takes a machine back; the next script goes on from there."""
-    process = run_script(tmp_path, tmp_path / "run", 30)
-    read_until(process, "waiting")
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate("\n", timeout=LATEST_S)
-    assert process.returncode == 143, errors
-    assert "a checkpoint is made after the next mini-batch" in errors
-    assert "is written; the script ends" in errors
-    (folder,) = (tmp_path / "run").iterdir()
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    data = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(40)]
-    options = {
-        "stages": 2, "loss_fn": F.mse_loss, "optimizer": (torch.optim.Adam, {}),
-        "workers": "serial",
-    }  # fmt: skip
-    with Pipeline(model, **options) as pipe:
-        whole = losses(pipe, data)
-    with Pipeline(model, checkpoint=Checkpoints(tmp_path / "run", resume=True), **options) as pipe:
-        rest = losses(pipe, data)
-    assert rest == whole[-len(rest) :]
-    assert 0 < len(rest) < 30
-    assert folder.name.startswith("step-")
-
-
-def test_sigterm_does_not_wait_longer_than_its_grace_time(tmp_path):
-    process = run_script(tmp_path, tmp_path / "run", 0.5, "stuck")
-    read_until(process, "waiting")
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(LATEST_S) == 143
-    assert "no mini-batch came within" in process.stderr.read()
-    assert not list((tmp_path / "run").iterdir())
-    for stream in (process.stdin, process.stdout, process.stderr):
-        stream.close()
-
-
-def test_a_forked_child_of_a_watched_script_ends_by_sigterm_alone(tmp_path):
-    """As a data loader's worker does; its parent takes no notice."""
-    options = Checkpoints(tmp_path, every=1000)
-    with small("serial", checkpoint=options) as pipe:
-        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-        reading, writing = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            os.write(writing, b"x")
-            signal.pause()
-            os._exit(0)
-        os.read(reading, 1)
-        os.kill(pid, signal.SIGTERM)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
-        assert len(losses(pipe, regression(3))) == 3
-        os.close(reading)
-        os.close(writing)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    assert signal.set_wakeup_fd(-1) == -1
-
-
-def test_ctrl_c_prints_five_lines_at_most(tmp_path):
-    process = run_script(tmp_path, tmp_path / "run", 30)
-    read_until(process, "waiting")
-    process.stdin.write("\n")
-    process.stdin.flush()
-    read_until(process, "12 ")
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=LATEST_S)
-    if process.returncode:  # it may have come to its end before
-        assert errors.strip().endswith("KeyboardInterrupt")
-        assert len(errors.strip().splitlines()) <= 5, errors
 
 
 class Timed(nn.Module):

@@ -217,13 +217,3 @@ def test_layers_that_work_in_place_do_not_change_what_other_stages_hold():
             list(pipe.train_epoch(regression(8)))
             states.append(pipe.state_dict())
     assert_same(*states)
-
-
-def test_references_are_to_the_stages_themselves():
-    with open_pipe() as pipe:
-        list(pipe.train_epoch(regression(3)))
-        pipe.flush()
-        weight = pipe.stages[1].rref.local_value()[0].weight
-        key = f"{pipe.stages[1].layers[0]}.weight"
-        assert torch.equal(weight, pipe.state_dict()[key])
-        assert pipe.stages[1].worker == "stage-1"

@@ -324,16 +324,6 @@ def test_warnings_that_the_user_handles_are_not_printed_besides(monkeypatch):
     assert own.lines.count("it is late") == 1
 
 
-def test_an_epoch_that_nobody_iterates_over_is_told_of(caplog):
-    with pipeline() as pipe:
-        pipe.train_epoch(DATA)
-        pipe.evaluate(DATA)
-        assert caplog.text.count("nothing was trained") == 1
-        for _ in pipe.train_epoch(DATA):
-            pass
-    assert caplog.text.count("nothing was trained") == 1
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

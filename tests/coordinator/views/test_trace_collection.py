@@ -1,4 +1,4 @@
-"""Traces of real runs: threads and processes."""
+"""The spans of all workers are one trace: of real runs, on threads and processes."""
 
 import contextlib
 import functools
@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,10 +20,13 @@ from support.oracle import assert_same
 from support.pinned import Pipeline
 
 from pipedream_rt import ConfigError, Replay, StageFailed, Trace, TraceError
-from pipedream_rt.schedules import Kind
+from pipedream_rt.coordinator.views.trace_collection import put_together
+from pipedream_rt.schedules import Kind, plan_for
 from pipedream_rt.serial.cluster import SerialCluster
 from pipedream_rt.simulation.predict import predict
 from pipedream_rt.tracing import timeline
+from pipedream_rt.tracing.clock import Reading
+from pipedream_rt.tracing.spans import NOBODY, SPAN, Recorder
 from pipedream_rt.tracing.summary import describe, summarize
 
 
@@ -245,7 +249,7 @@ def test_processes(tmp_path):
     assert {kind.value for kind in Kind} >= {a[0] for a in actions_of(trace, 0)}
 
 
-SCRIPT = Path(__file__).parent.parent / "support" / "script.py"
+SCRIPT = Path(__file__).parents[2] / "support" / "script.py"
 
 
 @pytest.mark.processes
@@ -272,3 +276,39 @@ def test_a_worker_that_is_killed_while_the_trace_is_collected(tmp_path):
     with pytest.raises(Exception, match="worker-0"):
         pipe.close()
     assert not path.exists()
+
+
+# -- without workers ------------------------------------------------------------------------------
+
+
+def recorded(stage, *starts):
+    """What a stage replies of its spans, each as long as 5 ns."""
+    spans = np.zeros(len(starts), SPAN)
+    spans["stage"], spans["start"], spans["end"] = stage, starts, [start + 5 for start in starts]
+    spans["kind"], spans["waited_for"] = ord("F"), NOBODY
+    data = torch.frombuffer(bytearray(spans.tobytes()), dtype=torch.uint8)
+    return {
+        "spans": data, "device_spans": data[:0], "dropped": 10 + stage,
+        "peak_memory_bytes": 100 + stage, "parameter_bytes": 1000 + stage,
+    }  # fmt: skip
+
+
+def test_spans_of_all_workers_are_on_the_clock_of_the_coordinator():
+    """Two stages a worker: each has the clock of its worker, and the facts of the first stage."""
+    plan = plan_for("interleaved-1f1b", num_stages=4, per_update=2, stages_per_worker=2)
+    workers = [plan.worker_of(stage) for stage in range(4)]
+    ahead = {0: 0, 1: 5_000}  # the clock of worker 1
+    trace = put_together(
+        plan, 2, ["a", "b"],
+        [recorded(stage, 10_000 + ahead[worker]) for stage, worker in enumerate(workers)],
+        Recorder(8),
+        [(Reading(at, at + 2 + ahead[w], at + 4), Reading(at, at + 2 + ahead[w], at + 4))
+         for w, at in ((0, 1_000), (1, 1_000))],
+    )  # fmt: skip
+    assert [int(trace.of_stage(stage)["start"][0]) for stage in range(4)] == [10_000] * 4
+    assert [int(trace.of_stage(stage)["end"][0]) for stage in range(4)] == [10_005] * 4
+    assert [each.name for each in trace.workers] == ["a", "b"]
+    assert [each.clock_error_ns for each in trace.workers] == [2, 2]
+    firsts = [workers.index(worker) for worker in (0, 1)]
+    assert [each.dropped for each in trace.workers] == [10 + first for first in firsts]
+    assert trace.stage_bytes == (1000, 1001, 1002, 1003)

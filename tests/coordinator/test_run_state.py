@@ -1,6 +1,7 @@
 """Saving and going on: the same bits as a run that never stopped."""
 
 import functools
+import math
 import os
 
 import pytest
@@ -9,9 +10,10 @@ import torch.nn.functional as F
 from click.testing import CliRunner
 from safetensors.torch import load_file
 from support.inside import kill
-from support.models import OPTIMIZERS, POINTS, batches, kitchen_sink, mlp
+from support.models import OPTIMIZERS, POINTS, batches, kitchen_sink, mlp, regression
 from support.oracle import assert_same
 from support.pinned import Pipeline
+from torch import nn
 
 from pipedream_rt import CheckpointError, ConfigError, WorkerLost
 from pipedream_rt.cli import main
@@ -282,3 +284,101 @@ def test_a_resumed_run_with_slack_is_the_run(tmp_path, caplog):
         assert found + losses(pipe, DATA[5:]) == expected
         assert_same(pipe.state_dict(), weights)
     assert not [record for record in caplog.records if "updates stale" not in record.getMessage()]
+
+
+# -- weights --------------------------------------------------------------------------------------
+
+
+def small(model=None, **options):
+    sgd = (torch.optim.SGD, {"lr": 0.1})
+    defaults = {"stages": 3, "loss_fn": F.mse_loss, "optimizer": sgd, "workers": "serial"}
+    return Pipeline(model or mlp(), **{**defaults, **options})
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)])
+        self.layers[2].weight = self.layers[0].weight
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_the_best_weights_are_in_one_file(tmp_path):
+    path, data = tmp_path / "best.safetensors", regression(3)
+    with small(Tied(), stages=2, example=data[0]) as pipe:
+        assert pipe.keep_best(path, 2.0)
+        first = pipe.state_dict()
+        list(pipe.train_epoch(data))
+        assert not pipe.keep_best(path, 2.0)
+        assert not pipe.keep_best(path, math.nan)
+        assert_same(load_file(path), first)
+        assert pipe.keep_best(path, torch.tensor(1.0))
+        assert_same(load_file(path), pipe.state_dict())
+        assert pipe.keep_best(tmp_path / "other", 0.5, highest=True)
+        assert not pipe.keep_best(tmp_path / "other", 0.4, highest=True)
+        with pytest.raises(ConfigError, match="value must be a number"):
+            pipe.keep_best(path, {"loss": 1.0})
+        with pytest.raises(CheckpointError, match="cannot be written"):
+            pipe.keep_best(tmp_path / "nowhere" / "file", 1.0)
+        pipe.save(tmp_path / "run")
+    with small(Tied(), stages=2, example=data[0]) as pipe:
+        pipe.load(tmp_path / "run")
+        assert not pipe.keep_best(path, 1.5)  # it goes on from 1.0
+        assert pipe.keep_best(path, 0.5)
+    with small(Tied(), stages=2, example=data[0]) as pipe:
+        assert pipe.keep_best(path, 9.0)  # a run of its own
+
+
+def test_load_state_dict_forgets_older_versions():
+    """The micro-batches after it read what was loaded, at every stage."""
+    data = regression(12)
+    with small() as pipe:
+        list(pipe.train_epoch(data[:6]))
+        pipe.load_state_dict(mlp().state_dict())
+        first = next(pipe.train_epoch(data[6:7])).loss
+        assert first == F.mse_loss(mlp()(data[6][0]), data[6][1]).item()
+        result = next(pipe.train_epoch(data[7:8]))
+        assert result.versions == (6, 6, 7)
+        pipe.load_state_dict(mlp().state_dict())
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(pipe.state_dict().values(), mlp().state_dict().values())
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda s: s.pop("0.weight"), r"missing keys: \['0.weight'\]"),
+        (lambda s: s.update(more=torch.ones(1)), r"unexpected keys: \['more'\]"),
+        (lambda s: s.update({"0.bias": torch.ones(3)}), r"0.bias has .*\(3,\), in .* \(8,\)"),
+    ],
+)
+def test_a_state_dict_that_does_not_fit_is_refused_and_nothing_lost(change, words):
+    with small() as pipe:
+        state = pipe.state_dict()
+        wrong = dict(state)
+        change(wrong)
+        with pytest.raises(ConfigError, match=words):
+            pipe.load_state_dict(wrong)
+        assert all(torch.equal(state[k], v) for k, v in pipe.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", ["defaultdict", "UserDict", "proxy"])
+def test_any_mapping_is_a_state_dict(kind):
+    import collections
+    import types
+
+    state = mlp().state_dict()
+    state = {
+        "defaultdict": lambda: collections.defaultdict(int, state),
+        "UserDict": lambda: collections.UserDict(state),
+        "proxy": lambda: types.MappingProxyType(state),
+    }[kind]()
+    with small() as pipe:
+        pipe.load_state_dict(state)
+        assert torch.equal(pipe.state_dict()["0.weight"], state["0.weight"])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import msgpack
 import pytest
@@ -193,7 +194,7 @@ if __name__ == "__main__":
 
 
 def start(folder, workers, what):
-    path = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    path = str(Path(__file__).parents[2])
     return subprocess.Popen(
         [sys.executable, "-c", SCRIPT, str(folder), workers, what],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

@@ -1,0 +1,196 @@
+"""SIGTERM and Ctrl-C while a run makes checkpoints: it writes one more, and ends."""
+
+import os
+import signal
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.deadlines import LATEST_S
+from support.models import mlp, regression
+from support.pinned import Pipeline
+from torch import nn
+
+from pipedream_rt import Checkpoints
+from pipedream_rt.coordinator.checkpointing.preemption import Preemption
+
+pytestmark = [pytest.mark.threads, pytest.mark.usefixtures("environment")]
+
+
+@pytest.fixture
+def preemption():
+    made = Preemption(timedelta(seconds=LATEST_S))
+    yield made
+    made.close()
+
+
+def test_the_signal_is_noted_and_afterwards_handled_as_before(preemption, caplog):
+    preemption.watch()
+    assert not preemption.noted
+    signal.raise_signal(signal.SIGTERM)
+    assert preemption.noted
+    assert "a checkpoint is made after the next mini-batch" in caplog.text
+    preemption.close()
+    preemption.close()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_script_that_handles_the_signal_keeps_its_handler(preemption):
+    came = []
+    before = signal.signal(signal.SIGTERM, lambda *_: came.append(True))
+    try:
+        preemption.watch()
+        signal.raise_signal(signal.SIGTERM)
+        preemption.close()
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (came, preemption.noted) == ([True, True], False)
+
+
+def test_a_script_that_wakes_by_signals_itself_keeps_its_socket(preemption):
+    """As asyncio does."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    before = signal.set_wakeup_fd(writing)
+    try:
+        preemption.watch()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        preemption.close()
+        assert signal.set_wakeup_fd(before) == writing
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(reading)
+        os.close(writing)
+
+
+def test_a_handler_that_was_set_meanwhile_stays(preemption):
+    preemption.watch()
+    later = lambda *_: None  # noqa: E731
+    before = signal.signal(signal.SIGTERM, later)
+    try:
+        preemption.close()
+        assert signal.getsignal(signal.SIGTERM) is later
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert before is not later
+
+
+SCRIPT = """
+import sys, torch, torch.nn.functional as F
+from datetime import timedelta
+from pipedream_rt import Checkpoints, Pipeline
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+    data = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(40)]
+    options = Checkpoints(sys.argv[1], every=1000, grace=timedelta(seconds=float(sys.argv[2])))
+    with Pipeline(model, stages=2, loss_fn=F.mse_loss, optimizer=(torch.optim.Adam, {}),
+                  checkpoint=options, micro_batches=1, corrections=()) as pipe:
+        for result in pipe.train_epoch(data):
+            print(result.step, result.loss.hex(), flush=True)
+            if result.step == 10:
+                print("waiting", flush=True)
+                sys.stdin.readline()
+                if sys.argv[3:] == ["stuck"]:
+                    sys.stdin.readline()
+    print(pipe.state, flush=True)
+"""
+
+
+def run_script(tmp_path, *arguments):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return subprocess.Popen(
+        [sys.executable, str(path), *map(str, arguments)], text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def read_until(process, words):
+    lines = []
+    for line in process.stdout:
+        lines.append(line.strip())
+        if words in line:
+            return lines
+    raise AssertionError(process.stderr.read())
+
+
+@pytest.mark.processes
+def test_sigterm_makes_a_checkpoint_and_ends(tmp_path):
+    """As a cluster sends it before it takes a machine back; the next script goes on from there."""
+    process = run_script(tmp_path, tmp_path / "run", 30)
+    read_until(process, "waiting")
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate("\n", timeout=LATEST_S)
+    assert process.returncode == 143, errors
+    assert "a checkpoint is made after the next mini-batch" in errors
+    assert "is written; the script ends" in errors
+    (folder,) = (tmp_path / "run").iterdir()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    data = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(40)]
+    options = {
+        "stages": 2, "loss_fn": F.mse_loss, "optimizer": (torch.optim.Adam, {}),
+        "workers": "serial",
+    }  # fmt: skip
+    with Pipeline(model, **options) as pipe:
+        whole = [result.loss for result in pipe.train_epoch(data)]
+    with Pipeline(model, checkpoint=Checkpoints(tmp_path / "run", resume=True), **options) as pipe:
+        rest = [result.loss for result in pipe.train_epoch(data)]
+    assert rest == whole[-len(rest) :]
+    assert 0 < len(rest) < 30
+    assert folder.name.startswith("step-")
+
+
+@pytest.mark.processes
+def test_sigterm_does_not_wait_longer_than_its_grace_time(tmp_path):
+    process = run_script(tmp_path, tmp_path / "run", 0.5, "stuck")
+    read_until(process, "waiting")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(LATEST_S) == 143
+    assert "no mini-batch came within" in process.stderr.read()
+    assert not list((tmp_path / "run").iterdir())
+    for stream in (process.stdin, process.stdout, process.stderr):
+        stream.close()
+
+
+def test_a_forked_child_of_a_watched_script_ends_by_sigterm_alone(tmp_path):
+    """As a data loader's worker does; its parent takes no notice."""
+    with Pipeline(
+        mlp(), stages=3, loss_fn=F.mse_loss, optimizer=(torch.optim.SGD, {}), workers="serial",
+        checkpoint=Checkpoints(tmp_path, every=1000),
+    ) as pipe:  # fmt: skip
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.write(writing, b"x")
+            signal.pause()
+            os._exit(0)
+        os.read(reading, 1)
+        os.kill(pid, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+        assert len(list(pipe.train_epoch(regression(3)))) == 3
+        os.close(reading)
+        os.close(writing)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+@pytest.mark.processes
+def test_ctrl_c_prints_five_lines_at_most(tmp_path):
+    process = run_script(tmp_path, tmp_path / "run", 30)
+    read_until(process, "waiting")
+    process.stdin.write("\n")
+    process.stdin.flush()
+    read_until(process, "12 ")
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=LATEST_S)
+    if process.returncode:  # it may have come to its end before
+        assert errors.strip().endswith("KeyboardInterrupt")
+        assert len(errors.strip().splitlines()) <= 5, errors
