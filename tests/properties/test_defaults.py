@@ -1,15 +1,12 @@
 """What a pipeline does when the number of micro-batches and the corrections are left out."""
 
 import logging
-import os
-import time
 
 import pytest
 import torch
 import torch.nn.functional as F
 from support.models import mlp, regression
 from support.pinned import Flat as Pipeline
-from torch import nn
 
 from pipedream_rt import Clip, ConfigError, LossScale
 from pipedream_rt.corrections import ErrorFeedback, Extrapolation
@@ -114,45 +111,6 @@ def test_a_flush_that_lets_one_stage_work_at_a_time_is_said_at_the_start(caplog)
     caplog.clear()
     with open_pipe(schedule="1f1b", micro_batches=1):
         assert caplog.text == ""
-
-
-def test_the_first_mini_batch_shows_what_batch_norm_sees(caplog):
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
-    options = {"stages": 2, "loss_fn": F.mse_loss, "workers": "serial", "micro_batches": 2}
-    with Pipeline(model, optimizer=(torch.optim.SGD, {"lr": 0.1}), **options) as pipe:
-        assert caplog.text == ""
-        list(pipe.train_epoch(regression(3)))
-        list(pipe.train_epoch(regression(3)))
-    assert caplog.text.count("BatchNorm (1) sees micro-batches of 2 samples") == 1
-
-
-class Slow(nn.Linear):
-    """A layer that computes longer than others."""
-
-    def forward(self, x):
-        end = time.monotonic() + 0.02
-        while time.monotonic() < end:
-            pass
-        return super().forward(x)
-
-
-@pytest.mark.parametrize(("workers", "count"), [("local", 1), ("serial", 0)])
-@pytest.mark.processes
-def test_stages_that_take_unequal_times_are_told_of(caplog, workers, count):
-    """Not where no two of them ever compute at once."""
-    layers = [nn.Linear(8, 8), nn.Linear(8, 8), Slow(8, 8)]
-    options = {"loss_fn": F.mse_loss, "workers": workers, "micro_batches": 4, "corrections": ()}
-    with Pipeline(layers, stages=3, optimizer=(torch.optim.SGD, {"lr": 0.1}), **options) as pipe:
-        list(pipe.train_epoch(regression(30)))
-    assert caplog.text.count("its one layer, 2, takes several workers") == count
-
-
-@pytest.mark.processes
-def test_more_workers_than_cores_are_told_of(caplog):
-    cores = len(os.sched_getaffinity(0))
-    options = {"micro_batches": cores + 1, "corrections": (), "workers": "local"}
-    with open_pipe(layers=cores + 1, stages=cores + 1, **options):
-        assert f"{cores + 1} workers share {cores} core" in caplog.text
 
 
 def test_what_it_costs_is_explained():

@@ -1,4 +1,4 @@
-"""Two runs and one folder: neither may harm the other, whatever ends one of them."""
+"""Checkpoints while training goes on, and two runs with one folder: neither harms the other."""
 
 import dataclasses
 import os
@@ -21,9 +21,11 @@ from support.models import mlp, regression
 from support.oracle import assert_same
 from support.pinned import Pipeline
 
-from pipedream_rt import CheckpointError, Checkpoints
+from pipedream_rt import CheckpointError, Checkpoints, ConfigError
 from pipedream_rt.checkpoint import Manifest, checkpoints, manifest, read_manifest
 from pipedream_rt.cli import main
+from pipedream_rt.coordinator.checkpointing.checkpointer import result_of
+from pipedream_rt.coordinator.results import StepResult
 
 DATA = regression(20)
 
@@ -256,3 +258,62 @@ def test_two_scripts(tmp_path):
         assert f"{tmp_path} is in use by process {first.pid}, which writes" in err
         out, _ = first.communicate("\n", timeout=LATEST_S)
         assert out == "done 20\n"
+
+
+@pytest.mark.threads
+def test_a_run_that_can_write_no_checkpoint_ends_after_some(tmp_path):
+    """A week without a checkpoint is worse than an error. The pipeline can still be used."""
+    with open_pipe(checkpoint=Checkpoints(tmp_path / "run", every=2, attempts=4)) as pipe:
+        (tmp_path / "run").rmdir()
+        (tmp_path / "run").write_text("in the way")
+        with pytest.raises(
+            CheckpointError, match="4 checkpoints in a row could not be written; th"
+        ):
+            list(pipe.train_epoch(DATA))
+        assert pipe.step == 8
+        pipe.save(tmp_path / "elsewhere")
+
+
+@pytest.mark.threads
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_starts(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ConfigError, match=r"no checkpoint can be written to .*file: File exists"):
+        open_pipe(checkpoint=Checkpoints(tmp_path / "file", every=2))
+
+
+@pytest.mark.parametrize("every", [None, 3])
+def test_ctrl_c_is_told_what_the_run_can_go_on_from(tmp_path, every, caplog):
+    with open_pipe(checkpoint=Checkpoints(tmp_path, every=every)) as pipe:
+        checkpointer = pipe._run.checkpointer
+        checkpointer.interrupted(2)
+        assert ("before the first checkpoint" in caplog.text) is (every is not None)
+        assert [checkpointer.due(step) for step in (1, 3, 6)] == [False, every == 3, every == 3]
+        folder = pipe.save(tmp_path)
+        checkpointer.interrupted(7)
+        told = f"interrupted after 7 mini-batches; the last checkpoint is {folder}"
+        assert (told in caplog.text) is (every is not None)
+
+
+def test_a_checkpoint_that_is_left_leaves_nothing(tmp_path):
+    with open_pipe() as pipe:
+        checkpointer, state = pipe._run.checkpointer, pipe._run.run_state
+        checkpointer.begin(tmp_path, None, state._manifest(None), [])
+        assert checkpointer.is_begun
+        assert parts(tmp_path)
+        checkpointer.abandon()
+        checkpointer.abandon()
+        assert not checkpointer.is_begun
+        assert checkpointer.finish() is None
+        assert parts(tmp_path) == checkpoints(tmp_path) == []
+        assert pipe.save(tmp_path) == tmp_path / "step-00000000"
+
+
+def test_results_come_back_from_a_manifest():
+    """Which has lists for tuples."""
+    result = StepResult(
+        step=3, loss=0.5, losses=(0.25, 0.75), versions=(2, 3), staleness=1, busy_s=(0.5, 1.0),
+        metrics={"mean": 2.0},
+    )  # fmt: skip
+    saved = msgpack.unpackb(msgpack.packb(dataclasses.asdict(result)))
+    assert isinstance(saved["losses"], list)
+    assert result_of(saved) == result

@@ -20,9 +20,7 @@ from support.pinned import Pipeline
 from torch import nn
 
 from pipedream_rt import (
-    CheckpointError,
     Checkpoints,
-    ConfigError,
     PoisonedMicroBatch,
     StageFailed,
 )
@@ -194,27 +192,6 @@ def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(tmp_path, capl
         assert [r.loss for r in pipe.train_epoch(DATA)] == expected
         assert len(pipe.restarts) == 1
     assert "the run goes on, and a recovery would go back to its start" in caplog.text
-
-
-@pytest.mark.threads
-def test_a_run_that_can_write_no_checkpoint_ends_after_some(tmp_path):
-    """A week without a checkpoint is worse than an error. The pipeline can still be used."""
-    with open_pipe(checkpoint=Checkpoints(tmp_path / "run", every=2, attempts=4)) as pipe:
-        (tmp_path / "run").rmdir()
-        (tmp_path / "run").write_text("in the way")
-        with pytest.raises(
-            CheckpointError, match="4 checkpoints in a row could not be written; th"
-        ):
-            list(pipe.train_epoch(DATA))
-        assert pipe.step == 8
-        pipe.save(tmp_path / "elsewhere")
-
-
-@pytest.mark.threads
-def test_a_folder_that_cannot_be_written_is_refused_before_anything_starts(tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(ConfigError, match=r"no checkpoint can be written to .*file: File exists"):
-        open_pipe(checkpoint=Checkpoints(tmp_path / "file", every=2))
 
 
 @pytest.mark.threads

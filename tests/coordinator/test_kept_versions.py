@@ -1,0 +1,105 @@
+"""Versions of the weights that are kept for as long as the script reads them."""
+
+import pytest
+import torch
+from support.inside import feed_log
+from support.models import mlp, regression
+from support.pinned import Pipeline
+from torch.nn import functional as F
+
+from pipedream_rt import Checkpoints, ConfigError, PipelineClosed
+
+DATA = regression(4)
+
+
+def open_pipe(**options):
+    return Pipeline(
+        mlp(), stages=3, loss_fn=F.mse_loss, optimizer=(torch.optim.SGD, {"lr": 0.1}),
+        workers="serial", **options,
+    )  # fmt: skip
+
+
+def test_it_reads_the_weights_of_its_step_while_training_goes_on():
+    with open_pipe() as pipe:
+        list(pipe.train_epoch(DATA[:2]))
+        loss = pipe.evaluate(DATA)
+        with pipe.keep_version() as version:
+            assert (version.step, repr(version)) == (2, "<the weights after step 2>")
+            list(pipe.train_epoch(DATA))
+            assert pipe.evaluate(DATA, version=version) == loss
+            assert pipe.evaluate(DATA) != loss
+        assert repr(version) == "<the weights after step 2, dropped>"
+
+
+def test_several_are_kept_at_a_time_each_with_its_own_weights():
+    with open_pipe() as pipe:
+        kept, losses = [], []
+        for item in DATA[:3]:
+            kept.append(pipe.keep_version())
+            losses.append(pipe.evaluate(DATA))
+            list(pipe.train_epoch([item]))
+        kept[1].drop()
+        assert pipe.evaluate(DATA, version=kept[0]) == losses[0]
+        assert pipe.evaluate(DATA, version=kept[2]) == losses[2]
+
+
+def test_one_that_cannot_be_read_any_more_says_why():
+    with open_pipe() as pipe, open_pipe() as other:
+        version, second = pipe.keep_version(), pipe.keep_version()
+        with pytest.raises(ConfigError, match="the version is one of another pipeline"):
+            other.evaluate(DATA, version=version)
+        version.drop()
+        version.drop()
+        with pytest.raises(ConfigError, match="of step 0 was dropped; keep another one"):
+            pipe.evaluate(DATA, version=version)
+        pipe.load_state_dict(pipe.state_dict())
+        with pytest.raises(ConfigError, match=r"made before load\(\) or load_state_dict\(\)"):
+            pipe.evaluate(DATA, version=second)
+        with pipe.keep_version() as third:  # of what was loaded
+            assert pipe.evaluate(DATA, version=third) == pipe.evaluate(DATA)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_dropped"), [(ZeroDivisionError, True), (KeyboardInterrupt, False)]
+)
+def test_after_an_error_it_is_dropped_and_after_ctrl_c_nothing_waits_for_stages(error, is_dropped):
+    with open_pipe() as pipe:
+        with pytest.raises(error), pipe.keep_version() as version:
+            raise error
+        assert ("dropped" in repr(version)) is is_dropped
+
+
+def test_a_recovery_goes_back_to_before_it_was_made(tmp_path):
+    """So no newer checkpoint takes the place of the point that is needed, until it is dropped."""
+    with open_pipe(checkpoint=Checkpoints(tmp_path)) as pipe:
+        log = feed_log(pipe)
+        version = pipe.keep_version()
+        list(pipe.train_epoch(DATA[:1]))
+        folder = pipe.save()
+        assert [point.folder for point in log.restore_points] == [None]
+        version.drop()
+        assert [point.folder for point in log.restore_points] == [None, folder]
+
+
+def test_an_average_is_that_of_the_weights_and_needs_one():
+    with open_pipe(ema=0.5) as pipe, open_pipe() as plain:
+        states = []
+        for item in DATA[:2]:
+            list(pipe.train_epoch([item]))
+            states.append(pipe.state_dict())
+        with pipe.keep_version(ema=True) as version:
+            assert repr(version) == "<the average of the weights after step 2>"
+            found = pipe.state_dict(version=version)
+        with pytest.raises(ConfigError, match="ema"):
+            plain.keep_version(ema=True)
+    first, second = (state["2.weight"] for state in states)
+    torch.testing.assert_close(found["2.weight"], (first + second) / 2)
+
+
+def test_one_that_outlives_its_pipeline_is_dropped_without_a_word():
+    with open_pipe() as pipe:
+        version = pipe.keep_version()
+    with pytest.raises(PipelineClosed):
+        pipe.evaluate(DATA, version=version)
+    version.drop()
+    assert repr(version).endswith("dropped>")

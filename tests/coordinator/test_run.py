@@ -1,0 +1,119 @@
+"""A run: the workers of a job, and what is said when it begins."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models import mlp, regression
+from support.pinned import Flat as Pipeline
+from torch import nn
+
+from pipedream_rt import DistributedOptimizer, Recovery
+from pipedream_rt.checkpoint import read_manifest
+from pipedream_rt.coordinator.run import notices_of, start
+from pipedream_rt.job.job import prepare
+from pipedream_rt.job.options import Options
+from pipedream_rt.job.unsplit_model import UnsplitModel
+
+RECOVERY = Recovery(max_restarts=0)
+OPTIONS = {"loss_fn": F.mse_loss, "optimizer": (torch.optim.SGD, {"lr": 0.1}), "stages": 2}
+
+
+class Publisher:
+    def __init__(self):
+        self.ended = 0
+
+    def end(self):
+        self.ended += 1
+
+
+def test_workers_that_cannot_start_leave_nothing():
+    """What was begun before them is ended, once, and the error is the one that there was."""
+
+    def fail(spec):
+        raise ZeroDivisionError("no worker")
+
+    job = prepare(
+        UnsplitModel(mlp(), F.mse_loss), Options(**OPTIONS, recovery=RECOVERY, workers=fail)
+    )
+    publisher = Publisher()
+    with pytest.raises(ZeroDivisionError, match="no worker"):
+        start(job, publisher)
+    assert publisher.ended == 1
+
+
+def test_what_was_begun_ends_with_the_workers():
+    options = Options(**OPTIONS, recovery=RECOVERY, workers="serial")
+    job = prepare(UnsplitModel(mlp(), F.mse_loss), options)
+    publisher = Publisher()
+    group = start(job, publisher)
+    assert publisher.ended == 0
+    group.life.close()
+    group.life.close()
+    assert publisher.ended == 1
+
+
+def test_nothing_is_said_of_a_run_that_only_measures(monkeypatch):
+    model = UnsplitModel(mlp(), F.mse_loss)
+    job = prepare(model, Options(**OPTIONS, workers="serial", schedule="1f1b"))
+    assert any("no two workers compute at once" in text for text in notices_of(job))
+    monkeypatch.setattr("pipedream_rt.coordinator.run.profile_option", lambda: "profile.json")
+    assert notices_of(job) == []
+
+
+def test_a_checkpoint_knows_the_optimizer_that_was_assigned_later(tmp_path):
+    """Its class, its parameters and its hyper-parameters, and what else decides the results."""
+    with Pipeline(
+        mlp(), **{**OPTIONS, "optimizer": None}, workers="serial", seed=5, corrections=()
+    ) as pipe:
+        before = read_manifest(pipe.save(tmp_path / "before")).identity
+        pipe.optimizer = DistributedOptimizer(torch.optim.Adam, pipe.parameter_rrefs(), lr=0.5)
+        later = read_manifest(pipe.save(tmp_path / "later")).identity
+    assert (before["seed"], later["seed"], before["optimizer"]) == (5, 5, "")
+    assert later["optimizer"].endswith("Adam")
+    assert [name for group in later["groups"] for name in group][:2] == ["0.weight", "0.bias"]
+    assert "mse_loss" in later["loss"]
+
+
+def test_the_first_mini_batch_shows_what_batch_norm_sees(caplog):
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    options = {"stages": 2, "loss_fn": F.mse_loss, "workers": "serial", "micro_batches": 2}
+    with Pipeline(model, optimizer=(torch.optim.SGD, {"lr": 0.1}), **options) as pipe:
+        assert caplog.text == ""
+        list(pipe.train_epoch(regression(3)))
+        list(pipe.train_epoch(regression(3)))
+    assert caplog.text.count("BatchNorm (1) sees micro-batches of 2 samples") == 1
+
+
+class Slow(nn.Linear):
+    """A layer that computes longer than others."""
+
+    def forward(self, x):
+        end = time.monotonic() + 0.02
+        while time.monotonic() < end:
+            pass
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("workers", "count"), [("local", 1), ("serial", 0)])
+@pytest.mark.processes
+def test_stages_that_take_unequal_times_are_told_of(caplog, workers, count):
+    """Not where no two of them ever compute at once."""
+    layers = [nn.Linear(8, 8), nn.Linear(8, 8), Slow(8, 8)]
+    options = {"loss_fn": F.mse_loss, "workers": workers, "micro_batches": 4, "corrections": ()}
+    with Pipeline(layers, stages=3, optimizer=(torch.optim.SGD, {"lr": 0.1}), **options) as pipe:
+        list(pipe.train_epoch(regression(30)))
+    assert caplog.text.count("its one layer, 2, takes several workers") == count
+
+
+@pytest.mark.processes
+def test_more_workers_than_cores_are_told_of(caplog):
+    cores = len(os.sched_getaffinity(0))
+    options = {"micro_batches": cores + 1, "corrections": (), "workers": "local"}
+    adamw = (torch.optim.AdamW, {"lr": 0.01})
+    with Pipeline(
+        mlp(layers=cores + 1), stages=cores + 1, loss_fn=F.mse_loss, optimizer=adamw, **options
+    ):
+        assert f"{cores + 1} workers share {cores} core" in caplog.text
