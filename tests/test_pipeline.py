@@ -2,7 +2,6 @@
 
 import copy
 import functools
-from datetime import timedelta
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from support.models import (
     MakePair,
     Noisy,
     NoisySGD,
-    Scale,
     UsePair,
     batches,
     kitchen_sink,
@@ -84,16 +82,6 @@ def test_a_tensor_that_crosses_twice_has_its_gradients_summed_as_in_the_unsplit_
             list(pipe.train_epoch(regression(5)))
             states.append(pipe.state_dict())
     assert all(torch.equal(states[0][k], states[1][k]) for k in states[0])
-
-
-def test_losses_that_come_late_are_not_lost_to_an_inference_between_them():
-    for seed in range(10):
-        workers = functools.partial(SerialCluster, shuffle_seed=seed)
-        with open_pipe(workers=workers, answer=timedelta(seconds=20)) as pipe:
-            pending = [pipe.submit(x, y) for x, y in regression(3)]
-            pipe(torch.ones(1, 8))
-            pipe.evaluate(regression(1))
-            assert [p.result().step for p in pending] == [0, 1, 2]
 
 
 def test_what_backward_and_the_optimizer_draw_is_seeded_too():
@@ -191,31 +179,6 @@ def test_a_list_of_modules_is_a_model():
         assert isinstance(pipe.module(), nn.Sequential)
 
 
-def test_inference_and_modes():
-    """In eval mode, unless told to keep the mode of training, which eval() and train() set."""
-    x = torch.ones(64, 8)
-    with open_pipe(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), Scale(8)), stages=2) as pipe:
-        output = pipe(x)
-        assert not output.requires_grad
-        assert torch.equal(output, pipe.module().eval()(x))
-        assert (pipe(x, training=True) == 0).any()
-        assert torch.equal(pipe.train(False)(x, training=True), output)
-        assert (pipe.train()(x, training=True) == 0).any()
-
-
-def test_evaluate_is_the_mean_in_eval_mode_and_keeps_each_modules_mode():
-    model = kitchen_sink()
-    data = batches(5, samples=7)
-    with open_pipe(model, loss_fn=F.cross_entropy, micro_batches=2) as pipe:
-        model.eval()
-        with torch.no_grad():
-            expected = sum(F.cross_entropy(model(x), y).item() for x, y in data) / len(data)
-        assert pipe.evaluate(data) == pytest.approx(expected, rel=1e-6)
-        # Back in training mode: dropout acts again.
-        x = data[0][0]
-        assert not torch.equal(pipe(x, training=True), pipe(x, training=True))
-
-
 def test_batch_norm_statistics_follow_the_forwards():
     model = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8))
     data = regression(5)
@@ -261,21 +224,6 @@ def test_inputs_and_targets_may_be_nested_too():
         nn.Sequential(First(), nn.Identity()), stages=2, loss_fn=loss, micro_batches=2
     ) as pipe:
         assert len(list(pipe.train_epoch(data))) == 3
-
-
-def test_the_caller_may_reuse_its_buffers_at_once():
-    x, y = torch.empty(4, 8), torch.empty(4, 8)
-    losses = []
-    for reuse in (True, False):
-        with open_pipe() as pipe:
-            pending = []
-            for xi, yi in regression(6):
-                if reuse:
-                    x.copy_(xi), y.copy_(yi)
-                pending.append(pipe.submit(x, y) if reuse else pipe.submit(xi, yi))
-                x.zero_()
-            losses.append([p.result().loss for p in pending])
-    assert losses[0] == losses[1]
 
 
 def test_frozen_layers_at_either_end():

@@ -1,5 +1,6 @@
 """Mini-batches are fed and losses taken: in training with metrics, in evaluation and inference."""
 
+import functools
 import logging
 import math
 
@@ -8,13 +9,14 @@ import torch
 from support.device.references import computed_on_the_device
 from support.inside import kill
 from support.labelled import classifier, labelled
-from support.models import mlp, regression
+from support.models import Scale, batches, kitchen_sink, mlp, regression
 from support.oracle import assert_same
 from support.pinned import Flat as Pipeline
 from torch import nn
 from torch.nn import functional as F
 
 from pipedream_rt import Checkpoints, ConfigError, Recovery
+from pipedream_rt.serial.cluster import SerialCluster
 
 SCHEDULES = ("1f1b", "async-1f1b", "gpipe", "2bw")
 
@@ -281,3 +283,108 @@ def test_mini_batches_are_evaluated_whole():
     with open_pipe(mlp(), F.mse_loss, micro_batches=2) as pipe:
         found = pipe.evaluate(regression(2), metrics={"samples": lambda output, y: len(output)})
         assert found["samples"] == 4
+
+
+def test_losses_that_come_late_are_not_lost_to_an_inference_between_them():
+    for seed in range(10):
+        workers = functools.partial(SerialCluster, shuffle_seed=seed)
+        with open_pipe(workers=workers, micro_batches=1) as pipe:
+            pending = [pipe.submit(x, y) for x, y in regression(3)]
+            pipe(torch.ones(1, 8))
+            pipe.evaluate(regression(1))
+            assert [p.result().step for p in pending] == [0, 1, 2]
+
+
+def test_inference_and_modes():
+    """In eval mode, unless told to keep the mode of training, which eval() and train() set."""
+    x = torch.ones(64, 8)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), Scale(8))
+    with open_pipe(model, stages=2) as pipe:
+        output = pipe(x)
+        assert not output.requires_grad
+        assert torch.equal(output, pipe.module().eval()(x))
+        assert (pipe(x, training=True) == 0).any()
+        assert torch.equal(pipe.train(False)(x, training=True), output)
+        assert (pipe.train()(x, training=True) == 0).any()
+
+
+def test_evaluate_is_the_mean_in_eval_mode_and_keeps_each_modules_mode():
+    model = kitchen_sink()
+    data = batches(5, samples=7)
+    with open_pipe(model, loss_fn=F.cross_entropy, micro_batches=2) as pipe:
+        model.eval()
+        with torch.no_grad():
+            expected = sum(F.cross_entropy(model(x), y).item() for x, y in data) / len(data)
+        assert pipe.evaluate(data) == pytest.approx(expected, rel=1e-6)
+        # Back in training mode: dropout acts again.
+        x = data[0][0]
+        assert not torch.equal(pipe(x, training=True), pipe(x, training=True))
+
+
+def test_the_caller_may_reuse_its_buffers_at_once():
+    x, y = torch.empty(4, 8), torch.empty(4, 8)
+    losses = []
+    for reuse in (True, False):
+        with open_pipe(micro_batches=1) as pipe:
+            pending = []
+            for xi, yi in regression(6):
+                if reuse:
+                    x.copy_(xi), y.copy_(yi)
+                pending.append(pipe.submit(x, y) if reuse else pipe.submit(xi, yi))
+                x.zero_()
+            losses.append([p.result().loss for p in pending])
+    assert losses[0] == losses[1]
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("use", "words"),
+    [
+        (lambda pipe: pipe.evaluate([]), "the loader given to evaluate yielded nothing"),
+        (lambda pipe: pipe.evaluate(3), "evaluate takes a loader"),
+        (lambda pipe: list(pipe.predict(3)), "predict takes a loader"),
+        (lambda pipe: pipe.submit(torch.ones(0, 8), torch.ones(0, 8)), "without samples"),
+    ],
+    ids=["nothing to evaluate", "evaluate", "predict", "no samples"],
+)
+def test_what_cannot_be_fed_is_refused_and_the_run_goes_on(use, words):
+    with open_pipe() as pipe:
+        with pytest.raises(ConfigError, match=words):
+            use(pipe)
+        assert len(list(pipe.train_epoch(regression(2)))) == 2
+
+
+def test_training_needs_a_loss_and_an_optimizer_and_evaluation_a_loss():
+    x, y = regression(1)[0]
+    with open_pipe(loss_fn=None, optimizer=None) as pipe:
+        with pytest.raises(ConfigError, match="training needs loss_fn and optimizer"):
+            pipe.submit(x, y)
+        with pytest.raises(ConfigError, match="evaluate needs a loss: give Pipeline loss_fn"):
+            pipe.evaluate([(x, y)])
+        assert pipe(x).shape == (4, 8)
+    with open_pipe() as pipe, torch.no_grad(), pytest.raises(ConfigError, match="no_grad"):
+        pipe.submit(x, y)
+
+
+def test_as_many_mini_batches_are_on_their_way_as_there_are_credits():
+    with open_pipe() as pipe:
+        feeder, credits = pipe._run.feeder, pipe.plan.credits()
+        for number, (x, y) in enumerate(regression(7)):
+            pipe.submit(x, y)
+            assert [p.step for p in feeder.pending] == list(
+                range(max(0, number + 1 - credits), number + 1)
+            )
+        pipe.flush()
+        assert not feeder.pending
+        assert (feeder.step, feeder.passes) == (7, 0)
+
+
+def test_predictions_that_nobody_takes_leave_nothing_on_its_way():
+    data = [x for x, _ in regression(20)]
+    with open_pipe() as pipe:
+        outputs = pipe.predict(data)
+        assert torch.equal(next(outputs), pipe.module().eval()(data[0]))
+        outputs.close()
+        assert torch.equal(pipe(data[3]), pipe.module().eval()(data[3]))

@@ -1,0 +1,140 @@
+"""The user's code is called in the script's process and leaves no change behind."""
+
+import collections
+import random
+
+import numpy as np
+import pytest
+import torch
+from support.models import mlp
+from torch.nn import functional as F
+
+from pipedream_rt import ConfigError
+from pipedream_rt.job.job import prepare
+from pipedream_rt.job.options import Layout, Options
+from pipedream_rt.job.unsplit_model import UnsplitModel
+from pipedream_rt.verify import isolation
+from pipedream_rt.verify.isolation import apart, drawn
+
+
+class Counter:
+    """An object of the script, whose class has a count too."""
+
+    made = 0
+
+    def __init__(self):
+        self.calls = 0
+        Counter.made += 1
+
+
+SEEN, QUEUE, NAMES = [1], collections.deque([1]), {"a"}
+COUNTS = {"calls": 0, "mean": torch.zeros(2), "of": np.zeros(2)}
+OBJECT = Counter()
+GENERATOR, DICE = torch.Generator().manual_seed(3), random.Random(3)
+NUMBERS, OLD_NUMBERS = np.random.default_rng(3), np.random.RandomState(3)
+
+
+def change():
+    """Change everything that a loss can reach by its globals."""
+    SEEN.append(2)
+    QUEUE.append(2)
+    NAMES.add("b")
+    COUNTS["calls"] += 1
+    COUNTS["new"] = True
+    COUNTS["mean"] += 1
+    COUNTS["of"] += 1
+    OBJECT.calls += 1
+    OBJECT.other = 3
+    Counter.made += 1
+
+
+def draw():
+    """What each generator, of the script and of the libraries, gives next."""
+    return (
+        torch.rand((), generator=GENERATOR).item(), DICE.random(), NUMBERS.random(),
+        OLD_NUMBERS.rand(), torch.rand(()).item(), random.random(), np.random.rand(),
+    )  # fmt: skip
+
+
+def state():
+    held = {
+        key: value.tolist() if key in ("mean", "of") else value for key, value in COUNTS.items()
+    }
+    return list(SEEN), list(QUEUE), set(NAMES), held, dict(vars(OBJECT)), Counter.made
+
+
+def loss_fn(output, target):
+    change()
+    draw()
+    return F.mse_loss(output, target)
+
+
+def job_of(loss_fn, **options):
+    given = {"optimizer": (torch.optim.SGD, {}), "stages": 2, "workers": "serial", **options}
+    return prepare(UnsplitModel(mlp(), loss_fn), Options(loss_fn=loss_fn, **given))
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError], ids=["ended", "raised"])
+def test_what_the_block_changes_and_draws_is_as_before(error):
+    job, before, version = job_of(loss_fn), state(), COUNTS["mean"]._version
+    mean, of = COUNTS["mean"], COUNTS["of"]
+    with apart(job):
+        expected = draw()
+    try:
+        with apart(job):
+            change()
+            assert state() != before
+            assert draw() == expected
+            if error is not None:
+                raise error
+    except ZeroDivisionError:
+        assert error is not None
+    assert state() == before
+    assert draw() == expected
+    assert COUNTS["mean"] is mean
+    assert COUNTS["of"] is of
+    assert mean._version == version  # by which the runtime tells what the script has changed
+
+
+def test_the_block_computes_with_gradients_and_threads_as_a_worker_does():
+    threads = torch.get_num_threads()
+    job = job_of(F.mse_loss, layout=Layout(threads=threads + 1))
+    with torch.inference_mode(), apart(job):
+        assert torch.is_grad_enabled()
+        assert not torch.is_inference_mode_enabled()
+        assert torch.get_num_threads() == threads + 1
+    assert torch.get_num_threads() == threads
+
+
+TAKEN = iter(range(3))
+
+
+def takes(output, target):
+    return F.mse_loss(output, target) * next(TAKEN)
+
+
+def test_what_cannot_be_put_back_is_refused(monkeypatch):
+    with (
+        pytest.raises(ConfigError, match="what is taken from an iterator cannot be put back"),
+        apart(job_of(takes)),
+    ):
+        raise AssertionError("the block has begun")
+    monkeypatch.setattr(isolation, "LIMIT", 15)  # two tensors of 8 bytes each, and an array
+    with (
+        pytest.raises(ConfigError, match="too much to copy them so that they can be put back"),
+        apart(job_of(loss_fn)),
+    ):
+        raise AssertionError("the block has begun")
+    assert next(TAKEN) == 0
+
+
+@pytest.mark.parametrize(
+    "draws",
+    [torch.rand, np.random.rand, lambda n: random.random()],
+    ids=["torch", "numpy", "python"],
+)
+def test_whether_numbers_were_drawn_can_be_seen(draws):
+    before = drawn()
+    assert drawn() == before
+    draws(1)
+    assert drawn() != before
