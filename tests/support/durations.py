@@ -29,6 +29,8 @@ SECONDS = {
     "tests/properties/test_compatibility.py": 40,
     "tests/cluster/test_processes.py": 40,
     "tests/coordinator/recovery/test_recovery.py": 35,
+    "tests/coordinator/feed/test_feeder.py": 35,
+    "tests/coordinator/test_text_generation.py": 35,
     "tests/devices/test_standin.py": 35,
     "tests/cluster/engines/test_same_bits.py": 35,
     "tests/cluster/test_hardened.py": 35,
