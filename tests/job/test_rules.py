@@ -6,7 +6,7 @@ from torch import nn
 
 from pipedream_rt import Clip, ConfigError, LossScale, Training
 from pipedream_rt.codecs import Int8
-from pipedream_rt.corrections import DelayCompensation, Extrapolation
+from pipedream_rt.corrections import Correction, DelayCompensation, Extrapolation, WeightPrediction
 from pipedream_rt.job.codecs import codecs_of
 from pipedream_rt.job.given_optimizer import OptimizerParts
 from pipedream_rt.job.rules import compiling, correcting, recomputing, rule_options, scale_of
@@ -48,6 +48,14 @@ def test_corrections_are_chosen_for_the_optimizer_and_the_staleness():
 def test_what_is_no_list_of_corrections_is_refused(wrong):
     with pytest.raises(ConfigError, match="Correction objects"):
         correcting(wrong, PLAN, ADAM)
+
+
+def test_a_correction_that_would_do_nothing_or_does_not_fit_is_refused():
+    adagrad = OptimizerParts(torch.optim.Adagrad, {"lr": 0.1}, [(["0.weight"], {})], {})
+    with pytest.raises(ConfigError, match="none of the hooks"):
+        correcting([Correction()], PLAN, ADAM)
+    with pytest.raises(ConfigError, match="WeightPrediction has no rule for Adagrad"):
+        correcting([WeightPrediction()], PLAN, adagrad)
 
 
 def test_stages_that_recompute():

@@ -1,7 +1,6 @@
 """What corrections may not do, and what they may, at the edges of their rules."""
 
 import contextlib
-import dataclasses
 import runpy
 import signal
 from pathlib import Path
@@ -26,12 +25,7 @@ from pipedream_rt.corrections import (
     ErrorFeedback,
     Extrapolation,
     StalenessDamping,
-    StalenessMomentum,
-    StalenessRate,
-    WeightPrediction,
 )
-from pipedream_rt.corrections.prediction import expected_step
-from pipedream_rt.optimizers import Muon, RotatedAdamW, hidden_matrices
 
 
 def open_pipe(corrections=(), model=None, **options):
@@ -85,73 +79,9 @@ def test_an_error_in_a_hook_says_where():
         trained(open_pipe([Wrong()]), regression(4))
 
 
-def misspelt():
-    class Misspelt(Correction):
-        def before_steps(self, at, optimizer):
-            pass
-
-    return Misspelt()
-
-
-def on_the_object():
-    correction = ErrorFeedback()
-    correction.before_step = lambda at, optimizer: None
-    return correction
-
-
-def frozen():
-    @dataclasses.dataclass(frozen=True)
-    class Frozen(Correction):
-        def before_step(self, at, optimizer):
-            pass
-
-    return Frozen()
-
-
-@pytest.mark.parametrize(
-    ("made", "words"),
-    [
-        (Correction, "none of the hooks"),
-        (misspelt, "'before_steps', which would never be called"),
-        (on_the_object, "'before_step', which would never be called"),
-        (frozen, "must not be frozen"),
-    ],
-)
-def test_hooks_that_would_not_be_called_are_refused(made, words):
-    with pytest.raises(ConfigError, match=words):
-        open_pipe([made()])
-
-
-@pytest.mark.parametrize(
-    "made",
-    [
-        lambda: WeightPrediction(strength=float("nan")),
-        lambda: Extrapolation(strength="1"),
-        lambda: Extrapolation(decay="a"),
-        lambda: DelayCompensation(strength=float("inf")),
-        lambda: DelayCompensation(adaptive=True, decay=2.0),
-        lambda: ErrorFeedback(limit="1"),
-        lambda: StalenessRate(updates="a"),
-        lambda: StalenessMomentum(top=None),
-        lambda: StalenessDamping(power=True),
-    ],
-)
-def test_attributes_are_numbers(made):
-    with pytest.raises(ConfigError, match="must be a number"):
-        made()
-
-
 # -- options ------------------------------------------------------------------------------------
 
 
-def test_no_momentum_stays_none():
-    plain = trained(open_pipe(optimizer=(torch.optim.SGD, {"lr": 0.1})), regression(6))
-    optimizer = (torch.optim.SGD, {"lr": 0.1})
-    assert_same(
-        trained(open_pipe([StalenessMomentum()], optimizer=optimizer), regression(6)), plain
-    )
-    with pytest.raises(ConfigError, match="no rule for SGD"):
-        open_pipe([WeightPrediction()], optimizer=optimizer)
 
 
 # -- moments ------------------------------------------------------------------------------------
@@ -258,73 +188,6 @@ def test_sparse_gradients():
         torch.testing.assert_close(run(True, *both)[key], dense)
     with pytest.raises(StageFailed, match="needs dense gradients"):
         run(True, DelayCompensation(adaptive=True))
-
-
-# -- complex weights ----------------------------------------------------------------------------
-
-
-def test_the_expected_step_of_complex_weights_is_that_of_their_parts():
-    torch.manual_seed(0)
-    weight = nn.Parameter(torch.randn(3, 3, dtype=torch.complex64))
-    parts = nn.Parameter(torch.view_as_real(weight.detach()).clone())
-    both = [torch.optim.AdamW([each], lr=0.1) for each in (weight, parts)]
-    for _ in range(5):
-        weight.grad = torch.randn(3, 3, dtype=torch.complex64)
-        parts.grad = torch.view_as_real(weight.grad).clone()
-        for optimizer in both:
-            optimizer.step()
-    found = expected_step(both[0], both[0].param_groups[0], weight)
-    expected = expected_step(both[1], both[1].param_groups[0], parts)
-    torch.testing.assert_close(torch.view_as_real(found), expected)
-
-
-# -- optimizers of matrices ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("made", "dtype"),
-    [(Muon, torch.complex64), (RotatedAdamW, torch.complex64), (RotatedAdamW, torch.bfloat16)],
-)
-def test_matrices_of_types_without_a_rule_are_refused(made, dtype):
-    with pytest.raises(ValueError, match=str(dtype)):
-        made([{"params": [nn.Parameter(torch.ones(3, 2, dtype=dtype))], "matrices": True}])
-
-
-@pytest.mark.parametrize(
-    ("made", "options"),
-    [
-        (Muon, {"momentum": 2.0}),
-        (Muon, {"betas": (0.9,)}),
-        (Muon, {"lr": float("nan")}),
-        (RotatedAdamW, {"refresh": 2.5}),
-        (RotatedAdamW, {"refresh": 0}),
-        (RotatedAdamW, {"longest": -1}),
-    ],
-)
-def test_options_of_a_group_are_checked_too(made, options):
-    group = {"params": [nn.Parameter(torch.ones(3, 2))], "matrices": True, **options}
-    with pytest.raises(ValueError, match=next(iter(options))):
-        made([group])
-
-
-def test_a_closure_is_called():
-    weight = nn.Parameter(torch.ones(3, 2))
-    optimizer = Muon([{"params": [weight], "matrices": True}], lr=0.1)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = weight.square().sum()
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure).item() == 6.0
-    assert not torch.equal(weight, torch.ones(3, 2))
-
-
-def test_the_matrices_of_a_list_of_layers():
-    layers = [nn.Linear(4, 4) for _ in range(3)]
-    rule = hidden_matrices(layers)
-    assert [rule(f"{i}.weight", layer.weight) for i, layer in enumerate(layers)] == [1, 1, 0]
 
 
 # -- the thread of the script -------------------------------------------------------------------

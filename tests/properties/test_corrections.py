@@ -308,32 +308,6 @@ def test_what_makes_no_sense_is_refused(options, words):
         open_pipe(**options)
 
 
-@pytest.mark.parametrize(
-    "made",
-    [
-        lambda: StalenessRate(updates=0),
-        lambda: StalenessDamping(power=-1.0),
-        lambda: StalenessMomentum(top=1.0),
-        lambda: ErrorFeedback(limit=-1.0),
-        lambda: Extrapolation(decay=1.0),
-    ],
-)
-def test_so_are_numbers_out_of_range(made):
-    with pytest.raises(ConfigError):
-        made()
-
-
-def test_a_prediction_needs_a_rule():
-    with (
-        pytest.raises(ConfigError, match="WeightPrediction has no rule for Adagrad"),
-        Pipeline(
-            mlp(), stages=2, loss_fn=F.mse_loss, optimizer=(torch.optim.Adagrad, {"lr": 0.1}),
-            corrections=[WeightPrediction()], workers="serial",
-        ),
-    ):  # fmt: skip
-        pass  # it is refused before a stage is made
-
-
 # -- optimizers ---------------------------------------------------------------------------------
 
 

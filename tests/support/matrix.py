@@ -25,7 +25,7 @@ ROWS = [("3.11", "2.9"), ("3.10", "2.13"), ("3.11", "2.13"), ("3.12", "2.13"), (
 
 QUICK = [
     "tests/test_layers.py", "tests/test_schema.py", "tests/properties/test_exactness.py",
-    "tests/properties/test_determinism.py", "tests/test_optimizers.py", "tests/test_pipeline.py",
+    "tests/properties/test_determinism.py", "tests/optimizers", "tests/test_pipeline.py",
     "tests/job", "tests/messages", "tests/models", "tests/stage", "tests/transport",
     "tests/cluster/test_processes.py", "tests/cluster/test_without_rights.py",
     "tests/coordinator/recovery/test_recovery.py",

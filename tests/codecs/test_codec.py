@@ -10,9 +10,7 @@ from pipedream_rt.codecs import (
     GraphCodec,
     Int8,
     OutsideGraph,
-    Projection,
     TopK,
-    learned_projection,
 )
 from pipedream_rt.codecs.codec import require_same, try_out
 from pipedream_rt.errors import ConfigError
@@ -86,25 +84,6 @@ def test_topk_keeps_the_largest_of_each_row():
     assert torch.equal(there_and_back(TopK(1.0), wide), wide)
 
 
-def test_a_projection_onto_all_columns_loses_nothing():
-    tensor = torch.randn(6, 16, dtype=torch.float64)
-    codec = Projection(16, 16)
-    found = codec.decode(codec.encode(tensor), tensor.shape, tensor.dtype)
-    assert torch.allclose(found, tensor, atol=1e-6)
-    basis = torch.eye(16)[:, :3]
-    codec = Projection(16, 3, basis=basis)
-    found = codec.decode(codec.encode(tensor), tensor.shape, tensor.dtype)
-    assert torch.equal(found[:, :3], tensor[:, :3])
-    assert found[:, 3:].eq(0).all()
-    assert not codec.takes(torch.randn(6, 17))
-
-
-def test_a_learned_projection_begins_as_an_orthonormal_one():
-    narrow, wide = learned_projection(16, 4)
-    assert torch.allclose(narrow(wide.weight.T), torch.eye(4), atol=1e-6)
-    assert torch.equal(narrow.weight, wide.weight.T)
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -114,11 +93,6 @@ def test_a_learned_projection_begins_as_an_orthonormal_one():
         (lambda: TopK(0), "above 0"),
         (lambda: TopK(1.5), "at most 1"),
         (lambda: TopK(True), "at most 1"),
-        (lambda: Projection(16, 17), "not 16 and 17"),
-        (lambda: Projection("16", 4), "not '16' and 4"),
-        (lambda: Projection(16, 4, basis=torch.eye(4)), "shape"),
-        (lambda: Projection(16, 4, dtype=torch.int8), "floating"),
-        (lambda: Projection(16, 4, basis=[[1.0]]), "must be a tensor"),
         (lambda: Int8(feedback="no"), "True or False"),
     ],
 )
