@@ -2,7 +2,6 @@
 
 import inspect
 import os
-import pickle
 import threading
 
 import cloudpickle
@@ -17,9 +16,7 @@ from pipedream_rt import (
     Clip,
     ConfigError,
     Layout,
-    Recovery,
     Training,
-    UnknownOption,
 )
 from pipedream_rt.job.job import prepare
 from pipedream_rt.job.options import Options
@@ -117,27 +114,3 @@ def test_a_refused_pipeline_leaves_nothing_and_counts_no_trace(tmp_path, monkeyp
 def test_the_face_has_sixteen_parameters():
     _, *names = inspect.signature(pipedream_rt.Pipeline.__init__).parameters
     assert len(names) == 16
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: Training(clipp=1), "Training has no option 'clipp'; did you mean clip?"),
-        (lambda: Layout(clip=1), "Layout has no option 'clip'; clip is an option of Training"),
-        (lambda: Recovery(restarts=1), "did you mean max_restarts?"),
-        (lambda: Checkpoints("run", evry=3), "did you mean every?"),
-        (
-            lambda: pipedream_rt.Pipeline(model(), slack=1),
-            "slack belongs to Layout: give layout=Layout(slack=...)",
-        ),
-        (lambda: pipedream_rt.Pipeline(model(), every=1), "give checkpoint=Checkpoints(every=...)"),
-        (lambda: pipedream_rt.Pipeline(model(), zzz=1), "there are model, stages, example"),
-    ],
-)
-def test_an_unknown_name_is_refused_with_the_nearest(make, words):
-    with pytest.raises(UnknownOption) as e:
-        make()
-    assert words in str(e.value)
-    assert isinstance(e.value, ConfigError)
-    assert isinstance(e.value, TypeError)
-    assert str(pickle.loads(pickle.dumps(e.value))) == str(e.value)

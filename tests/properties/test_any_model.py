@@ -493,20 +493,6 @@ def test_parameter_groups_by_pattern_and_by_function():
     assert_same(found[0][1], found[1][1])
 
 
-@pytest.mark.parametrize(
-    ("rules", "words"),
-    [
-        ([("*.weights", {})], r"the rule '\*.weights' fits no parameter"),
-        ([("*", {}), ("*.bias", {})], r"'\*.bias' fits no parameter that earlier rules have left"),
-        (["*.bias"], "is a pair of a pattern"),
-        ([(3, {})], "3 is neither a pattern"),
-    ],
-)
-def test_rules_that_make_no_sense_are_refused(rules, words):
-    with pytest.raises(ConfigError, match=words):
-        Pipeline([nn.Linear(2, 2)], optimizer=(torch.optim.AdamW, {}, rules), loss_fn=F.mse_loss)
-
-
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # torch's own, in compile
 @pytest.mark.parametrize("compiled", [torch.compile, lambda model: model.compile() or model])
 def test_a_model_that_is_compiled_as_a_whole_is_refused(compiled):
@@ -1018,12 +1004,6 @@ def test_two_buffers_over_one_memory_are_refused():
 
     with pytest.raises(ConfigError, match=r"0.first and 0.all are two tensors over the same mem"):
         Pipeline([Two(), nn.Linear(2, 2)], stages=2)
-
-
-def test_a_decay_that_is_no_number_is_refused():
-    for ema in (1.0, -0.1, "0.9", True):
-        with pytest.raises(ConfigError, match="ema must be a number"):
-            Pipeline([nn.Linear(1, 1)], ema=ema)
 
 
 # -- losses that are scaled -----------------------------------------------------------------------

@@ -366,29 +366,6 @@ class Whole(GraphCodec):
         return coded.to(dtype)
 
 
-class Elsewhere(Transposes):
-    direction = "up"
-
-
-class Learns(nn.Linear, GraphCodec):
-    """Has weights of its own."""
-
-    def __init__(self):
-        super().__init__(2, 2)
-
-
-class Cuts(Whole):
-    """Lets no gradient through."""
-
-    def encode(self, tensor):
-        return tensor.detach().clone()
-
-
-class Sparse(Transposes):
-    def pack(self, tensor):
-        return (tensor.to_sparse(),)
-
-
 @dataclasses.dataclass
 class Unhashable(Transposes):
     """As a dataclass is that is not frozen; it raises late in a run."""
@@ -428,33 +405,6 @@ def test_what_goes_wrong_in_a_run_names_the_codec_and_the_edge(codec, words):
         train(codec)
     assert "2" in str(caught.value)
     assert "3" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("codecs", "words"),
-    [
-        (Int8, r"call it: Int8\(\)"),
-        ("int8", "must be codecs of pipedream_rt.codecs"),
-        ({(0, 3): Int8()}, r"the edges between stages are \(0, 1\), \(1, 2\), \(2, 3\)"),
-        ({0: Int8()}, "has the edge 0"),
-        ([Int8(), TopK()], "two of one kind"),
-        ([BFloat16(), Projection(16, 4)], "two of one kind"),
-        ({(0, 1): None}, "not None"),
-        (Elsewhere(), "the direction of a codec"),
-        (Learns(), "has parameters"),
-        (Cuts(), "no gradient comes back"),
-        (Sparse(), "tuple of dense tensors"),
-    ],
-)
-def test_what_is_no_codec_is_refused_before_anything_starts(codecs, words):
-    with pytest.raises(ConfigError, match=words):
-        train(codecs)
-
-
-@pytest.mark.parametrize("codecs", ["int8", Int8])
-def test_with_one_stage_too(codecs):
-    with pytest.raises(ConfigError, match="must be codecs"):
-        Pipeline(kitchen_sink(), loss_fn=F.cross_entropy, workers="serial", codecs=codecs)
 
 
 # -- residuals ------------------------------------------------------------------------------------

@@ -27,7 +27,6 @@ from pipedream_rt import (
     PipelineClosed,
     StageFailed,
 )
-from pipedream_rt.job.identity import name_of_loss
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("environment")]
 
@@ -333,42 +332,6 @@ def test_another_optimizer_that_is_accepted_begins_with_its_own_rate_and_no_stat
         pipe.load(saved, accept=["optimizer"])
         assert pipe.optimizer.param_groups[0]["lr"] == 0.1
         assert pipe.optimizer.state_dict()["state"] == {}
-
-
-class Callable:
-    def __call__(self, output, target):
-        return F.mse_loss(output, target)
-
-
-def test_the_same_loss_has_the_same_name_in_another_process():
-    """And another one has another: the name of a function is not enough of it."""
-    code = (
-        "import functools, torch.nn.functional as F; from torch import nn\n"
-        "from pipedream_rt.job.identity import name_of_loss\n"
-        "def f(o, t):\n    return 2 * F.mse_loss(o, t) if 'a' in {'a', 'b'} else None\n"
-        "for loss in (f, lambda o, t: f(o, t), functools.partial(f, t=len), nn.MSELoss(),\n"
-        "             F.mse_loss, None):\n    print(name_of_loss(loss))"
-    )
-    runs = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True, text=True, timeout=LATEST_S, check=True,
-            env={**os.environ, "PYTHONHASHSEED": seed},
-        ).stdout
-        for seed in ("1", "2")
-    }  # fmt: skip
-    assert len(runs) == 1
-    assert len({*runs.pop().splitlines()}) == 6
-    assert name_of_loss(lambda o, t: 2 * o) != name_of_loss(lambda o, t: 3 * o)
-    assert ".Callable " in name_of_loss(Callable())
-    others = [nn.MSELoss(), nn.MSELoss(reduction="sum"), nn.CrossEntropyLoss(weight=torch.ones(3))]
-    assert len({*map(name_of_loss, others)}) == 3
-
-
-def test_what_can_be_accepted_is_a_list_of_names():
-    for wrong in ("everything", ["seed", "sed"], 3):
-        with pytest.raises(ConfigError, match="accept is a list of what may differ"):
-            Checkpoints("run", accept=wrong)
 
 
 def test_a_constant_buffer_of_two_stages_goes_through_a_checkpoint(workers, tmp_path):

@@ -1,0 +1,397 @@
+"""What the script changes while it trains: it travels with the micro-batches, or is refused."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from support.both import SGD, assert_same, batches, layers, piped, plain
+from torch import nn
+from torch.nn import functional as F
+
+from pipedream_rt import ConfigError, Layout, Pipeline, Training
+from pipedream_rt.corrections import Extrapolation
+
+
+class Penalty:
+    beta = 1.0
+
+    def __init__(self, kind):
+        self.kind, self.cell, self.steps = kind, {"beta": 1.0}, [1.0]
+
+    def __call__(self, output, target):
+        beta = {
+            "attribute": self.beta, "dict": self.cell["beta"], "list": self.steps[0]
+        }[self.kind]  # fmt: skip
+        return F.mse_loss(output, target) + beta * output.pow(2).mean()
+
+    def anneal(self, value):
+        self.beta = self.cell["beta"] = self.steps[0] = value
+
+
+class Scaled(nn.Linear):
+    scale = 1.0
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def annealed(model, loss, change, run):
+    """Losses of a run in which the script changes something after each result."""
+    found = []
+    for number, value in enumerate(run(model, loss)):
+        found.append(value)
+        change(model, loss, 1 / (number + 2))
+    return found
+
+
+def plain_losses(model, loss):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches(6):
+        optimizer.zero_grad()
+        value = loss(model(x), y)
+        value.backward()
+        optimizer.step()
+        yield value.item()
+
+
+def set_scale(model, loss, value):
+    model[1].scale = value
+
+
+def set_dropout(model, loss, value):
+    model[2].p = value / 4
+
+
+CHANGES = {
+    "an attribute of the loss": ("attribute", lambda m, loss, v: loss.anneal(v)),
+    "an entry of a dict": ("dict", lambda m, loss, v: loss.anneal(v)),
+    "an entry of a list": ("list", lambda m, loss, v: loss.anneal(v)),
+    "an attribute of a layer": ("attribute", set_scale),
+}
+
+
+def sequence():
+    one, two, three = layers(nn.Linear, Scaled, nn.Linear)
+    return nn.Sequential(one, two, nn.Dropout(0.5), three)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", ["serial", "local"])
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_the_script_changes_reaches_the_stages(workers, name, recompute):
+    kind, change = CHANGES[name]
+
+    def pipeline_losses(model, loss):
+        with Pipeline(
+            model, stages=2, loss_fn=loss, optimizer=SGD, schedule="1f1b", micro_batches=1,
+            workers=workers, training=Training(recompute=recompute), layout=Layout(credits=1),
+        ) as pipe:  # fmt: skip
+            yield from (result.loss for result in pipe.train_epoch(batches(6)))
+
+    model = sequence()
+    model[2].p = 0.0
+    expected = annealed(copy.deepcopy(model), Penalty(kind), change, plain_losses)
+    assert annealed(model, Penalty(kind), change, pipeline_losses) == expected
+
+
+@pytest.mark.parametrize("schedule", ["async-1f1b", "async-1f1b+vertical-sync", "1f1b", "2bw"])
+def test_a_change_travels_with_the_micro_batch_whatever_is_in_flight(schedule):
+    """In any schedule the same as a loss to which the value comes as a target."""
+
+    def pipeline_losses(model, loss, data):
+        with Pipeline(
+            model, stages=3, loss_fn=loss, optimizer=SGD, schedule=schedule, micro_batches=4,
+            corrections=(), workers="serial",
+        ) as pipe:  # fmt: skip
+            for number, (x, y) in enumerate(batches(8)):
+                if data is None:
+                    loss.anneal(1 / (number + 2))
+                    pipe.submit(x, y)
+                else:
+                    pipe.submit(x, (y, torch.tensor(1 / (number + 2), dtype=torch.float64)))
+            return pipe.state_dict()
+
+    def told(output, target):
+        return F.mse_loss(output, target[0]) + target[1].item() * output.pow(2).mean()
+
+    one = pipeline_losses(sequence(), Penalty("attribute"), None)
+    other = pipeline_losses(sequence(), told, "told")
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+def test_dropout_can_be_annealed_and_evaluated_with():
+    model = sequence()
+    with Pipeline(model, stages=2, loss_fn=F.mse_loss, optimizer=SGD, workers="serial") as pipe:
+        list(pipe.train_epoch(batches(2)))
+        before = pipe.evaluate(batches(2))
+        set_scale(model, None, 5.0)
+        assert pipe.evaluate(batches(2)) != before
+        set_scale(model, None, 1.0)
+        assert pipe.evaluate(batches(2)) == before
+
+
+def refused(change, words, model=None, loss=None, **options):
+    model = sequence() if model is None else model
+    loss = Penalty("attribute") if loss is None else loss
+    with Pipeline(
+        model, stages=2, loss_fn=loss, optimizer=SGD, workers="serial", example=batches(1)[0],
+        **options,
+    ) as pipe:  # fmt: skip
+        list(pipe.train_epoch(batches(2)))
+        change(model, loss)
+        with pytest.raises(ConfigError, match=words):
+            list(pipe.train_epoch(batches(2)))
+
+
+class Between(nn.Module):
+    """Reads an attribute between its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.alpha, self.notes = 1.0, 0
+        self.one, self.two = layers(Scaled, Scaled)
+
+    def forward(self, x):
+        return self.two(torch.tanh(self.one(x)) * self.alpha)
+
+
+class Buffered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("beta", torch.ones(()))
+
+    def forward(self, output, target):
+        return F.mse_loss(output, target) * self.beta
+
+
+def test_what_cannot_travel_is_refused_by_name():
+    refused(lambda m, loss: setattr(loss, "cell", [1]), "changed 'cell' of loss_fn")
+    refused(lambda m, loss: loss.steps.append(2.0) or loss.cell.update(a=torch.ones(1)), "'a' of")
+    refused(lambda m, loss: setattr(m, "alpha", 0.5), "'alpha' of the model.*recorded", Between())
+    refused(lambda m, loss: loss.beta.fill_(2), r"the buffer '.loss..beta'", loss=Buffered())
+    refused(lambda m, loss: m[0].requires_grad_(False), "requires_grad of '0.weight'")
+    refused(
+        lambda m, loss: setattr(Scaled, "scale", 1.0 + Scaled.scale),
+        "'scale' of the class Scaled",
+    )
+
+
+def test_what_nobody_reads_may_change():
+    model, loss = Between(), Penalty("attribute")
+    with Pipeline(
+        model, stages=2, loss_fn=loss, optimizer=SGD, workers="serial", example=batches(1)[0]
+    ) as pipe:
+        list(pipe.train_epoch(batches(2)))
+        model.notes, model.best, model.one.owner = 5, [1], object()
+        model.load_state_dict(pipe.state_dict())
+        model.eval()
+        model(batches(1)[0][0])
+        model.train()
+        assert len(list(pipe.train_epoch(batches(2)))) == 2
+
+
+def test_what_is_collected_for_the_script_is_refused():
+    seen, total = [], 0
+
+    def collect(module, inputs, output):
+        seen.append(output.detach())
+
+    def count(output, target):
+        nonlocal total
+        total += len(target)
+        return F.mse_loss(output, target)
+
+    model = nn.Sequential(*layers(nn.Linear, nn.Linear))
+    with pytest.raises(ConfigError, match=r"'total', in .*count of loss_fn, is only added to"):
+        piped(model, count)
+    model[0].register_forward_hook(collect)
+    with pytest.raises(ConfigError, match=r"'seen', in .*collect of a hook of layer 0"):
+        piped(model)
+
+
+def test_what_the_script_changes_in_a_correction_is_refused():
+    correction = Extrapolation()
+    with Pipeline(
+        sequence(), stages=2, loss_fn=F.mse_loss, optimizer=SGD, workers="serial",
+        schedule="async-1f1b", corrections=[correction],
+    ) as pipe:  # fmt: skip
+        list(pipe.train_epoch(batches(2)))
+        correction.strength = 0.5
+        with pytest.raises(ConfigError, match="changed 'strength' of Extrapolation"):
+            list(pipe.train_epoch(batches(2)))
+
+
+@dataclasses.dataclass(slots=True)
+class Settings:
+    beta: float = 1.0
+
+
+class BySettings:
+    def __init__(self):
+        self.settings = Settings()
+
+    def __call__(self, output, target):
+        return F.mse_loss(output, target) + self.settings.beta * output.pow(2).mean()
+
+
+def test_an_attribute_in_a_slot_travels_too():
+    def pipeline_losses(model, loss):
+        with Pipeline(
+            model, stages=2, loss_fn=loss, optimizer=SGD, schedule="1f1b", micro_batches=1,
+            workers="serial", layout=Layout(credits=1),
+        ) as pipe:  # fmt: skip
+            yield from (result.loss for result in pipe.train_epoch(batches(6)))
+
+    def change(model, loss, value):
+        loss.settings.beta = value
+
+    model = nn.Sequential(*layers(nn.Linear, nn.Linear))
+    expected = annealed(copy.deepcopy(model), BySettings(), change, plain_losses)
+    assert annealed(model, BySettings(), change, pipeline_losses) == expected
+
+
+BETAS = {"beta": 1.0}
+
+
+def by_a_global_of_a_module(output, target):
+    return F.mse_loss(output, target) + BETAS["beta"] * output.pow(2).mean()
+
+
+class Remembers(nn.Linear):
+    """A layer with a tensor that is no buffer, and a list that grows."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.scale, self.steps = torch.ones(()), [1.0]
+
+    def forward(self, x):
+        return super().forward(x) * self.scale * self.steps[-1]
+
+
+def test_what_cannot_travel_either_is_refused_by_name():
+    model = nn.Sequential(*layers(Remembers, nn.Linear))
+    refused(lambda m, loss: m[0].scale.fill_(2), "changed 'scale' of layer 0", model)
+    model = nn.Sequential(*layers(Remembers, nn.Linear))
+    refused(lambda m, loss: m[0].steps.append(0.5), "changed 1 of 'steps' of layer 0", model)
+    try:
+        refused(
+            lambda m, loss: BETAS.update(beta=0.5), "'BETAS' of the globals that by_a_global",
+            loss=by_a_global_of_a_module,
+        )  # fmt: skip
+    finally:
+        BETAS["beta"] = 1.0
+
+
+def test_set_default_collects_nothing():
+    cache = {}
+
+    def loss_fn(output, target):
+        return F.mse_loss(output, target) * cache.setdefault("scale", torch.tensor(2.0))
+
+    model = nn.Sequential(*layers(nn.Linear, nn.Linear))
+    assert_same(piped(model, loss_fn), plain(model, loss_fn))
+
+
+@dataclasses.dataclass
+class Config:
+    weights: list = dataclasses.field(default_factory=lambda: [1.0] * 8)
+
+
+class Teaches(nn.Module):
+    def __init__(self, teacher):
+        super().__init__()
+        self.teacher = teacher.requires_grad_(False)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, output, target):
+        return F.mse_loss(output, target) * self.scale + self.teacher(output).mean()
+
+
+class OwnUse:
+    """A model with a loss that has and reads all kinds of things, and the script that has them."""
+
+    def __init__(self):
+        self.model = nn.Sequential(*layers(nn.Linear, nn.Linear, nn.Linear))
+        self.teacher, self.config = nn.Linear(8, 8), Config()
+        self.loss = Teaches(nn.Linear(8, 8))
+        self.pipe = None
+
+    def in_closure(self):
+        teacher, config = self.teacher, self.config
+
+        def loss_fn(output, target):
+            weights = torch.tensor(config.weights)
+            return (F.mse_loss(output, target) * weights).mean() + teacher(output).mean()
+
+        return loss_fn
+
+
+def _freeze(use):
+    use.model[0].requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "in_closure"),
+    [
+        (lambda use: setattr(use.config, "weights", [2.0] * 8), "'weights' of", True),
+        (lambda use: use.teacher.weight.data.copy_(torch.ones(8, 8)), "", True),
+        (lambda use: nn.init.ones_(use.teacher.weight), "'weight' of", True),
+        (lambda use: setattr(use.teacher, "bias", nn.Parameter(torch.ones(8))), "'bias' of", True),
+        (lambda use: nn.init.ones_(use.loss.teacher.weight), "teacher.weight' was changed", False),
+        (lambda use: setattr(use.loss, "scale", torch.zeros(())), "scale' was replaced", False),
+        (lambda use: nn.init.ones_(use.model[1].weight), "weight '1.weight' was changed", False),
+        (lambda use: use.model.__setitem__(1, nn.ReLU()), "'1' was replaced", False),
+        (
+            lambda use: use.model[0].register_forward_hook(print),
+            "a hook of the model or of the loss was added",
+            False,
+        ),
+        (_freeze, "requires_grad of '0.weight'", False),
+    ],
+)
+def test_what_the_script_does_to_what_stages_have_copies_of(change, words, in_closure):
+    use = OwnUse()
+    loss_fn = use.in_closure() if in_closure else use.loss
+    with Pipeline(
+        use.model, stages=2, loss_fn=loss_fn, optimizer=SGD, schedule="1f1b", micro_batches=1,
+        workers="serial",
+    ) as pipe:  # fmt: skip
+        (x, y), *_ = batches()
+        pipe.submit(x, y).result()
+        change(use)
+        if not words:  # past all that torch knows of: no version, no other memory
+            pipe.submit(x, y).result()
+            return
+        with pytest.raises(ConfigError, match=words):
+            pipe.submit(x, y).result()
+
+
+class Calls(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.calls = 0
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x):
+        self.calls += 1
+        self.mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
+        return super().forward(x)
+
+
+def test_a_script_may_load_weights_and_use_its_model():
+    model = nn.Sequential(*layers(Calls, Calls))
+    expected = plain(model)
+    data, losses = batches(), []
+    with Pipeline(
+        model, stages=2, example=data[0], loss_fn=F.mse_loss, optimizer=SGD, schedule="1f1b",
+        micro_batches=1, workers="serial",
+    ) as pipe:  # fmt: skip
+        for x, y in data:
+            losses.append(pipe.submit(x, y).result().loss)
+            model.load_state_dict(pipe.state_dict())
+            model.requires_grad_(False)
+            assert model(x).shape == y.shape
+        assert_same((losses, pipe.state_dict()), expected)

@@ -1,0 +1,54 @@
+"""A small model in a plain loop and on a pipeline that flushes, whose bits are compared."""
+
+import copy
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pipedream_rt import Pipeline
+
+SGD = (torch.optim.SGD, {"lr": 0.1})
+
+
+def batches(count=4):
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(2, 8, 8, generator=generator).unbind() for _ in range(count)]
+
+
+def plain(model, loss_fn=F.mse_loss, optimizer=None, clip=None, data=None):
+    """Losses and weights of a plain loop over a copy of a model."""
+    model = copy.deepcopy(model)
+    optimizer = optimizer or (lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
+    optimizer, losses = optimizer(model), []
+    for x, y in data or batches():
+        optimizer.zero_grad()
+        loss = loss_fn(model(x), y)
+        loss.backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def piped(model, loss_fn=F.mse_loss, optimizer=SGD, workers="serial", stages=2, **options):
+    """The same on a pipeline that flushes."""
+    data = batches()
+    with Pipeline(
+        model, stages=stages, example=data[0], loss_fn=loss_fn, optimizer=optimizer,
+        schedule="1f1b", micro_batches=1, workers=workers, **options,
+    ) as pipe:  # fmt: skip
+        return [r.loss for r in pipe.train_epoch(data)], pipe.state_dict()
+
+
+def assert_same(found, expected):
+    assert found[0] == expected[0]
+    assert found[1].keys() == expected[1].keys()
+    for name, value in expected[1].items():
+        assert torch.equal(found[1][name], value), name
+
+
+def layers(*kinds):
+    torch.manual_seed(0)
+    return [kind(8, 8) for kind in kinds]
