@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.device.references import computed_on_the_device
-from support.labelled import CLASSES, IGNORED, classifier, labelled
+from support.labelled import IGNORED, classifier, labelled
 from support.pinned import Flat as Pipeline
 from torch import nn
 

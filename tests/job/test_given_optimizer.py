@@ -57,7 +57,6 @@ def test_the_first_rule_that_fits_counts_and_the_rest_has_the_defaults():
         (["*.bias"], "is a pair of a pattern"),
         ([("*.bias", 0.1)], "is a pair of a pattern"),
         ([(3, {})], "3 is neither a pattern"),
-        ([("*.bias", {"lr": -1.0})], "AdamW refused its arguments: Invalid learning"),
     ],
 )
 def test_rules_that_make_no_sense_are_refused(rules, words):
@@ -110,7 +109,7 @@ def test_an_optimizer_is_taken_apart_by_names():
         (["2.weight", "2.bias"], 0.1),
     ]
     assert found.optimizer_class is Halves
-    assert found.attributes == {"share": 0.5}
+    assert found.attributes["share"] == 0.5
 
 
 def test_a_rate_that_is_a_tensor_is_copied():

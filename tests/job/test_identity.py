@@ -13,7 +13,7 @@ from support.deadlines import LATEST_S
 from torch import nn
 
 from pipedream_rt import CheckpointError, Checkpoints, ConfigError
-from pipedream_rt.codecs import Int8
+from pipedream_rt.codecs import BFloat16
 from pipedream_rt.corrections import ErrorFeedback
 from pipedream_rt.job.identity import ACCEPTABLE, Identity, name_of_loss, names_of
 
@@ -48,7 +48,8 @@ TOLD = [
 ]
 
 
-def compare(accept=(), saved=SAVED.plain(), **changes):
+def compare(accept=(), saved=None, **changes):
+    saved = SAVED.plain() if saved is None else saved
     dataclasses.replace(SAVED, **changes).compare(saved, "step-7", accept)
 
 
@@ -102,7 +103,10 @@ class Quiet:
 
 
 def test_things_are_named_by_what_they_print_or_by_their_class_and_values():
-    assert names_of([Int8(), ErrorFeedback()]) == ["Int8()", "ErrorFeedback(limit=1.0)"]
+    assert names_of([BFloat16(), ErrorFeedback()]) == [
+        repr(BFloat16()),
+        "ErrorFeedback(limit=1.0)",
+    ]
     one, same, other = names_of([Quiet(1), Quiet(1), Quiet(2)])
     assert one == same != other
     assert one.startswith(f"{__name__}.Quiet ")

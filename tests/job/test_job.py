@@ -4,7 +4,6 @@ import inspect
 import os
 import threading
 
-import cloudpickle
 import pytest
 import torch
 import torch.nn.functional as F
@@ -46,19 +45,6 @@ def test_nothing_starts_and_nothing_is_written(tmp_path):
     assert not list(tmp_path.iterdir())
     assert made.plan.num_stages == len(made.specs) == 4
     assert made.options.makes_checkpoints
-
-
-def test_a_stage_can_be_made_of_what_is_packed():
-    made = job(training=Training(clip=Clip(norm=1.0), ema=0.9, autocast=torch.bfloat16))
-    specs = [
-        cloudpickle.loads(data.numpy().tobytes(), buffers=[b.numpy() for b in buffers])
-        for data, *buffers in made.specs
-    ]
-    assert [spec.stage for spec in specs] == [0, 1, 2, 3]
-    assert [spec.loss_fn is None for spec in specs] == [True, True, True, False]
-    assert {type(rule).__name__ for rule in specs[0].rules} >= {"Clip", "Averaging"}
-    assert specs[2].names == {"2.weight": "2.weight", "2.bias": "2.bias"}
-    assert all(spec.plan == made.plan and spec.seed == 7 for spec in specs)
 
 
 def test_a_plan_has_its_ties_and_norms():

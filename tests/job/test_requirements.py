@@ -9,7 +9,6 @@ from torch import nn
 
 import pipedream_rt
 from pipedream_rt import Checkpoints, ConfigError, Layout, Recovery, Training, UnknownOption
-from pipedream_rt.job.options import Recovery
 from pipedream_rt.job.requirements import (
     refuse_unknown,
     require_choice,
@@ -51,7 +50,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(make, words):
 
 def test_the_first_name_that_is_not_known_is_refused():
     refuse_unknown("Layout", ["credits", "slack"])
-    with pytest.raises(UnknownOption, match="no option 'zzz'; there are .*credits"):
+    with pytest.raises(UnknownOption, match=r"no option 'zzz'; there are .*credits"):
         refuse_unknown("Layout", ["credits", "zzz", "yyy"])
 
 

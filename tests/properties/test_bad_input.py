@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from support.models import Raises, Unpicklable, mlp, regression
+from support.models import Raises, mlp, regression
 from support.pinned import Pipeline
 from torch import nn
 
@@ -26,7 +26,6 @@ from pipedream_rt import (
     RendezvousTimeout,
     StageFailed,
 )
-from pipedream_rt.job.options import Recovery
 from pipedream_rt.serial.cluster import SerialCluster
 
 pytestmark = [pytest.mark.threads, pytest.mark.usefixtures("environment")]
@@ -110,22 +109,6 @@ def test_wrong_arguments(kwargs, words):
 def test_what_is_no_model(model):
     with pytest.raises(ConfigError, match=r"is a Tensor|give an nn.Sequential or a list"):
         Pipeline(model, stages=1, workers="serial")
-
-
-def test_a_model_that_does_not_pickle_is_named():
-    with pytest.raises(ConfigError, match=r"layer 1 \(Unpicklable\) cannot be pickled"):
-        make(nn.Sequential(nn.Linear(8, 8), Unpicklable(), nn.Linear(8, 8)))
-
-
-def test_a_loss_that_does_not_pickle_is_named():
-    lock = threading.Lock()
-
-    def loss(output, target):
-        with lock:
-            return F.mse_loss(output, target)
-
-    with pytest.raises(ConfigError, match=r"loss_fn \(function\) cannot be pickled"):
-        make(loss_fn=loss)
 
 
 def test_training_without_loss_or_optimizer():

@@ -24,7 +24,6 @@ from pipedream_rt.corrections import (
     DelayCompensation,
     ErrorFeedback,
     Extrapolation,
-    StalenessDamping,
 )
 
 
@@ -80,8 +79,6 @@ def test_an_error_in_a_hook_says_where():
 
 
 # -- options ------------------------------------------------------------------------------------
-
-
 
 
 # -- moments ------------------------------------------------------------------------------------

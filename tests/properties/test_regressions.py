@@ -299,23 +299,6 @@ def test_a_buffer_that_is_filled_later_is_in_state_dicts(tmp_path):
         assert {"0.mean", "1.mean"} <= pipe.state_dict().keys()
 
 
-class HoldsDetached(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.table = self.linear.weight.detach()
-
-    def forward(self, x):
-        return self.linear(x) + x @ self.table
-
-
-def test_a_tensor_over_the_memory_of_a_weight_is_refused():
-    with pytest.raises(ConfigError, match=r"layer 0 holds a tensor over the memory of 0\.linear"):
-        opened(nn.Sequential(HoldsDetached(), nn.Linear(8, 8)))
-    model = mlp()
-    table = model[3].weight.detach()
-    with pytest.raises(ConfigError, match=r"loss_fn holds a tensor over the memory of 3\.weight"):
-        opened(model, loss_fn=lambda o, t: F.mse_loss(o, t) * (1 + table.pow(2).sum()))
 
 
 class Asks(nn.Module):
