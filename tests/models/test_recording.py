@@ -12,38 +12,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support.between import Base, X, recorded
 from torch import nn
 from torch.nn.utils import rnn
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.models.cut import cut, find_layers, first_layer
-from pipedream_rt.models.recording import record, refuse_changing
-
-
-class Base(nn.Module):
-    """Two layers; what happens in between is up to the test."""
-
-    def __init__(self, between=lambda self, x: x):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.scale = nn.Parameter(torch.ones(4))
-        self.register_buffer("shift", torch.zeros(4))
-        self.between = between
-
-    def forward(self, x, **options):
-        return self.b(self.between(self, self.a(x), **options))
-
-
-def recorded(model, *args, **kwargs):
-    options = {k: kwargs.pop(k) for k in ("training", "grad") if k in kwargs}
-    return record(model, find_layers(model), args, kwargs, **options)
+from pipedream_rt.models.recording import refuse_changing
 
 
 def lines(program):
     return str(program).splitlines()
-
-
-X = torch.randn(3, 4)
 
 
 def test_a_program_says_what_happens_between_the_layers():
@@ -354,18 +332,6 @@ def test_packed_sequences_must_stay_in_one_layer():
         recorded(Packed(), torch.randn(2, 3, 4), torch.tensor([3, 2]))
 
 
-@pytest.mark.parametrize("layout", ["sparse", "nested"])
-def test_what_is_not_dense_cannot_pass_between_layers(layout):
-    class Makes(nn.Module):
-        def forward(self, x):
-            return x.to_sparse() if layout == "sparse" else torch.nested.nested_tensor([x, x[:1]])
-
-    model = Base()
-    model.a = Makes()
-    with pytest.raises(ConfigError, match=f"layer 'a' returns a {layout} tensor, which cannot"):
-        recorded(model, X)
-
-
 def test_an_encoder_that_makes_nested_tensors_is_told_what_to_do():
     class Encoder(nn.Module):
         def __init__(self, **kwargs):
@@ -455,119 +421,3 @@ def test_hooks_of_a_module_that_is_taken_apart_are_refused(how):
     getattr(model, how)(lambda *_: None)
     with pytest.raises(ConfigError, match="the model has hooks"):
         recorded(model, X)
-
-
-# -- layers and cuts ----------------------------------------------------------------------------
-
-
-def test_elements_of_lists_stay_whole():
-    model = nn.Module()
-    model.embed = nn.Embedding(3, 4)
-    model.blocks = nn.ModuleList(
-        [nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.TransformerEncoderLayer(4, 2)]
-    )
-    model.head = nn.Linear(4, 3)
-    assert list(find_layers(model)) == ["embed", "blocks.0.0", "blocks.0.1", "blocks.1", "head"]
-    assert "blocks.1.linear1" in find_layers(model, ["blocks.1.linear1"])
-
-
-def test_split_points():
-    program = recorded(Base(), X)
-    modules = dict(Base().named_modules())
-    assert first_layer("b", program, modules) == "b"
-    with pytest.raises(ConfigError, match="no module 'bb'; did you mean 'b'"):
-        first_layer("bb", program, modules)
-    with pytest.raises(ConfigError, match=r"no stage can begin at 'c': the forward does not call"):
-        first_layer("c", program, {**modules, "c": nn.ReLU()})
-
-
-def stages(model, *args, at, **kwargs):
-    program = recorded(model, *args, **kwargs)
-    homes = {name: stage for stage, name in enumerate(at, 1)}
-    return cut(program, homes, len(at) + 1).stages
-
-
-def test_what_comes_of_inputs_alone_is_computed_where_it_is_needed():
-    """The mask is not sent; its input goes to both stages."""
-
-    class Masked(Base):
-        def forward(self, x, keep):
-            mask = keep.unsqueeze(-1) & (torch.arange(4) < 3)
-            x = self.a(x).masked_fill(mask, 0)
-            return self.b(x).masked_fill(mask, 0)
-
-    first, last = stages(Masked(), X, torch.ones(3, dtype=torch.bool), at=["b"])
-    assert first.takes == {-1: (0, 1)}
-    assert last.takes == {-1: (1,), 0: (7,)}
-    assert [s.name for s in last.steps if s.free] == [s.name for s in first.steps if s.free]
-
-
-def test_a_value_of_several_stages_goes_from_one_to_the_next():
-    """0 makes it, 1 and 2 use it; 1 sends it on."""
-
-    class Skips(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-
-        def forward(self, x):
-            x = self.layers[0](x)
-            y = self.layers[1](x)
-            z = self.layers[2](y) + x
-            return self.layers[3](z) + x
-
-    found = stages(Skips(), X, at=["layers.1", "layers.2", "layers.3"])
-    assert [s.gives for s in found] == [{1: (1,)}, {2: (1, 2)}, {3: (1, 4)}, {}]
-
-
-class InPlace(nn.Module):
-    """Changes a value in place of which another stage has a copy."""
-
-    def __init__(self, forward):
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
-        self._forward = forward
-
-    def forward(self, x):
-        return self._forward(self, x)
-
-
-def changes_input(self, x):
-    y = self.b(self.a(x))
-    x[0] = y[0].detach()
-    return self.c(y) + x
-
-
-def changes_view(self, x):
-    y = self.a(x)
-    view = y[:, :2]
-    z = self.b(y)
-    y.mul_(2)
-    return self.c(z) + view.sum(1, keepdim=True)
-
-
-def changes_own(self, x):
-    y = self.a(x)
-    y += 1
-    z = self.b(y)
-    z.relu_()
-    return self.c(z) + y
-
-
-@pytest.mark.parametrize("forward", [changes_input, changes_view])
-def test_a_change_in_place_that_another_stage_would_not_see_is_refused(forward):
-    with pytest.raises(ConfigError, match=r"changes in place on stage 1 what .*\(\w+ \d+\)"):
-        stages(InPlace(forward), X, at=["b", "c"])
-    stages(InPlace(forward), X, at=[])
-
-
-def fills_input(self, x):
-    y = self.b(self.a(x))
-    x[0] = 1
-    return self.c(y) + x
-
-
-@pytest.mark.parametrize("forward", [changes_own, fills_input])
-def test_other_changes_in_place_are_fine(forward):
-    """Of what the stage has made; or of an input by what every stage can compute."""
-    stages(InPlace(forward), X, at=["b", "c"])

@@ -883,21 +883,6 @@ def test_layers_that_workers_build_have_the_weights_of_the_whole(workers):
             assert_same(copy.state_dict(), weights)
 
 
-@pytest.mark.parametrize(
-    ("tied", "words"),
-    [
-        ({"weight": "1.weight"}, "layer 1 ties 'weight' to '1.weight', but '1' is not the name of"),
-        ({"weight": "0.wait"}, "there is no parameter '0.wait' to tie another one to"),
-        ({"wait": "0.weight"}, "layer 1 has no parameter 'wait', which tied= names"),
-        ({"weight": "0.weight"}, r"'weight' of shape \(20, 4\) to '0.weight' of shape \(20, 8\)"),
-    ],
-)
-def test_wrong_ties_of_layers_that_workers_build_are_refused(tied, words):
-    layers = [LayerSpec(nn.Embedding, 20, 8), LayerSpec(nn.Linear, 4, 20, bias=False, tied=tied)]
-    with pytest.raises(ConfigError, match=words):
-        Pipeline(layers, stages=2, loss_fn=whole.words_loss, optimizer=ADAMW, workers="serial")
-
-
 # -- versions that are kept, and the average of the weights ---------------------------------------
 
 
@@ -993,17 +978,6 @@ def test_a_kept_version_has_buffers_and_frozen_weights_of_its_own(schedule, k, r
             assert_same(pipe.state_dict(version=version), weights)
             assert pipe.evaluate(data, version=version) == loss
         assert not torch.equal(pipe.state_dict()["0.mean"], weights["0.mean"])
-
-
-def test_two_buffers_over_one_memory_are_refused():
-    class Two(nn.Linear):
-        def __init__(self):
-            super().__init__(2, 2)
-            self.register_buffer("all", torch.zeros(4))
-            self.register_buffer("first", self.all[:2])
-
-    with pytest.raises(ConfigError, match=r"0.first and 0.all are two tensors over the same mem"):
-        Pipeline([Two(), nn.Linear(2, 2)], stages=2)
 
 
 # -- losses that are scaled -----------------------------------------------------------------------

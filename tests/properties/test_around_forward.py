@@ -192,26 +192,3 @@ def test_dropout_that_goes_on_in_evaluation_goes_on(base):
     bias = weights[max(key for key in weights if key.endswith("bias"))]
     expected = sum(F.mse_loss(bias.expand_as(y), y).item() for _, y in data) / 2
     assert evaluated == pytest.approx(expected, rel=1e-6)
-
-
-class Counts(Whole):
-    """A mode that changes something else."""
-
-    def train(self, mode=True):
-        self.calls = getattr(self, "calls", 0) + 1
-        return super().train(mode)
-
-
-def test_a_mode_that_changes_something_else_is_refused_by_name():
-    data = regression(1)
-    with pytest.raises(ConfigError, match=r"the model, a Counts, has a method train\(\) .*'calls'"):
-        trained(Counts(), data, example=data[0])
-
-
-def test_the_model_itself_is_left_as_it_was():
-    model, data = frozen_whole(), regression(1)
-    model.layers[4].eval()
-    before = [module.training for module in model.modules()]
-    trained(model, data, example=data[0])
-    assert [module.training for module in model.modules()] == before
-    assert all("train" not in vars(module) for module in model.modules())

@@ -24,7 +24,7 @@ from torch.ao.quantization import (
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from pipedream_rt import Clip, ConfigError, LayerSpec, StageFailed, Training
+from pipedream_rt import Clip, ConfigError, StageFailed, Training
 
 # -- a loss from which nothing can be derived ---------------------------------------------------
 
@@ -372,18 +372,6 @@ def test_buffers_may_be_resized(workers, kind, whole):
     assert_same(plain(model), expected)  # the script's own model is as it was
 
 
-def test_a_wrapped_model_is_refused():
-    torch.distributed.init_process_group(
-        "gloo", rank=0, world_size=1, store=torch.distributed.HashStore()
-    )
-    try:
-        wrapped = nn.parallel.DistributedDataParallel(nn.Sequential(*layers(nn.Linear, nn.Linear)))
-        with pytest.raises(ConfigError, match=r"wrapped in DistributedData.*give model\.module"):
-            piped(wrapped)
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 def test_an_unusual_way_out_of_a_layer_is_named():
     """As hooks of transformers do it for output_hidden_states."""
 
@@ -441,36 +429,6 @@ def test_a_layer_may_count_for_itself():
 
     model = nn.Sequential(*layers(Warming, nn.Linear))
     assert_same(piped(model), plain(model))
-
-
-class Numbered(nn.Linear):
-    made = 0
-
-    def __init__(self, *sizes):
-        super().__init__(*sizes)
-        Numbered.made += 1
-        self.number = Numbered.made
-
-    def forward(self, x):
-        return super().forward(x) / self.number
-
-
-def drawn():
-    layer = nn.Linear(8, 8)
-    layer.scale = random.random()
-    return layer
-
-
-@pytest.mark.parametrize(
-    ("factory", "words"),
-    [
-        (lambda: Numbered(8, 8), "given 'number' the value"),
-        (drawn, "draws random numbers of Python"),
-    ],
-)
-def test_factories_that_count_or_draw_are_refused(factory, words):
-    with pytest.raises(ConfigError, match=f"the factory of layer 0 .*{words}"):
-        piped([LayerSpec(factory), LayerSpec(nn.Linear, 8, 8)])
 
 
 # -- objects that several stages have ------------------------------------------------------------

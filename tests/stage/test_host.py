@@ -1,8 +1,6 @@
 """A worker's stages on the calling thread: from their start messages to their end."""
 
 import os
-import subprocess
-import sys
 import threading
 from datetime import timedelta
 
@@ -11,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import messages
-from support.deadlines import LATEST_S
 from support.stages import with_layers
 from torch import nn
 
@@ -239,60 +236,6 @@ def test_the_settings_of_the_users_process_are_applied():
     }
     Host().put(start(settings={**settings_now(), **changed})).serve()
     assert changed.items() <= settings_now().items()
-
-
-def test_what_kernels_of_a_gpu_go_by_is_applied_too():
-    """By the names that the script has used: to mix the old and the new is an error in torch."""
-    done = subprocess.run(
-        [sys.executable, "-c", _ANOTHER_PROCESS], capture_output=True, text=True, timeout=LATEST_S
-    )
-    assert done.stdout.split() == ["old", "new", "half"], done.stdout + done.stderr
-
-
-_ANOTHER_PROCESS = """
-import os, torch
-from pipedream_rt.models.settings import apply_settings, settings_now
-
-def in_a_child(change):
-    reader, writer = os.pipe()
-    if os.fork() == 0:
-        change()
-        os.write(writer, repr(settings_now(of_devices=True)).encode())
-        os._exit(0)
-    os.wait()
-    return eval(os.read(reader, 1 << 16), {"torch": torch})
-
-def old():
-    torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cuda.matmul.allow_tf32 = True
-
-def new():
-    torch.backends.cudnn.conv.fp32_precision = "ieee"
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-
-def half():
-    matmul = torch.backends.cuda.matmul
-    try:
-        matmul.allow_bf16_reduced_precision_reduction = (False, False)
-    except RuntimeError:  # older versions know nothing of split-K
-        matmul.allow_bf16_reduced_precision_reduction = False
-
-assert settings_now().keys() < settings_now(of_devices=True).keys()
-for change in (old, new, half):
-    settings = in_a_child(change)
-    if os.fork() == 0:
-        apply_settings(settings)
-        assert settings_now(of_devices=True) == settings
-        if change is old:
-            with torch.backends.cudnn.flags(enabled=False):  # it reads by the old name
-                pass
-            assert not torch.backends.cudnn.allow_tf32
-        if change is new:
-            assert torch.backends.cudnn.conv.fp32_precision == "ieee"
-        os._exit(0)
-    assert os.wait()[1] == 0, change
-    print(change.__name__)
-"""
 
 
 def test_what_a_stage_is_made_of_must_be_what_was_sent():

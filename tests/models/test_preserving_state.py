@@ -1,0 +1,167 @@
+"""The model of a user is looked at, and it and its surroundings are left as they were."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.models.modes import Modes
+from pipedream_rt.models.preserving_state import (
+    as_it_was,
+    called_with,
+    drawn_outside,
+    kept_outside,
+    mode_set,
+    modules_inside,
+    refill,
+    refuse_unfit_modules,
+)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        self.register_buffer("mean", torch.zeros(2))
+        self.calls, self.seen = 0, [1]
+
+
+def layers(model):
+    return {f"blocks.{number}": block for number, block in enumerate(model.blocks)}
+
+
+def looked_at(change, model=None):
+    """What is left of a model after a body has changed it, and the error."""
+    model = model or Model()
+    before = dict(vars(model)), dict(model._buffers), [*model.seen], dict(model._modules)
+    error = None
+    try:
+        with as_it_was(model, layers(model)):
+            change(model)
+    except ConfigError as refused:
+        error = str(refused)
+    assert (dict(vars(model)), dict(model._buffers), [*model.seen], dict(model._modules)) == before
+    return error
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda m: setattr(m, "calls", 1), "changes the attribute 'calls' of the model"),
+        (lambda m: setattr(m, "new", 1), "changes the attribute 'new' of the model"),
+        (lambda m: m.seen.append(2), "changes the attribute 'seen' of the model"),
+        (lambda m: setattr(m, "mean", torch.ones(2)), "changes the attribute 'buffers' of the"),
+        (lambda m: m.register_module("more", nn.ReLU()), "the attribute 'modules' of the model"),
+        (lambda m: setattr(m.blocks, "kept", 1), "changes the attribute 'kept' of blocks"),
+        (lambda m: torch.manual_seed(99), r"calls torch.manual_seed"),
+        (lambda m: random.random(), "draws random numbers of Python or NumPy"),
+        (lambda m: np.random.rand(), "draws random numbers of Python or NumPy"),
+    ],
+    ids=["attribute", "new", "list", "buffer", "module", "inner", "seed", "python", "numpy"],
+)
+def test_what_a_forward_changes_outside_of_layers_is_put_back_and_refused(change, words):
+    assert words in looked_at(change)
+
+
+def test_a_layer_may_keep_what_it_likes_and_it_is_put_back_too():
+    model = Model()
+    assert looked_at(lambda m: setattr(m.blocks[0], "calls", 1), model) is None
+    assert not hasattr(model.blocks[0], "calls")
+    assert looked_at(lambda m: m.eval()) is None
+    before = torch.get_rng_state()
+    assert looked_at(lambda m: torch.rand(3), model) is None
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_error_of_the_body_says_more_and_the_model_is_put_back():
+    model = Model()
+    with pytest.raises(ZeroDivisionError), as_it_was(model, layers(model)):
+        model.calls = 1 / 0 if model.seen.append(2) else 1 // 0
+    assert (model.calls, model.seen) == (0, [1])
+
+
+class Raises(nn.Module):
+    def forward(self, x):
+        return torch.ones(2) @ x
+
+
+def test_an_error_of_a_forward_names_the_users_line_and_the_mode():
+    words = rf"of the model, a Raises, does not take the example .* at {__file__}:\d+ in forward"
+    with pytest.raises(ConfigError, match=words) as caught:
+        called_with(Raises(), [torch.ones(3)], {})
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    with torch.no_grad(), pytest.raises(ConfigError, match="in eval mode, without gradients"):
+        called_with(Raises(), [torch.ones(3)], {})
+    with pytest.raises(ConfigError, match=r"TypeError: .*unexpected keyword argument 'mask'"):
+        called_with(Raises(), [torch.ones(2)], {"mask": 1})
+
+
+def compiled(module):
+    module._compiled_call_impl = print  # as Module.compile sets it
+
+
+def hooked(module):
+    module.register_forward_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (compiled, r"{} is compiled as a whole.*Training\(compile=True\)"),
+        (hooked, "{} has hooks, .* put them on one of the layers, such as blocks.0"),
+    ],
+)
+def test_what_would_be_lost_when_a_model_is_taken_apart_is_refused(change, words):
+    model = Model()
+    change(model.blocks[0])
+    refuse_unfit_modules(model, layers(model))  # a layer stays whole
+    change(model.blocks)
+    with pytest.raises(ConfigError, match=words.format("blocks")):
+        refuse_unfit_modules(model, layers(model))
+    model = Model()
+    change(model)
+    with pytest.raises(ConfigError, match=words.format("the model")):
+        refuse_unfit_modules(model, layers(model))
+
+
+def test_modes_are_set_without_a_call_of_train_and_put_back():
+    class Own(Model):
+        def train(self, mode=True):
+            raise AssertionError
+
+    model = Own()
+    model.blocks[1].training = False
+    with mode_set(model, True, Modes(in_training=("blocks.0",), in_eval=("blocks.1",))):
+        assert [block.training for block in model.blocks] == [False, True]
+    with mode_set(model, False, Modes(in_training=("blocks.0",), in_eval=("blocks.1",))):
+        assert [block.training for block in model.blocks] == [False, True]
+        assert not model.training
+    with mode_set(model, None, Modes()):
+        model.training = False
+    assert [model.training, *(block.training for block in model.blocks)] == [True, True, False]
+
+
+def test_random_numbers_outside_of_torch_go_on_as_before():
+    before = drawn_outside()
+    with kept_outside():
+        random.random()
+        np.random.rand()
+        assert drawn_outside() != before
+    assert drawn_outside() == before
+
+
+@pytest.mark.parametrize("kind", [list, set, dict.fromkeys])
+def test_a_container_gets_its_content_and_stays_the_same_object(kind):
+    held, content = kind([1, 2]), kind([3])
+    other = held
+    refill(held, content)
+    assert other == content
+    assert other is not content
+
+
+def test_inside_are_the_layers_and_what_is_in_them():
+    model = nn.Sequential(nn.Sequential(nn.ReLU()), nn.Linear(2, 2))
+    assert modules_inside({"0": model[0]}) == {id(model[0]), id(model[0][0])}
