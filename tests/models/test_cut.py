@@ -141,6 +141,9 @@ def test_only_a_heavy_element_of_a_list_is_opened():
     handle.remove()
     model._no_split_modules = ["Module"]
     assert list(find_layers(model)) == kept
+    del model._no_split_modules
+    model.parts.append(nn.Linear(999, 99))
+    assert list(find_layers(model)) == [*kept, "parts.3"]
 
 
 def test_a_module_that_stands_twice_is_one_layer():

@@ -421,3 +421,15 @@ def test_hooks_of_a_module_that_is_taken_apart_are_refused(how):
     getattr(model, how)(lambda *_: None)
     with pytest.raises(ConfigError, match="the model has hooks"):
         recorded(model, X)
+
+
+@pytest.mark.parametrize("layout", ["sparse", "nested"])
+def test_what_is_not_dense_cannot_pass_between_layers(layout):
+    class Makes(nn.Module):
+        def forward(self, x):
+            return x.to_sparse() if layout == "sparse" else torch.nested.nested_tensor([x, x[:1]])
+
+    model = Base()
+    model.a = Makes()
+    with pytest.raises(ConfigError, match=f"layer 'a' returns a {layout} tensor, which cannot"):
+        recorded(model, X)
