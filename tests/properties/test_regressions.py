@@ -299,8 +299,6 @@ def test_a_buffer_that_is_filled_later_is_in_state_dicts(tmp_path):
         assert {"0.mean", "1.mean"} <= pipe.state_dict().keys()
 
 
-
-
 class Asks(nn.Module):
     """A layer that goes by what its weight is."""
 
