@@ -16,10 +16,16 @@ from pipedream_rt import ConfigError, Observe, Recovery
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 pytest.importorskip("accelerate", reason="needs the extra hf")
 
-from support.trainers import calm  # noqa: E402, F401 - a fixture
-from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+from support.trainers import FLUSHED, as_plain, calm, rows  # noqa: E402, F401 - a fixture
+from transformers import (  # noqa: E402
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
-from pipedream_rt.hf import PipelineTrainer  # noqa: E402
+from pipedream_rt.hf import PipelineMixin, PipelineTrainer  # noqa: E402
 from pipedream_rt.observers import Evaluated  # noqa: E402
 
 pytestmark = [
@@ -277,6 +283,38 @@ def test_a_run_of_a_plain_trainer_goes_on_from_its_checkpoint(tmp_path):
         PipelineTrainer, tmp_path / "ours", model=llama(), resume=str(checkpoint), **options
     )
     assert_equal(whole[0], found[0])
+
+
+def test_generation_in_the_evaluation_of_a_seq2seq_trainer(tmp_path):
+    class Piped(PipelineMixin, Seq2SeqTrainer):
+        """A Seq2SeqTrainer over a pipeline."""
+
+    def does(cls):
+        torch.manual_seed(0)
+        model = transformers.T5ForConditionalGeneration(
+            transformers.T5Config(
+                d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, vocab_size=32,
+                decoder_start_token_id=0, dropout_rate=0.0, eos_token_id=1, pad_token_id=0,
+            )
+        )  # fmt: skip
+        args = Seq2SeqTrainingArguments(
+            str(tmp_path / cls.__name__), num_train_epochs=1, per_device_train_batch_size=4,
+            report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True, learning_rate=1e-2,
+            predict_with_generate=True, generation_max_length=6, eval_strategy="epoch",
+        )  # fmt: skip
+        seen = []
+        trainer = cls(
+            model=model, args=args, train_dataset=rows(), eval_dataset=rows(6, 2),
+            compute_metrics=lambda found: seen.append(found.predictions) or {},
+            **({"pipeline": FLUSHED} if cls is Piped else {}),
+        )  # fmt: skip
+        trainer.train()
+        seen.append(trainer.predict(rows(3, seed=4), max_length=5).predictions)
+        if cls is Piped:
+            trainer.close()
+        return seen
+
+    assert len(as_plain(does, Seq2SeqTrainer, Piped)) == 3
 
 
 @pytest.mark.processes

@@ -12,7 +12,7 @@ import torch
 import tqdm
 import transformers
 from torch import Tensor
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from pipedream_rt.hf import PipelineMixin, PipelineTrainer
 
@@ -25,6 +25,10 @@ CALM = [
 VOCABULARY = 32
 FLUSHED = {"stages": 2, "schedule": "1f1b", "workers": "serial"}
 """A pipeline whose bits are those of a plain Trainer, where it cuts no batch."""
+
+ASYNCHRONOUS = {"stages": 3, "schedule": "async-1f1b", "micro_batches": 2}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
+SAVED = {"save_strategy": "steps", "save_steps": 2}
 
 _OF_TIME = ("runtime", "second", "total_flos")
 
@@ -185,3 +189,47 @@ def calm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)
     transformers.logging.set_verbosity_error()
     logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+class Calls(TrainerCallback):
+    """Calls functions at events; each gets the model, the state and what was seen so far."""
+
+    def __init__(self, seen: list[Any], **events: Callable[..., object]) -> None:
+        self.seen, self.events = seen, events
+
+    def _call(self, event: str, state: Any, given: dict[str, Any]) -> None:
+        if event in self.events:
+            self.events[event](given["model"], state, self.seen, given)
+
+
+def _event(name: str) -> Callable[..., None]:
+    def event(self: Calls, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self._call(name, state, {**given, "control": control})
+
+    return event
+
+
+for _name in [each for each in vars(TrainerCallback) if each.startswith("on_")]:
+    setattr(Calls, _name, _event(_name))
+
+
+def total(model: torch.nn.Module) -> float:
+    """Return the sum of all weights without their signs."""
+    return sum(float(p.detach().double().abs().sum()) for p in model.parameters())
+
+
+def with_callback(
+    folder: Any, options: Any = None, pipeline: Any = None, **events: Callable[..., object]
+) -> Callable[[type[Trainer]], Any]:
+    """Return what trains a trainer of a class with a callback, and returns all that there is."""
+
+    def does(cls: type[Trainer]) -> Any:
+        seen: list[Any] = []
+        with trainer_of(
+            cls, folder / cls.__name__, callbacks=[Calls(seen, **events)], pipeline=pipeline,
+            options={"logging_steps": 1, "eval_strategy": "epoch", **(options or {})},
+        ) as trainer:  # fmt: skip
+            trainer.train()
+            return weights_of(trainer), logs_of(trainer), seen, trainer.state.global_step
+
+    return does

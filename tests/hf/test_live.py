@@ -10,74 +10,31 @@ transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 pytest.importorskip("accelerate", reason="needs the extra hf")
 
 from support.trainers import (  # noqa: E402
+    ASYNCHRONOUS,
     CALM,
     FLUSHED,
+    Calls,
     as_plain,
     calm,  # noqa: F401 - a fixture
     llama,
     logs_of,
-    padded,
     rows,
     same,
+    total,
     trainer_of,
     weights_of,
+    with_callback,
 )
 from torch.nn.utils import prune  # noqa: E402
 from transformers import (  # noqa: E402
     LlamaForCausalLM,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
     Trainer,
-    TrainerCallback,
 )
 
 from pipedream_rt import ConfigError  # noqa: E402
 from pipedream_rt.hf import PipelineMixin, PipelineTrainer  # noqa: E402
 
 pytestmark = CALM
-
-ASYNCHRONOUS = {"schedule": "async-1f1b", "micro_batches": 2, "stages": 3}
-
-
-class Calls(TrainerCallback):
-    """Calls functions at events; each gets the model, the state and what was seen so far."""
-
-    def __init__(self, seen, **events):
-        self.seen, self.events = seen, events
-
-    def _call(self, event, state, given):
-        if event in self.events:
-            self.events[event](given["model"], state, self.seen, given)
-
-
-def _event(name):
-    def event(self, args, state, control, **given):
-        self._call(name, state, {**given, "control": control})
-
-    return event
-
-
-for _name in [each for each in vars(TrainerCallback) if each.startswith("on_")]:
-    setattr(Calls, _name, _event(_name))
-
-
-def total(model):
-    return sum(float(p.detach().double().abs().sum()) for p in model.parameters())
-
-
-def with_callback(folder, options=None, pipeline=None, **events):
-    """Return what trains a trainer of a class with a callback, and returns all that there is."""
-
-    def does(cls):
-        seen = []
-        with trainer_of(
-            cls, folder / cls.__name__, callbacks=[Calls(seen, **events)], pipeline=pipeline,
-            options={"logging_steps": 1, "eval_strategy": "epoch", **(options or {})},
-        ) as trainer:  # fmt: skip
-            trainer.train()
-            return weights_of(trainer), logs_of(trainer), seen, trainer.state.global_step
-
-    return does
 
 
 def generates(model, state, seen, given):
@@ -221,20 +178,6 @@ def test_what_a_callback_cannot_have_is_refused_with_what_to_do(name, tmp_path):
         does(PipelineTrainer)
 
 
-@pytest.mark.parametrize("event", ["on_step_end", "on_log"])
-def test_a_run_that_a_callback_stops_ends_at_that_step(event, tmp_path):
-    def stops(model, state, seen, given):
-        given["control"].should_training_stop = state.global_step >= 5
-
-    *_, steps = as_plain(with_callback(tmp_path, **{event: stops}))
-    assert steps == 5
-    if event == "on_step_end":
-        *_, steps = with_callback(tmp_path, pipeline=ASYNCHRONOUS, **{event: stops})(
-            PipelineTrainer
-        )
-        assert steps == 5
-
-
 def test_reading_changes_no_bit_of_an_asynchronous_run(tmp_path):
     def reads(model, state, seen, given):
         if state.global_step % 2:
@@ -265,19 +208,6 @@ def test_a_run_whose_callbacks_do_not_read_fetches_no_weights_before_its_end(
 
     with_callback(tmp_path, pipeline=pipeline, on_step_end=looks, on_log=looks)(PipelineTrainer)
     assert fetches == [12]
-
-
-def test_logs_of_an_asynchronous_run_tell_of_their_own_steps(tmp_path):
-    seen = []
-
-    def notes(model, state, _, given):
-        seen.append((state.global_step, state.epoch, given["logs"].get("grad_norm")))
-
-    *_, logs, _, _ = with_callback(tmp_path, pipeline=ASYNCHRONOUS, on_log=notes)(PipelineTrainer)
-    losses = [row for row in logs if "loss" in row]
-    assert [row["step"] for row in losses] == list(range(1, 13))
-    assert all(row["grad_norm"] > 0 for row in losses)
-    assert [s for s in seen if s[2]] == [(r["step"], r["epoch"], r["grad_norm"]) for r in losses]
 
 
 # -- between calls ------------------------------------------------------------------------------
@@ -544,26 +474,6 @@ def test_modes_are_those_of_training_whatever_was_evaluated_before(make, tmp_pat
     as_plain(with_net(tmp_path, make, options=options))
 
 
-@pytest.mark.parametrize("event", ["on_substep_end", "on_step_begin"])
-def test_a_stop_before_the_update_is_none_of_it(event, tmp_path):
-    """The loss of a part that a plain Trainer has computed by then is not in the mean of all."""
-
-    def stops(model, state, seen, given):
-        given["control"].should_training_stop = state.global_step >= 2
-
-    def does(cls):
-        with trainer_of(
-            cls, tmp_path / cls.__name__, callbacks=[Calls([], **{event: stops})],
-            options={"gradient_accumulation_steps": 2}, pipeline={"micro_batches": 2},
-        ) as trainer:  # fmt: skip
-            trainer.train()
-            return weights_of(trainer), trainer.state.global_step, logs_of(trainer)[:-1]
-
-    *_, steps, logs = as_plain(does)
-    assert steps == 2
-    assert logs
-
-
 def test_a_gradient_that_the_script_sets_is_refused(tmp_path):
     def sets(model):
         model.out.bias.grad = torch.ones(32)
@@ -675,140 +585,3 @@ def test_a_frozen_model_is_evaluated_and_an_odd_optimizer_refused(tmp_path):
         pytest.raises(ConfigError, match="step was replaced on the object"),
     ):
         trainer.train()
-
-
-# -- streams ------------------------------------------------------------------------------------
-
-
-class Stream(torch.utils.data.IterableDataset):
-    """Rows that come one after another; some streams know how many, or begin once."""
-
-    def __init__(self, count, once=False):
-        self.count, self._once = count, iter(rows(count)) if once else None
-
-    def __iter__(self):
-        return iter(rows(self.count)) if self._once is None else self._once
-
-
-class Sized(Stream):
-    """A stream that knows its length."""
-
-    def __len__(self):
-        return self.count
-
-
-STREAMS = {
-    "stream": (lambda: Stream(22), {"max_steps": 9}),
-    "accumulated": (lambda: Stream(24), {"max_steps": 5, "gradient_accumulation_steps": 2}),
-    "length": (lambda: Sized(22), {}),
-    "length, accumulated": (lambda: Sized(22), {"gradient_accumulation_steps": 2}),
-    "once": (lambda: Stream(22, once=True), {"max_steps": 5}),
-}
-
-
-@pytest.mark.parametrize("name", STREAMS)
-def test_a_stream_loses_no_row(name, tmp_path):
-    def does(cls):
-        make, options = STREAMS[name]
-        parts = options.get("gradient_accumulation_steps", 1)
-        with trainer_of(
-            cls, tmp_path / cls.__name__, train=make(), options={"logging_steps": 1, **options},
-            pipeline={"micro_batches": parts},
-        ) as trainer:  # fmt: skip
-            trainer.train()
-            return weights_of(trainer), logs_of(trainer), trainer.state.global_step
-
-    as_plain(does)
-
-
-def test_a_stream_that_is_shorter_after_a_resume(tmp_path):
-    def does(cls):
-        folder, options = tmp_path / cls.__name__, {"max_steps": 10}
-        saved = {**options, "save_strategy": "steps", "save_steps": 4}
-        with trainer_of(cls, folder, train=Stream(22), options=saved) as trainer:
-            trainer.train()
-        with trainer_of(cls, folder / "again", train=Stream(12), options=options) as trainer:
-            trainer.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
-            return weights_of(trainer), logs_of(trainer)
-
-    as_plain(does)
-
-
-@pytest.mark.parametrize("strategy", ["steps", "epoch"])
-@pytest.mark.parametrize("pipeline", [FLUSHED, ASYNCHRONOUS], ids=["flushed", "asynchronous"])
-def test_a_resumed_run_masks_what_the_whole_run_masks(strategy, pipeline, tmp_path):
-    def masks(items):
-        found = padded(items)
-        found["labels"][torch.rand(found["labels"].shape) < 0.3] = -100
-        return found
-
-    saved = {"save_strategy": strategy, "save_steps": 4}
-    given = {"data_collator": masks, "pipeline": pipeline}
-
-    def does(cls):
-        folder = tmp_path / cls.__name__
-        with trainer_of(cls, folder, options=saved, **given) as trainer:
-            trainer.train()
-            whole = weights_of(trainer)
-        torch.manual_seed(99)
-        with trainer_of(cls, folder / "again", model=llama(8), **given) as trainer:
-            step = 6 if strategy == "epoch" else 4
-            trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
-            return whole, weights_of(trainer), logs_of(trainer)
-
-    if pipeline is FLUSHED:
-        whole, resumed, _ = as_plain(does)
-    else:
-        whole, resumed, _ = does(PipelineTrainer)
-    if strategy == "epoch":  # within one, transformers draws the numbers of a batch again
-        same(whole, resumed)
-
-
-# -- Trainers of others -------------------------------------------------------------------------
-
-
-def test_generation_in_the_evaluation_of_a_seq2seq_trainer(tmp_path):
-    class Piped(PipelineMixin, Seq2SeqTrainer):
-        """A Seq2SeqTrainer over a pipeline."""
-
-    def does(cls):
-        torch.manual_seed(0)
-        model = transformers.T5ForConditionalGeneration(
-            transformers.T5Config(
-                d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, vocab_size=32,
-                decoder_start_token_id=0, dropout_rate=0.0, eos_token_id=1, pad_token_id=0,
-            )
-        )  # fmt: skip
-        args = Seq2SeqTrainingArguments(
-            str(tmp_path / cls.__name__), num_train_epochs=1, per_device_train_batch_size=4,
-            report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True, learning_rate=1e-2,
-            predict_with_generate=True, generation_max_length=6, eval_strategy="epoch",
-        )  # fmt: skip
-        seen = []
-        trainer = cls(
-            model=model, args=args, train_dataset=rows(), eval_dataset=rows(6, 2),
-            compute_metrics=lambda found: seen.append(found.predictions) or {},
-            **({"pipeline": FLUSHED} if cls is Piped else {}),
-        )  # fmt: skip
-        trainer.train()
-        seen.append(trainer.predict(rows(3, seed=4), max_length=5).predictions)
-        if cls is Piped:
-            trainer.close()
-        return seen
-
-    assert len(as_plain(does, Seq2SeqTrainer, Piped)) == 3
-
-
-def test_a_trainer_of_others_that_computes_its_own_loss_is_refused(tmp_path):
-    class Prefers(Trainer):
-        """A Trainer that calls its model twice."""
-
-        def compute_loss(self, model, inputs, **kwargs):
-            return model(**inputs)["loss"] - model(**inputs)["loss"]
-
-    own = type("Piped", (PipelineMixin, Prefers), {})
-    with (
-        pytest.raises(ConfigError, match=r"cannot do Prefers\.compute_loss: .* loss of its own"),
-        trainer_of(own, tmp_path),
-    ):
-        pass

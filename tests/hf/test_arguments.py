@@ -1,10 +1,6 @@
-"""All that a user of transformers' Trainer knows: over a pipeline the same bits, or refused.
-
-Its arguments, its methods and the events of its callbacks, as the installed version has them.
-"""
+"""Each argument of the installed transformers: the same bits over a pipeline, or refused."""
 
 import dataclasses
-import inspect
 from pathlib import Path
 
 import pytest
@@ -15,6 +11,8 @@ pytest.importorskip("accelerate", reason="needs the extra hf")
 
 from support.trainers import (  # noqa: E402
     CALM,
+    EVALUATED,
+    SAVED,
     as_plain,
     bert,
     calm,  # noqa: F401 - a fixture
@@ -22,18 +20,16 @@ from support.trainers import (  # noqa: E402
     logs_of,
     padded,
     rows,
-    same,
     trainer_of,
     weights_of,
 )
-from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+from transformers import Trainer, TrainingArguments  # noqa: E402
 from transformers.trainer_utils import SchedulerType  # noqa: E402
 
 from pipedream_rt import ConfigError  # noqa: E402
 from pipedream_rt.hf import PipelineTrainer  # noqa: E402
 from pipedream_rt.hf.__main__ import page  # noqa: E402
 from pipedream_rt.hf.arguments import known_arguments  # noqa: E402
-from pipedream_rt.hf.overrides import NEVER_CALLED, REPLACED, SAME  # noqa: E402
 
 pytestmark = CALM
 
@@ -49,11 +45,7 @@ def trained(folder, **given):
     return does
 
 
-# -- arguments ----------------------------------------------------------------------------------
-
 UNEQUAL = {"train": rows(22, least=4), "evaluated": rows(6, 2, least=4), "data_collator": padded}
-EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
-SAVED = {"save_strategy": "steps", "save_steps": 2}
 
 TRIED = {
     "output_dir": {},
@@ -252,145 +244,6 @@ def test_batches_that_are_cut_further_train_the_same_up_to_rounding(count, tmp_p
             torch.testing.assert_close(found[1][0][name], value, rtol=1e-4, atol=1e-6)
         losses = [[row["loss"] for row in logs if "loss" in row] for _, logs in found]
         assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-
-
-# -- methods ------------------------------------------------------------------------------------
-
-ANOTHER_NUMBER = {
-    "_load_optimizer_and_scheduler": "the state of the pipeline has both",
-    "_load_scaler": "no losses are scaled here",
-    "_get_num_items_in_batch": "micro-batches are weighed by it too",
-    "get_sp_size": "_get_num_items_in_batch calls it",
-    "get_cp_size": "_get_num_items_in_batch calls it",
-}
-"""Methods that are not called as often as by a plain Trainer, and why."""
-
-
-def counting(cls, calls):
-    """Return a class whose methods all count, and call those of a class."""
-
-    def counts(name):
-        def method(self, *args, **kwargs):
-            calls[name] = calls.get(name, 0) + 1
-            return getattr(super(own, self), name)(*args, **kwargs)
-
-        return method
-
-    names = [
-        name
-        for name in SAME | REPLACED.keys()
-        if inspect.isfunction(vars(Trainer).get(name)) and name not in ("__init__", "end")
-    ]
-    own = type(f"Counting{cls.__name__}", (cls,), {name: counts(name) for name in names})
-    return own
-
-
-def test_own_methods_are_called_as_often_as_by_a_plain_trainer(tmp_path):
-    """With evaluations, checkpoints, the best model, a resume, a prediction and a saved model."""
-    found = []
-    for cls in (Trainer, PipelineTrainer):
-        calls, folder = {}, tmp_path / cls.__name__
-        own = counting(cls, calls)
-        options = {
-            **SAVED, **EVALUATED, "load_best_model_at_end": True, "gradient_accumulation_steps": 2,
-            "include_num_input_tokens_seen": "all",
-        }  # fmt: skip
-        given = {"options": options, "pipeline": {"micro_batches": 2}}
-        with trainer_of(own, folder, **given) as trainer:
-            trainer.train()
-            trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-            trainer.evaluate()
-            trainer.predict(rows(5, seed=9))
-            trainer.save_model(str(folder / "model"))
-            found.append((calls, logs_of(trainer), weights_of(trainer)))
-    calls = [{k: v for k, v in each.items() if k not in ANOTHER_NUMBER} for each, *_ in found]
-    assert calls[0] == calls[1]
-    assert len(calls[0]) > 40
-    assert found[1][0]["_prepare_inputs"] > 0
-    same(found[0][2], found[1][2])
-
-
-def test_every_method_is_known_and_those_that_are_replaced_are_as_expected():
-    names = {n for n in vars(Trainer) if callable(getattr(Trainer, n)) and n[:2] != "__"}
-    assert not names - SAME - NEVER_CALLED.keys() - REPLACED.keys()
-    for name, expected in REPLACED.items():
-        assert tuple(inspect.signature(getattr(Trainer, name)).parameters) == expected
-
-
-@pytest.mark.parametrize("name", NEVER_CALLED)
-def test_methods_that_are_never_called_are_refused_by_name(name, tmp_path):
-    own = type("Own", (PipelineTrainer,), {name: lambda self, *args, **kwargs: None})
-    with pytest.raises(ConfigError, match=f"cannot do an own {name}: "), trainer_of(own, tmp_path):
-        pass
-
-
-def test_a_method_that_a_new_version_brings_is_refused_if_somebody_has_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(Trainer, "of_tomorrow", lambda self: None, raising=False)
-    with trainer_of(PipelineTrainer, tmp_path):
-        pass
-    own = type("Own", (PipelineTrainer,), {"of_tomorrow": lambda self: None})
-    with (
-        pytest.raises(ConfigError, match="an own of_tomorrow: it is a method of transformers"),
-        trainer_of(own, tmp_path),
-    ):
-        pass
-    monkeypatch.setattr(Trainer, "_run_epoch", lambda self, other: None)
-    with (
-        pytest.raises(ConfigError, match=r"_run_epoch takes .*take a version of transformers"),
-        trainer_of(PipelineTrainer, tmp_path),
-    ):
-        pass
-
-
-def test_a_method_that_is_put_on_the_object_is_refused_when_training_begins(tmp_path):
-    with trainer_of(PipelineTrainer, tmp_path) as trainer:
-        trainer.compute_loss = lambda *args, **kwargs: None
-        with pytest.raises(ConfigError, match="an own compute_loss"):
-            trainer.train()
-        del trainer.compute_loss
-
-
-# -- events -------------------------------------------------------------------------------------
-
-EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
-
-
-@pytest.mark.parametrize("reads", [False, True], ids=["flags", "weights"])
-@pytest.mark.parametrize("parts", [1, 2])
-def test_every_event_comes_in_the_same_order_and_sees_the_same(reads, parts, tmp_path):
-    def recorder(seen):
-        def of(name):
-            def event(self, args, state, control, model=None, **given):
-                rates = [g["lr"] for g in getattr(given["optimizer"], "param_groups", ())]
-                flags = (control.should_log, control.should_evaluate, control.should_save)
-                total = 0.0
-                if reads:
-                    total = sum(float(p.detach().double().abs().sum()) for p in model.parameters())
-                step = (name, state.global_step, state.epoch, rates, flags, model.training)
-                seen.append([*step, control.should_training_stop, total])
-
-            return event
-
-        return type("Records", (TrainerCallback,), {name: of(name) for name in EVENTS})()
-
-    options = {
-        **EVALUATED, **SAVED, "gradient_accumulation_steps": parts, "logging_steps": 1,
-        "eval_on_start": True,
-    }  # fmt: skip
-
-    def does(cls):
-        seen = []
-        with trainer_of(
-            cls, tmp_path / cls.__name__, options=options, callbacks=[recorder(seen)],
-            pipeline={"micro_batches": parts},
-        ) as trainer:  # fmt: skip
-            trainer.train()
-            trainer.predict(rows(3))
-            return seen, logs_of(trainer)
-
-    seen, _ = as_plain(does)
-    left_out = {"on_push_begin", *(["on_substep_end"] if parts == 1 else [])}
-    assert {name for name, *_ in seen} == set(EVENTS) - left_out
 
 
 # -- the page -----------------------------------------------------------------------------------
