@@ -2,8 +2,10 @@
 
 import socket
 
+import torch
+
 from pipedream_rt.cluster.identity import Secret
-from pipedream_rt.transport.link import Connection
+from pipedream_rt.transport.link import Connection, Link
 from pipedream_rt.transport.tls import TlsEngine
 
 SECRET, OTHER = Secret("5e" * 32), Secret("07" * 32)
@@ -42,3 +44,17 @@ def tcp_pair(buffer=None):
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
                 end.setsockopt(socket.SOL_SOCKET, option, buffer)
     return ends
+
+
+def sealed_frames(count):
+    """The encrypted bytes of each of some frames, and the engine that can decrypt them."""
+    caller, called = shaken()
+    ends = socket.socketpair()
+    link = Link(Connection(ends[0], caller))
+    with ends[1]:
+        sent = []
+        for number in range(count):
+            assert link.send(number, b"hello", [torch.full((2,), float(number))])
+            sent.append(ends[1].recv(1 << 16))
+        link.close()
+    return sent, called

@@ -1,6 +1,8 @@
 """Messages for tests, whose kind is that of their payload."""
 
-from pipedream_rt.messages.message import PAYLOADS, Key, Message, OfRule
+import queue
+
+from pipedream_rt.messages.message import PAYLOADS, Gradient, Key, Message, OfRule
 from pipedream_rt.schedules.edges import Edge
 
 _KINDS = {cls: kind for kind, cls in PAYLOADS.items() if cls is not OfRule}
@@ -11,3 +13,17 @@ def message(payload, *, to, sender, number, generation=0, tensors=(), kind=None)
     return Message(
         key=Key(edge, number), generation=generation, payload=payload, tensors=tuple(tensors)
     )
+
+
+def gradient(index, *tensors, to=1, sender=0):
+    """A message of stage 0 to stage 1, if nothing else is said."""
+    payload = Gradient(present=[True] * len(tensors))
+    return message(payload, to=to, sender=sender, number=index, generation=1, tensors=tensors)
+
+
+class End:
+    """An address, with what arrived and what was lost."""
+
+    def __init__(self, transport, address):
+        self.arrived, self.lost = queue.SimpleQueue(), queue.SimpleQueue()
+        transport.open(address, self.arrived.put, self.lost.put)

@@ -1,25 +1,19 @@
 """What every transport must do, asked of each."""
 
-import queue
 import socket
 import threading
-from contextlib import suppress
-from datetime import timedelta
 
 import pytest
 import torch
-from support import messages
-from support.deadlines import LATEST_S
 from support.encrypted import encrypted_pair
+from support.messages import End, gradient
 
-from pipedream_rt.errors import ConfigError, PeerLost
+from pipedream_rt.errors import PeerLost
 from pipedream_rt.messages.message import Gradient
-from pipedream_rt.messages.wire import encode
 from pipedream_rt.schedules import COORDINATOR
 from pipedream_rt.serial.transport import MemoryTransport
 from pipedream_rt.transport.group import Group
-from pipedream_rt.transport.link import Connection, Link
-from pipedream_rt.transport.rpc.endpoint import Endpoint
+from pipedream_rt.transport.link import Connection
 from pipedream_rt.transport.sockets import SocketTransport
 
 
@@ -93,25 +87,10 @@ def transport(request):
     made.close()
 
 
-class End:
-    """An address, with what arrived and what was lost."""
-
-    def __init__(self, transport, address):
-        self.arrived, self.lost = queue.SimpleQueue(), queue.SimpleQueue()
-        transport.open(address, self.arrived.put, self.lost.put)
-
-
-def message(index, *tensors, to=1, sender=0):
-    payload = Gradient(present=[True] * len(tensors))
-    return messages.message(
-        payload, to=to, sender=sender, number=index, generation=1, tensors=tensors
-    )
-
-
 def test_every_message_arrives_unchanged(transport):
     ends = [End(transport, a) for a in (COORDINATOR, 0, 1)]
     for index in range(20):
-        transport.send(message(index, torch.full((3,), float(index))))
+        transport.send(gradient(index, torch.full((3,), float(index))))
     found = {}
     while len(found) < 20:
         arrived = ends[2].arrived.get(timeout=20)
@@ -127,7 +106,7 @@ def test_every_message_arrives_unchanged(transport):
 def test_the_receiver_owns_its_tensors(transport):
     end, _ = End(transport, 1), End(transport, 0)
     sent = torch.zeros(4)
-    transport.send(message(0, sent))
+    transport.send(gradient(0, sent))
     arrived = end.arrived.get(timeout=20).tensors[0]
     arrived += 1
     assert sent.tolist() == [0] * 4
@@ -142,7 +121,7 @@ def test_strides_and_dtypes_survive(transport):
             torch.tensor(3.0), torch.zeros(0, 4), torch.arange(40)[7:19],
             torch.tensor([True, False]), torch.ones(2, dtype=torch.complex128),
             torch.ones(3).expand(0, 3), torch.ones(2, dtype=torch.float8_e4m3fn)]  # fmt: skip
-    transport.send(message(0, *sent))
+    transport.send(gradient(0, *sent))
     arrived = end.arrived.get(timeout=20).tensors
     for a, b in zip(arrived, sent, strict=True):
         assert a.stride() == b.stride()
@@ -154,7 +133,7 @@ def test_a_view_that_means_something_else_than_its_memory_arrives_as_what_it_mea
     end, _ = End(transport, 1), End(transport, 0)
     sent = [torch.tensor([1 + 2j]).conj(), torch.tensor([1 + 2j]).conj().imag,
             torch.arange(1000.0)[::100]]  # fmt: skip
-    transport.send(message(0, *sent))
+    transport.send(gradient(0, *sent))
     for a, b in zip(end.arrived.get(timeout=20).tensors, sent, strict=True):
         assert torch.equal(a, b)
         assert a.untyped_storage().nbytes() == b.numel() * b.element_size()
@@ -167,7 +146,7 @@ def test_many_large_messages_in_both_directions_at_once(transport):
 
     def send(sender, to):
         for index in range(20):
-            transport.send(message(index, large + index, sender=sender, to=to))
+            transport.send(gradient(index, large + index, sender=sender, to=to))
 
     threads = [threading.Thread(target=send, args=pair) for pair in ((0, 1), (1, 0))]
     for thread in threads:
@@ -187,7 +166,7 @@ def test_sending_to_an_address_that_is_not_open_tells_the_sender(transport):
     if getattr(transport, "_thread", None):
         pytest.skip("delivery is another thread's, the error is the same code as without")
     sender = End(transport, 0)
-    transport.send(message(0, to=2))
+    transport.send(gradient(0, to=2))
     error = sender.lost.get(timeout=20)
     assert isinstance(error, PeerLost)
     assert "gradient 0 from address 0 to address 2" in str(error)
@@ -197,57 +176,6 @@ def test_after_close_sending_does_nothing(transport):
     end, sender = End(transport, 1), End(transport, 0)
     transport.close()
     before = sender.lost.qsize()  # one process of several closes first, which the others notice
-    transport.send(message(0))
+    transport.send(gradient(0))
     assert end.arrived.empty()
     assert sender.lost.qsize() == before
-
-
-@pytest.fixture
-def member():
-    """Member 1, which hosts stage 0, with a link of member 2, which hosts stages 1 and 2."""
-    group = Group(generation=1, rank=1, names=("c", "w0", "w1"), hosts=(0, 1, 1), key=b"k" * 32)
-    transport = SocketTransport(group)
-    end = End(transport, 0)
-    ends = socket.socketpair()
-    link = Link(Connection(ends[1]))
-    transport.connect({2: Connection(ends[0])})
-    yield end, link
-    transport.close()
-    link.close()
-
-
-@pytest.mark.parametrize(
-    ("sender", "to"), [(COORDINATOR, 0), (0, 0), (1, 1), (2, 2), (1, COORDINATOR)]
-)
-def test_a_member_speaks_for_no_address_of_another_and_to_none(member, sender, to):
-    end, link = member
-    link.send(0, encode(message(7, sender=sender, to=to)), [])
-    with suppress(ConnectionError):  # the link may have ended already
-        link.send(0, encode(message(8, sender=1, to=0)), [])
-    error = end.lost.get(timeout=LATEST_S)
-    assert isinstance(error, PeerLost)
-    assert "came over the link from 'w1' to 'w0', and address" in str(error)
-    assert end.arrived.empty()
-
-
-@pytest.mark.parametrize("kind", [0, 1, 3, 253])
-@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x93\x01\x02\x03", b"junk"], ids=bytes.hex)
-def test_a_frame_that_is_no_message_ends_the_link_with_a_text(member, kind, data, caplog):
-    end, link = member
-    link.send(kind, data, [])
-    error = end.lost.get(timeout=LATEST_S)
-    assert isinstance(error, PeerLost)
-    assert "bytes" in str(error)
-    assert "by an error of its own" not in caplog.text
-
-
-def test_one_endpoint_in_a_process():
-    group = Group(generation=1, rank=0, names=("coordinator",), hosts=(), key=b"k" * 32)
-    transport = SocketTransport(group)
-    first = Endpoint(group, transport.tunnel, timedelta(seconds=20))
-    try:
-        with pytest.raises(ConfigError, match="has an open pipeline on worker processes already"):
-            Endpoint(group, transport.tunnel, timedelta(seconds=20))
-    finally:
-        first.close()
-        transport.close()

@@ -1,200 +1,19 @@
-"""Links: whole frames arrive in order, and what makes no sense ends the link."""
+"""The links of a member: who waits and the thread read in turns, and an end is told once."""
 
 import os
 import random
-import re
 import socket
-import struct
 import threading
 
-import msgpack
 import pytest
 import torch
-from support.encrypted import encrypted_pair
+from support.deadlines import LATEST_S
+from support.encrypted import encrypted_pair, sealed_frames, tcp_pair
 from support.linked import Member
 
 from pipedream_rt.errors import TransportError
-from pipedream_rt.transport import link as module
-from pipedream_rt.transport.link import Connection, Link
+from pipedream_rt.transport.link import Connection
 from pipedream_rt.transport.links import text_of
-
-
-def pair():
-    ends = socket.socketpair()
-    return Link(Connection(ends[0])), Link(Connection(ends[1]))
-
-
-@pytest.mark.parametrize("is_encrypted", [False, True], ids=["plain", "encrypted"])
-def test_frames_arrive_in_order_however_the_kernel_cuts_them(is_encrypted):
-    draw = random.Random(1)
-    left, right = map(Link, encrypted_pair()) if is_encrypted else pair()
-    sent, came = [], []
-    for number in range(60):
-        size = draw.choice((0, 1, 3, 1000, 70_000))
-        sent.append(
-            (number % 3, draw.randbytes(draw.choice((0, 5, 5000, 150_000))), torch.rand(size))
-        )
-        left.send(sent[-1][0], sent[-1][1], [sent[-1][2], torch.tensor(number)])
-        if draw.random() < 0.5:
-            right.receive(came.append)
-    while len(came) < len(sent):
-        all_out = left.flush()
-        right.receive(came.append)
-    assert all_out
-    for (kind, data, tensor), frame in zip(sent, came, strict=True):
-        assert (frame.kind, frame.data) == (kind, data)
-        assert torch.equal(frame.tensors[0], tensor)
-    left.close()
-    right.close()
-
-
-def recorded(*sends):
-    """The bytes of frames."""
-    ends = socket.socketpair()
-    link = Link(Connection(ends[0]))
-    for kind, data, tensors in sends:
-        link.send(kind, data, tensors)
-    link.close()
-    with ends[1] as end:
-        found = b""
-        while part := end.recv(1 << 16):
-            found += part
-    return found
-
-
-def fed(data):
-    """What a link that receives these bytes makes of them."""
-    ends = socket.socketpair()
-    link = Link(Connection(ends[1]))
-    try:
-        with ends[0]:
-            ends[0].sendall(data)
-        frames = []
-        while True:
-            link.receive(frames.append)
-    except (TransportError, ConnectionError) as error:
-        return frames, error
-    finally:
-        link.close()
-
-
-def test_nothing_that_was_cut_is_delivered():
-    good = recorded((0, b"hello", [torch.ones(2)]))
-    assert len(fed(good)[0]) == 1
-    for length in range(len(good)):
-        frames, error = fed(good[:length])
-        assert frames == []
-        assert isinstance(error, ConnectionError)
-
-
-@pytest.mark.parametrize(
-    "length", [module._LARGEST_META + 1, 1 << 29, (1 << 32) - 1], ids=["one more", "more", "most"]
-)
-def test_a_head_that_announces_too_much_ends_the_link(length):
-    """At once, so that nothing of what is behind it is kept in memory."""
-    frames, error = fed(struct.pack("!BIQ", 7, length, 0) + bytes(1000))
-    assert not frames
-    assert isinstance(error, TransportError)
-    assert f"a frame of kind 7 announces {length} bytes besides its tensors" in str(error)
-
-
-def test_a_frame_that_would_be_too_large_is_not_sent(monkeypatch):
-    monkeypatch.setattr(module, "_LARGEST_META", 1000)
-    left, right = pair()
-    with pytest.raises(TransportError, match="and may have 1000; send large values as tensors"):
-        left.send(0, bytes(1000), [])
-    assert left.send(0, b"small", [])
-    came = []
-    right.receive(came.append)
-    assert [frame.data for frame in came] == [b"small"]
-    left.close()
-    right.close()
-
-
-@pytest.mark.parametrize(
-    "junk", [b"\0" * 100, b"\xff" * 500, b"GET / HTTP/1.1\r\n\r\n" * 10, b"\x16\x03\x01\x02" * 50]
-)
-def test_junk_ends_a_link_with_an_error_of_its_own(junk):
-    frames, error = fed(junk)
-    assert frames == []
-    assert isinstance(error, TransportError | ConnectionError)
-
-
-def test_shared_memory_on_a_link_that_carries_none_ends_it():
-    in_slot = msgpack.packb([b"", [["float32", [2], [1], 0, 4096]]])
-    for kind, meta in ((254, b""), (0, in_slot)):
-        frames, error = fed(struct.pack("!BIQ", kind, len(meta), 0) + meta)
-        assert frames == []
-        assert "shared memory on a link that carries no descriptors" in str(error)
-
-
-def test_fuzz_of_frames():
-    draw = random.Random(2)
-    good = recorded(*((number, b"x" * number, [torch.ones(number)]) for number in range(20)))
-    for _ in range(3_000):
-        data = bytearray(good)
-        for _ in range(draw.randrange(1, 4)):
-            match draw.randrange(5):
-                case 0:
-                    del data[draw.randrange(len(data)) :]
-                case 1:
-                    data[draw.randrange(len(data)) :] = draw.randbytes(draw.randrange(200))
-                case 2:
-                    place = draw.randrange(len(data))
-                    data[place:place] = draw.randbytes(5)
-                case 3:
-                    place = draw.randrange(len(data))
-                    data[place : place + draw.randrange(100)] = b""
-                case 4:
-                    data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-            if not data:
-                break
-        _, error = fed(bytes(data))
-        assert isinstance(error, TransportError | ConnectionError)
-
-
-@pytest.mark.parametrize(
-    "meta",
-    [
-        b"",
-        b"\xc1",
-        msgpack.packb(3),
-        msgpack.packb([b"", 3]),
-        msgpack.packb([b"", [3]]),
-        msgpack.packb([b"", [["float32", [2], [1, 1]]]]),
-        msgpack.packb([b"", [["float32", [-2], [1]]]]),
-        msgpack.packb([b"", [["no dtype", [2], [1]]]]),
-        msgpack.packb([b"", [["float32", [1 << 40], [1]]]]),
-        msgpack.packb([b"", [["float32", ["x"], [1]]]]),
-        msgpack.packb([b"", [["float32", [2], [1]]]]),
-    ],
-)
-def test_what_a_member_sends_but_makes_no_sense_ends_the_link(meta):
-    """An error of one version of this package that talks to another; never a raw one."""
-    frames, error = fed(struct.pack("!BIQ", 0, len(meta), 0) + meta)
-    assert frames == []
-    assert isinstance(error, TransportError)
-
-
-@pytest.mark.parametrize(
-    ("raised", "words"),
-    [
-        (OSError(12, "no room"), "other end's shared memory, for which this process has no room"),
-        (RecursionError("deep"), r"malformed meta: RecursionError\('deep'\)"),
-        (RuntimeError("can't allocate memory"), "torch cannot make a tensor .* allocate memory"),
-    ],
-    ids=repr,
-)
-def test_what_a_tensor_lacks_is_told(monkeypatch, raised, words):
-    def refused(description):
-        raise raised
-
-    monkeypatch.setattr("pipedream_rt.transport.link.place_for", refused)
-    meta = msgpack.packb([b"", [["float32", [2], [1]]]])
-    frames, error = fed(struct.pack("!BIQ", 0, len(meta), 8) + meta)
-    assert frames == []
-    assert isinstance(error, TransportError)
-    assert re.search(words, str(error))
 
 
 @pytest.mark.parametrize(
@@ -341,3 +160,82 @@ def test_a_waiter_finds_out_that_a_member_is_gone():
     receiver.links.wait(0.05)  # the end of the link is not told again, and wakes nobody
     assert receiver.lost.empty()
     receiver.links.close()
+
+
+@pytest.fixture
+def members():
+    """Makes members, of rank 0 and of rank 1, from their connections to each other."""
+    made = []
+
+    def make(*connections):
+        made.extend(Member({1 - rank: each}) for rank, each in enumerate(connections))
+        return made
+
+    yield make
+    for member in made:
+        member.links.close()
+
+
+@pytest.mark.threads
+def test_both_directions_at_once_through_small_buffers(members):
+    """From several threads of each end, that never wait; each one's frames come in its order."""
+    both = members(*encrypted_pair(tcp_pair(buffer=32_768)))
+    large = torch.randint(256, (1_500_000,), dtype=torch.uint8)
+
+    def send(rank, kind):
+        for number in range(6):
+            part = large[number : len(large) - kind]
+            data = bytes([number]) * 70_000
+            assert both[rank].links.send(1 - rank, kind, data, [part]) is None
+
+    threads = [threading.Thread(target=send, args=(r, kind)) for r in (0, 1) for kind in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for rank, member in enumerate(both):
+        numbers = {1: [], 2: []}
+        for _ in range(12):
+            sender, frame = member.came.get(timeout=LATEST_S)
+            assert sender == 1 - rank
+            number = frame.data[0]
+            assert frame.data == bytes([number]) * 70_000
+            assert torch.equal(frame.tensors[0], large[number : len(large) - frame.kind])
+            numbers[frame.kind].append(number)
+        assert numbers == {1: list(range(6)), 2: list(range(6))}
+    for thread in threads:
+        thread.join()
+    assert all(member.lost.empty() for member in both)
+
+
+@pytest.mark.threads
+def test_a_waiter_takes_turns_with_the_thread(members):
+    sender, receiver = members(*encrypted_pair())
+    receiver.links._receive = lambda rank, frame: (
+        receiver.came.put((rank, frame)),
+        receiver.links.wake(),
+    )
+    for number in range(40):
+        sender.links.send(1, number, b"x", [torch.zeros(100_000, dtype=torch.uint8)])
+    receiver.links.wait(LATEST_S)
+    kinds = [receiver.came.get(timeout=LATEST_S)[1].kind for _ in range(40)]
+    assert kinds == list(range(40))
+
+
+@pytest.mark.threads
+def test_last_words_arrive(members):
+    sender, receiver = members(*encrypted_pair())
+    sender.links.send(1, 7, b"the last words")
+    sender.links.close()
+    assert receiver.came.get(timeout=LATEST_S)[1].data == b"the last words"
+    assert receiver.lost.get(timeout=LATEST_S) == (0, "it closed the connection")
+
+
+@pytest.mark.threads
+def test_the_reason_why_a_link_ends_that_was_tampered_with_is_told_in_words(members):
+    ends = socket.socketpair()
+    sent, engine = sealed_frames(1)
+    (receiver,) = members(Connection(ends[0], engine))
+    ends[1].sendall(sent[0] + sent[0])
+    assert receiver.came.get(timeout=LATEST_S)[1].kind == 0
+    lost = receiver.lost.get(timeout=LATEST_S)
+    ends[1].close()
+    assert lost == (1, "decryption failed or bad record mac")
