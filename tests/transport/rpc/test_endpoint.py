@@ -1,22 +1,97 @@
 """The endpoint of torch RPC: one in a process, and none where torch RPC is left out."""
 
+from contextlib import closing
 from datetime import timedelta
 
 import pytest
 
-from pipedream_rt.errors import ConfigError
+from pipedream_rt.deadline import Deadline
+from pipedream_rt.errors import ConfigError, PipelineError
 from pipedream_rt.transport.group import Group
-from pipedream_rt.transport.rpc.endpoint import Endpoint
-from pipedream_rt.transport.sockets import SocketTransport
+from pipedream_rt.transport.rpc import endpoint
+from pipedream_rt.transport.rpc.endpoint import Directory, Endpoint, NoEndpoint
+from pipedream_rt.transport.rpc.pickling import install
+from pipedream_rt.transport.rpc.tunnel import Tunnel
+
+GROUP = Group(generation=1, rank=0, names=("coordinator", "w0"), hosts=(1, 1), key=b"k" * 32)
+SOON = timedelta(seconds=20)
+
+
+class Ports:
+    """What an endpoint asks of its tunnel; it notes the port of the agent."""
+
+    def __init__(self):
+        self.guarded = []
+
+    def address_of(self, rank):
+        return f"uv://127.0.0.1:{1000 + rank}"
+
+    def guard(self, port):
+        self.guarded.append(port)
 
 
 def test_one_endpoint_in_a_process():
-    group = Group(generation=1, rank=0, names=("coordinator",), hosts=(), key=b"k" * 32)
-    transport = SocketTransport(group)
-    first = Endpoint(group, transport.tunnel, timedelta(seconds=20))
+    with closing(Tunnel(GROUP, print)) as tunnel:
+        first = Endpoint(GROUP, tunnel, SOON)
+        try:
+            assert endpoint.is_open()
+            with pytest.raises(ConfigError, match="has an open pipeline on worker processes"):
+                Endpoint(GROUP, tunnel, SOON)
+        finally:
+            first.close()
+        assert not endpoint.is_open()
+        endpoint.refuse_second()
+        Endpoint(GROUP, tunnel, SOON).close()
+
+
+def test_an_endpoint_that_is_closed_twice_leaves_the_next_one_alone():
+    first = Endpoint(GROUP, Ports(), SOON)
+    first.close()
+    second = Endpoint(GROUP, Ports(), SOON)
+    first.close()
+    assert endpoint.is_open()
+    second.close()
+
+
+def test_no_agent_stays_behind_where_it_was_closed_before_it_joined():
+    made = Endpoint(GROUP, Ports(), SOON)
+    made.close()
+    with pytest.raises(PipelineError, match="was closed while it joined the group"):
+        made.join(Deadline(SOON))
+    install(None)
+
+
+def test_parts_are_asked_of_the_stage_that_was_exposed():
+    made = Endpoint(GROUP, Ports(), SOON)
     try:
-        with pytest.raises(ConfigError, match="has an open pipeline on worker processes already"):
-            Endpoint(group, transport.tunnel, timedelta(seconds=20))
+        for address in (3, 4):
+            made.expose(address, lambda name, address=address: (address, name))
+        assert made.part(4, "module") == (4, "module")
     finally:
-        first.close()
-        transport.close()
+        made.close()
+
+
+def test_an_agent_finds_all_names_and_the_gates_that_lead_to_them():
+    """It asks for nothing that has to come first, so it never waits."""
+    ports = Ports()
+    found = Directory(GROUP, ports)
+    assert [found.get(f"names/{rank}") for rank in (0, 1)] == [b"coordinator", b"w0"]
+    assert found.get("addrs/w0") == b"uv://127.0.0.1:1001"
+    found.set("names/1", b"w1")
+    assert found.get("names/1") == b"w0"
+    assert ports.guarded == []
+
+
+def test_the_port_of_an_agent_is_guarded_as_soon_as_it_is_said():
+    ports = Ports()
+    found = Directory(GROUP, ports)
+    found.set("addrs/coordinator", b"uv://127.0.0.1:4567")
+    assert ports.guarded == [4567]
+    assert found.get("addrs/coordinator") == b"uv://127.0.0.1:4567"
+
+
+@pytest.mark.parametrize("ask", ["reference", "parameter_references"])
+def test_without_torch_rpc_a_reference_is_refused_with_the_reason(ask):
+    arguments = (0, "module") if ask == "reference" else (0,)
+    with pytest.raises(ConfigError, match=r"needs torch RPC, .*; no fence here\. pipe\.module\(\)"):
+        getattr(NoEndpoint("no fence here"), ask)(*arguments)
