@@ -1,4 +1,4 @@
-"""What leaves a device, without one: events are played."""
+"""What leaves an accelerator, without one: events are played."""
 
 import threading
 from functools import partial
