@@ -60,8 +60,10 @@ class Tied(nn.Module):
         self.register_buffer("same", self.scale, persistent=False)
 
 
-def test_what_is_shared_stays_shared_when_a_module_is_moved():
+@pytest.mark.parametrize("is_referred_to", [False, True], ids=["swapped", "replaced"])
+def test_what_is_shared_stays_shared_when_a_module_is_moved(is_referred_to):
     module = Tied()
+    weak = weakref.ref(module.one.weight) if is_referred_to else None
     before = {name: tensor.requires_grad for name, tensor in module.named_parameters()}
     moved(module, META)
     assert all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
@@ -69,6 +71,7 @@ def test_what_is_shared_stays_shared_when_a_module_is_moved():
     assert module.same is module.scale
     assert "same" not in module.state_dict()
     assert {name: each.requires_grad for name, each in module.named_parameters()} == before
+    assert weak is None or weak() is not module.one.weight
 
 
 def test_what_refers_to_a_weight_refers_to_it_after_a_move():

@@ -1,28 +1,17 @@
-"""How a worker waits for a coordinator and is admitted; whole lives are in tests/cluster."""
+"""How long a worker waits before it asks again for a place; who answers is in test_dial.py."""
 
-import os
 import socket
-import ssl
-import struct
-import threading
-from contextlib import contextmanager, suppress
-from datetime import timedelta
 
 import pytest
-from support.deadlines import LATEST_S
 
-from pipedream_rt.cluster import dial
 from pipedream_rt.cluster.control import EXIT_COORDINATOR_LOST, LIFE_AGAIN, Control
-from pipedream_rt.cluster.dial import DialOptions, JobOver
+from pipedream_rt.cluster.dial import DialOptions
 from pipedream_rt.cluster.identity import Secret
-from pipedream_rt.cluster.records import FIELDS, HEAD, packed, unpacked
 from pipedream_rt.cluster.worker import joining
 from pipedream_rt.cluster.worker.joining import JoinAttempts, Worker
-from pipedream_rt.deadline import Deadline
-from pipedream_rt.errors import ConfigError, PeerLost, PipelineError
-from pipedream_rt.schema import problem_of
+from pipedream_rt.errors import PipelineError
 
-SECRET, OTHER = Secret.generated(), Secret.generated()
+SECRET = Secret.generated()
 
 
 @pytest.fixture
@@ -30,7 +19,6 @@ def pauses(monkeypatch):
     """The pauses that a worker would make, which take no time here."""
     found = []
     monkeypatch.setattr(joining, "pause", found.append)
-    monkeypatch.setattr(dial, "pause", found.append)
     return found
 
 
@@ -86,203 +74,6 @@ def test_a_refusal_that_does_not_pass_ends_every_worker(pauses, visits):
     assert pauses == [0]
 
 
-@contextmanager
-def listening(answer):
-    """Have a function answer the first connection to a port, until the block ends; its address."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(LATEST_S)
-
-        def serve():
-            connection, _ = listener.accept()
-            with connection, suppress(OSError):  # the caller may be gone
-                connection.settimeout(LATEST_S)
-                answer(connection)
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        try:
-            yield f"127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            thread.join()
-
-
-def coordinator(answer, secret=SECRET, heard=None):
-    """Answer a worker as a coordinator with a secret does; ``heard`` gets the worker's hello."""
-
-    def serve(connection):
-        with secret.tls(called=True).wrap_socket(connection, server_side=True) as encrypted:
-            stream = encrypted.makefile("rb")
-            (length,) = HEAD.unpack(stream.read(HEAD.size))
-            hello = unpacked(stream.read(length), "the worker")
-            if heard is not None:
-                heard.append(hello)
-            encrypted.sendall(packed(answer))
-
-    return serve
-
-
-def join(address, secret=SECRET, call_timeout=dial.CALL_TIMEOUT):
-    """Join whoever listens at an address, once."""
-    place = DialOptions(address, 5, False, call_timeout)
-    return joining.serve_at(place, Worker("w", 1, secret), JoinAttempts())
-
-
-def refused(passing):
-    return {"type": "refused", "reason": "the job is full", "passing": passing}
-
-
-def test_a_hello_has_the_public_name_of_the_job_and_not_the_secret():
-    heard = []
-    with (
-        listening(coordinator(refused(True), heard=heard)) as address,
-        pytest.raises(joining.NoPlace),
-    ):
-        join(address)
-    (hello,) = heard
-    assert not problem_of(hello, FIELDS["hello"])
-    assert (hello["name"], hello["pid"], hello["job"]) == ("w", os.getpid(), SECRET.job)
-    assert SECRET.text not in str(hello)
-
-
-@pytest.mark.parametrize("passing", [True, False])
-@pytest.mark.parametrize("secret", [SECRET, OTHER], ids=["of the job", "of another job"])
-def test_a_refusal_is_final_from_somebody_who_knows_the_secret(secret, passing):
-    """Anybody may listen where a persistent worker tries again, and send it away."""
-    with (
-        listening(coordinator(refused(passing), secret)) as address,
-        pytest.raises(PipelineError) as raised,
-    ):
-        join(address)
-    knows = secret is SECRET
-    assert isinstance(raised.value, joining.NoPlace) == (passing or not knows)
-    assert ("refused this worker: the job is full" in str(raised.value)) == knows
-    assert ("does not know the secret that the other has" in str(raised.value)) == (not knows)
-
-
-@pytest.mark.parametrize("secret", [SECRET, OTHER], ids=["of the job", "of another job"])
-def test_a_job_is_over_when_somebody_says_so_who_knows_the_secret(secret):
-    with (
-        listening(coordinator({"type": "over", "code": 7}, secret)) as address,
-        pytest.raises(JobOver if secret is SECRET else joining.NoPlace) as raised,
-    ):
-        join(address)
-    if secret is SECRET:
-        assert raised.value.code == 7
-
-
-def silent(connection):
-    """Say nothing until the caller is gone."""
-    while connection.recv(1 << 12):
-        pass
-
-
-def speaks_http(connection):
-    connection.recv(1 << 12)
-    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-    silent(connection)
-
-
-def is_of_older_tls(connection):
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.maximum_version = ssl.TLSVersion.TLSv1_2
-    with context.wrap_socket(connection, server_side=True) as encrypted:
-        silent(encrypted)
-
-
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        (silent, "has taken the connection, and has said nothing for 0.2 s; it may be another"),
-        (speaks_http, "the other end does not speak TLS 1.3; is it another program"),
-        (is_of_older_tls, "the TLS handshake with the coordinator at .* failed: "),
-    ],
-)
-def test_whoever_listens_and_is_no_coordinator_is_told_of(answer, words):
-    """Each wait has an end, and a persistent worker tries again later."""
-    timeout = timedelta(seconds=0.2 if answer is silent else LATEST_S)
-    with listening(answer) as address, pytest.raises(joining.NoPlace, match=words):
-        join(address, call_timeout=timeout)
-
-
-def resets(connection):
-    """End the connection as the kernel does for those who wait when a coordinator is killed."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-
-
-@pytest.mark.parametrize("answer", [resets, lambda connection: connection.recv(1 << 12)])
-def test_a_coordinator_that_ends_before_it_has_attended_is_tried_again(answer):
-    """It may have accepted nobody for hours, as in the middle of a generation."""
-    with listening(answer) as address, pytest.raises(joining.NoPlace):
-        join(address)
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        {"type": "admitted", "secret": None},
-        {"type": "welcome"},
-        {"type": "shut"},
-        {"type": "refused", "reason": 7, "passing": True},
-    ],
-    ids=lambda said: said["type"],
-)
-def test_answers_that_make_no_sense_at_a_socket_of_the_machine(said):
-    """An admission there brings the secret."""
-    ours, theirs = socket.socketpair()
-    with ours:
-        ours.sendall(packed(said))
-        control = Control(theirs, "the coordinator")
-        with pytest.raises(joining.NoPlace, match="the handshake with the coordinator failed"):
-            dial.ask_to_join(control, "w", None)
-        control.close()
-
-
-def test_the_admission_within_a_machine_brings_the_secret():
-    ours, theirs = socket.socketpair()
-    coordinator, control = Control(ours, "the worker"), Control(theirs, "the coordinator")
-    coordinator.send({"type": "admitted", "secret": SECRET.text})
-    assert dial.ask_to_join(control, "w", None, job="") == SECRET
-    assert coordinator.receive(Deadline(timedelta(seconds=LATEST_S)))["job"] == ""
-    for each in (coordinator, control):
-        each.close()
-
-
-@pytest.fixture
-def unix_socket(tmp_path):
-    """A Unix socket at which somebody listens, and its address."""
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(tmp_path / "ranks"))
-        listener.listen()
-        yield f"unix:{tmp_path / 'ranks'}"
-
-
-def test_the_socket_of_another_user_is_not_told_anything(unix_socket, monkeypatch):
-    monkeypatch.setattr(dial, "is_same_user", lambda connection: False)
-    with pytest.raises(ConfigError, match="ranks is the socket of another user"):
-        join(unix_socket, secret=None)
-
-
-def test_the_socket_of_this_user_needs_no_secret(unix_socket):
-    control = dial.reached(DialOptions(unix_socket, 1), "the coordinator", None)
-    assert control.local_host == ""
-    control.close()
-
-
-def test_a_coordinator_that_never_listens(pauses):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-    with pytest.raises(
-        PeerLost, match=r"no coordinator listened at .* within 0.05 s: connection r"
-    ):
-        dial.connect(DialOptions(address, 0.05))
-    assert max(pauses) <= 0.05  # no longer than is left
-
-
-def test_a_host_that_is_unknown():
-    with pytest.raises(ConfigError, match="is no host"):
-        dial.connect(DialOptions("no such host.invalid:1", 1))
-
-
 def test_a_worker_that_has_lost_its_group_tries_often_for_a_while():
     tries = JoinAttempts(5).after(EXIT_COORDINATOR_LOST, now=1000.0)
     assert tries == JoinAttempts(0, lost=1000.0)
@@ -295,11 +86,6 @@ def test_a_worker_that_has_lost_its_group_tries_often_for_a_while():
     assert max(pauses) == pauses[-1] == 0.5
     assert tries.pause_s(1000.0 + joining._EAGER_S) == 30
     assert tries.after(0, now=1001.0) == JoinAttempts()
-
-
-def test_a_host_that_is_known_may_be_unknown_for_a_while(pauses):
-    with pytest.raises(PeerLost, match=r"within 0 s: 'no such host.invalid' is no host now"):
-        dial.connect(DialOptions("no such host.invalid:1", 0, known=True))
 
 
 def test_a_worker_that_may_be_told_the_end_tries_more_often(pauses, visits):
