@@ -27,6 +27,7 @@ from support.callers import (
     until,
     until_main_thread_waits,
 )
+from support.clusters import spec
 from support.deadlines import LATEST_S
 
 from pipedream_rt.cluster import generation as generation_module
@@ -38,7 +39,6 @@ from pipedream_rt.cluster.forked_workers import ForkServer
 from pipedream_rt.cluster.generation import Generation, status_of
 from pipedream_rt.cluster.generations import Generations
 from pipedream_rt.cluster.identity import Secret
-from pipedream_rt.cluster.interface import ClusterSpec
 from pipedream_rt.cluster.listener import Listener
 from pipedream_rt.cluster.local import Local
 from pipedream_rt.cluster.peer_links import PeerLinks
@@ -50,7 +50,6 @@ from pipedream_rt.errors import (
     WorkerLost,
 )
 from pipedream_rt.job.process_assignment import ProcessAssignment
-from pipedream_rt.schedules import Plan, Shape
 from pipedream_rt.transport.group import Group
 
 pytestmark = pytest.mark.threads
@@ -61,21 +60,6 @@ def starters(connections):
     local = Local(1, ForkServer())
     local.connections.update(connections)
     return local, AtAddress("127.0.0.1:1")
-
-
-def spec(count, assignment=None, heartbeat=LATEST_S, fail=print, per_worker=1, **more):
-    return ClusterSpec(
-        plan=Plan(name="", shape=Shape(workers=count, stages_per_worker=per_worker)),
-        assignment=assignment or ProcessAssignment(fewest=count, most=count),
-        receive=print,
-        fail=fail,
-        generation=1,
-        timeout=timedelta(seconds=LATEST_S),
-        start_timeout=timedelta(seconds=LATEST_S),
-        heartbeat=timedelta(seconds=heartbeat),
-        threads=1,
-        **more,
-    )
 
 
 def loop_turns(loop, seconds):

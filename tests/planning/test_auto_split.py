@@ -14,7 +14,6 @@ from torch import nn
 
 import pipedream_rt.cluster.generations
 from pipedream_rt import Checkpoints, Clip, ConfigError
-from pipedream_rt.cluster.generations import numbers_of_workers
 from pipedream_rt.corrections import DelayCompensation
 from pipedream_rt.planning.auto_split import PLAN_FILE
 
@@ -137,26 +136,6 @@ def test_the_number_of_threads_is_that_of_a_worker_for_a_while(monkeypatch):
 def test_what_is_missing_to_choose_is_said(options, message):
     with pytest.raises(ConfigError, match=message):
         pipeline(1, 1, **options)
-
-
-def test_run_says_how_many_workers_there_are(monkeypatch):
-    monkeypatch.setenv("PIPEDREAM_RT_NPROC", "7")
-    assert list(numbers_of_workers(None)) == [1, 2, 3, 4, 5, 6, 7]  # on one machine
-    monkeypatch.setenv("PIPEDREAM_RT_LISTEN_FD", "9")
-    assert list(numbers_of_workers(None)) == [1, 2, 3, 4, 5, 6, 7]
-    assert list(numbers_of_workers("local")) == [1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "local", "numbers"), [(1, 1, [1]), (2, 2, [1, 2]), (5, 5, [4, 5]), (4, 2, [])]
-)
-def test_torchrun_says_how_many_workers_there_must_be(monkeypatch, ranks, local, numbers):
-    """Rank 0 starts one besides or none; of several machines the links are not known."""
-    for name, value in (("RANK", 0), ("WORLD_SIZE", ranks), ("LOCAL_WORLD_SIZE", local)):
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    assert list(numbers_of_workers(None)) == numbers
-    assert list(numbers_of_workers("serial")) == [1, 2, 3]
 
 
 def test_more_ranks_than_stages_are_refused(monkeypatch):

@@ -1,4 +1,4 @@
-"""The command of a worker; how it joins is in test_joining.py and test_dial.py, whole lives are in tests/cluster."""
+"""The command of a worker; how it joins is in test_joining.py, whole lives are in tests/cluster."""
 
 import os
 import subprocess
