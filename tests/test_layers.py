@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 from support.rooms import layers, library_files
 
 import pipedream_rt
@@ -273,15 +272,6 @@ def test_private_names_of_torch_stand_in_one_file():
     }
     home = {("pipedream_rt.torch_private", name) for _, name in found}
     assert found <= home, sorted(found - home)
-
-
-@pytest.mark.parametrize("missing", ["torch._C._is_view_replay_enabled", "torch.no_such.thing"])
-def test_a_torch_that_lacks_a_name_is_told_of_in_a_sentence(missing, monkeypatch):
-    if hasattr(torch._C, missing.rpartition(".")[2]):
-        monkeypatch.delattr(torch._C, missing.rpartition(".")[2])
-    with pytest.raises(ImportError, match=f"and this is torch .*, which lacks {missing}; install"):
-        torch_private.needed(missing)
-    assert torch_private.optional(missing, 3) == 3
 
 
 def test_the_cause_why_a_name_cannot_be_loaded_is_told(monkeypatch):

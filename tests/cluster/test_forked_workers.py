@@ -4,8 +4,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from contextlib import closing
 
@@ -85,29 +83,6 @@ def test_how_a_worker_ended_is_not_known_without_it(forks):
         has_ended(forks.pid)
         worker.kill()
         assert worker.wait(LATEST_S) == UNKNOWN
-
-
-SCRIPT = """
-import socket, sys
-from pipedream_rt.cluster.forked_workers import ForkServer
-forks, pairs = ForkServer(), [socket.socketpair() for _ in range(2)]
-workers = [forks.fork("w", 1, theirs) for _, theirs in pairs]
-print(forks.pid, *(worker.pid for worker in workers), flush=True)
-sys.stdin.read()
-"""
-
-
-def test_a_worker_that_cannot_notice_the_death_of_its_script_is_killed():
-    script = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    server, stopped, killed = map(int, script.stdout.readline().split())
-    os.kill(killed, signal.SIGKILL)  # what is said of it nobody reads
-    os.kill(stopped, signal.SIGSTOP)
-    script.kill()
-    script.communicate(timeout=LATEST_S)
-    for pid in (stopped, killed, server):
-        has_ended(pid)
 
 
 def test_it_is_replaced_while_the_workers_go_on(monkeypatch):

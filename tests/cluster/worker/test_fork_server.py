@@ -1,0 +1,129 @@
+"""The process that forks workers: what a forked worker has, and how its end is told."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import msgpack
+import pytest
+from support.deadlines import LATEST_S
+from support.nodes import wait_for_end
+
+SERVER = """
+import os, random, signal, socket, sys
+import msgpack, numpy
+from pipedream_rt.cluster.worker.fork_server import serve_forks
+
+def run(fd, name, threads, join):
+    if name == "raises":
+        raise KeyError(name)
+    if name == "is killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    with open("/proc/self/comm") as comm:
+        said = {
+            "name": name, "threads": threads, "join": join, "cwd": os.getcwd(),
+            "leads": os.getsid(0) == os.getpid(), "comm": comm.read().strip(),
+            "variables": [os.environ.get(name) for name in ("ONE", "OTHER", "LOCAL_RANK")],
+            "drawn": [random.random(), numpy.random.rand()],
+        }
+    os.write(fd, msgpack.packb(said))
+    print("printed", flush=True)
+    return 7
+
+print(serve_forks(socket.socket(fileno=int(sys.argv[1])), run, False))
+"""
+
+
+class Forks:
+    """A fork server whose workers run a function of the test."""
+
+    def __init__(self):
+        self.connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.connection.settimeout(LATEST_S)
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", SERVER, str(theirs.fileno())], pass_fds=(theirs.fileno(),),
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                env={**os.environ, "OTHER": "of the server"},
+            )  # fmt: skip
+
+    def ended(self, name="w", out=None, **more):
+        """What a worker has written, and its exit code as the server tells it."""
+        request = {
+            "name": name, "threads": 1, "number": 0, "set": {}, "unset": [], "cwd": None, **more,
+        }  # fmt: skip
+        reading, writing = os.pipe()
+        fds = [writing] if out is None else [writing, out]
+        socket.send_fds(self.connection, [msgpack.packb(request)], fds)
+        os.close(writing)
+        answer, (pidfd,), _, _ = socket.recv_fds(self.connection, 1 << 12, 1)
+        os.close(pidfd)
+        told = msgpack.unpackb(self.connection.recv(1 << 12))
+        assert told["ended"] == msgpack.unpackb(answer)["pid"]
+        with open(reading, "rb") as stream:
+            said = stream.read()
+        return msgpack.unpackb(said) if said else None, told["code"]
+
+    def close(self):
+        """Close the connection; return what `serve_forks` has returned, and the errors of all."""
+        self.connection.close()
+        return self.process.communicate(timeout=LATEST_S)
+
+
+@pytest.fixture
+def forks():
+    made = Forks()
+    yield made
+    made.close()
+
+
+@pytest.mark.processes
+def test_a_forked_worker_has_what_was_asked_for_and_its_end_is_told(forks, tmp_path):
+    out = os.open(tmp_path / "out", os.O_WRONLY | os.O_CREAT)
+    said, code = forks.ended(
+        "worker-with-a-long-name", out, threads=3, number=4, cwd=str(tmp_path),
+        set={"ONE": "1"}, unset=["OTHER"],
+    )  # fmt: skip
+    os.close(out)
+    assert code == 7
+    assert (said["name"], said["threads"], said["join"]) == ("worker-with-a-long-name", 3, None)
+    assert said["variables"] == ["1", None, "4"]
+    assert said["cwd"] == str(tmp_path)
+    assert said["comm"] == "worker-with-a-l"
+    assert said["leads"]  # Ctrl-C at the terminal does not reach it
+    assert (tmp_path / "out").read_text() == "printed\n"
+    # What one worker was given does not stay for the next, and each draws numbers of its own.
+    other, _ = forks.ended(join={"address": "here:1"})
+    assert other["variables"] == [None, "of the server", "0"]
+    assert other["cwd"] == os.getcwd()
+    assert not {*said["drawn"]} & {*other["drawn"]}
+    assert forks.ended("raises") == (None, 1)
+    assert forks.ended("is killed") == (None, -signal.SIGKILL)
+    printed, errors = forks.close()
+    assert printed.endswith("True\n")  # one joins by itself, and has to die with its server
+    assert "KeyError: 'raises'" in errors
+
+
+SCRIPT = """
+import socket, sys
+from pipedream_rt.cluster.forked_workers import ForkServer
+forks, pairs = ForkServer(), [socket.socketpair() for _ in range(2)]
+workers = [forks.fork("w", 1, theirs) for _, theirs in pairs]
+print(forks.pid, *(worker.pid for worker in workers), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.processes
+def test_a_worker_that_cannot_notice_the_death_of_its_script_is_killed():
+    script = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    server, stopped, killed = map(int, script.stdout.readline().split())
+    os.kill(killed, signal.SIGKILL)  # what is said of it nobody reads
+    os.kill(stopped, signal.SIGSTOP)
+    script.kill()
+    script.communicate(timeout=LATEST_S)
+    wait_for_end((stopped, killed, server))
