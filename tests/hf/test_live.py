@@ -33,6 +33,7 @@ from transformers import (  # noqa: E402
 
 from pipedream_rt import ConfigError  # noqa: E402
 from pipedream_rt.hf import PipelineMixin, PipelineTrainer  # noqa: E402
+from pipedream_rt.hf.live import LiveModel  # noqa: E402
 
 pytestmark = CALM
 
@@ -208,6 +209,85 @@ def test_a_run_whose_callbacks_do_not_read_fetches_no_weights_before_its_end(
 
     with_callback(tmp_path, pipeline=pipeline, on_step_end=looks, on_log=looks)(PipelineTrainer)
     assert fetches == [12]
+
+
+# -- the model alone ----------------------------------------------------------------------------
+
+
+class Fetched:
+    """A model of one layer, and newer weights that are fetched when it is read."""
+
+    def __init__(self):
+        self.model, self.count, self.error = torch.nn.Linear(2, 2), 0, None
+        self.live = LiveModel(self.model, self.fetch)
+
+    def fetch(self):
+        self.count += 1
+        if self.error is not None:
+            raise self.error
+        return {name: torch.full_like(t, 7.0) for name, t in self.model.state_dict().items()}
+
+
+def test_old_weights_are_fetched_once_and_only_where_their_values_are_read():
+    it = Fetched()
+    it.live.mark_stale()
+    layer = it.model.weight
+    assert (layer.shape, layer.dtype) == ((2, 2), torch.float32)
+    assert (layer.numel(), layer.requires_grad) == (4, True)
+    assert it.count == 0
+    assert layer.sum() == 28
+    assert it.model.bias.tolist() == [7, 7]
+    assert it.count == 1
+    assert type(layer) is torch.nn.Parameter
+
+
+def test_a_read_that_is_interrupted_can_be_done_again_and_an_own_read_fetches_nothing():
+    it = Fetched()
+    it.live.mark_stale()
+    it.error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        it.model.weight.sum()
+    it.error = None
+    with torch.no_grad(), it.live.unread():
+        it.model.weight.zero_()
+        assert it.model.weight.sum() == 0
+    assert it.count == 1
+    assert it.model.weight.sum() == 28
+
+
+def test_what_the_script_has_changed_is_known_by_name():
+    it = Fetched()
+    it.live.note()
+    assert it.live.changed() == set()
+    with torch.no_grad():
+        it.model.bias.add_(1)
+    assert it.live.changed() == {"bias"}
+    it.live.note()
+    assert it.live.changed() == set()
+    it.live.mark_stale()
+    assert it.live.changed() == set()  # nothing is known
+    it.model.bias.sum()
+    assert it.live.changed() == set()
+
+
+def test_other_layers_tensors_and_hooks_are_another_structure():
+    for change in (
+        lambda layer: setattr(layer, "bias", None),
+        lambda layer: layer.register_forward_hook(print),
+        lambda layer: layer.add_module("more", torch.nn.ReLU()),
+    ):
+        it = Fetched()
+        assert not it.live.has_other_layers()
+        change(it.model)
+        assert it.live.has_other_layers()
+
+
+def test_a_copy_of_old_weights_has_those_of_now():
+    it = Fetched()
+    it.live.mark_stale()
+    copied = copy.deepcopy(it.model)
+    assert type(copied.weight) is torch.nn.Parameter
+    assert copied.weight.sum() == 28
 
 
 # -- between calls ------------------------------------------------------------------------------
@@ -517,24 +597,6 @@ def test_what_a_callback_changes_after_a_resume_stays(tmp_path):
             return [*found, weights_of(trainer), seen]
 
     as_plain(does)
-
-
-def test_a_read_that_is_interrupted_can_be_done_again(tmp_path, monkeypatch):
-    with trainer_of(PipelineTrainer, tmp_path) as trainer:
-        trainer.train()
-        expected = weights_of(trainer)
-        trainer._live.mark_stale()
-        with monkeypatch.context() as broken:
-            broken.setattr(trainer._live, "_fetch", _interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                trainer.model.lm_head.weight.sum()
-        with torch.no_grad(), trainer._live.unread():
-            trainer.model.lm_head.weight.zero_()
-        same(weights_of(trainer), expected)
-
-
-def _interrupted():
-    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("pipeline", [FLUSHED, ASYNCHRONOUS], ids=["flushed", "asynchronous"])

@@ -1,6 +1,7 @@
 """Trainers that others have written, over a pipeline: those of TRL and of sentence-transformers."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from support.trainers import (  # noqa: E402
 
 from pipedream_rt import ConfigError  # noqa: E402
 from pipedream_rt.hf import PipelineMixin  # noqa: E402
+from pipedream_rt.hf.other_trainers import UNDERSTOOD, understood  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -152,3 +154,66 @@ def test_a_trainer_of_sentence_transformers(kind, parts, tmp_path):
         return (*ended(trainer, cls), model.encode(["w1 w2"]))
 
     as_plain(does, trainers, own)
+
+
+def known(name):
+    """What is known of a class by its name."""
+    return next(each for full, each in UNDERSTOOD.items() if full.endswith(name))
+
+
+def test_a_class_is_known_by_its_full_name_alone():
+    assert understood(type("SFTTrainer", (), {"__module__": "trl.trainer.sft_trainer"}))
+    assert understood(type("SFTTrainer", (), {"__module__": "mine"})) is None
+    assert understood(type("Own", (), {"__module__": "trl.trainer.sft_trainer"})) is None
+
+
+@pytest.mark.parametrize(
+    ("loss", "of_experts", "reason"),
+    [
+        ("nll", False, ""),
+        ("dft", False, "loss_type='dft'; 'nll' can be done"),
+        ("nll", True, "the auxiliary loss of a mixture of experts"),
+    ],
+)
+def test_an_sft_trainer_computes_the_likelihood_alone(loss, of_experts, reason):
+    trainer = SimpleNamespace(args=SimpleNamespace(loss_type=loss), aux_loss_enabled=of_experts)
+    assert known("SFTTrainer").unless(trainer) == reason
+
+
+class OfSentences:
+    """What is used of a trainer of sentence-transformers."""
+
+    def __init__(self, loss):
+        self.loss, self.model = loss, loss.model
+
+    def collect_features(self, inputs):
+        return inputs["features"], inputs["label"]
+
+
+class Parts(torch.nn.Module):
+    """A loss of two parts, which calls its model."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = torch.nn.Linear(1, 1)
+        self.model.model_card_data = "a log of the run"
+
+    def forward(self, features, label):
+        found = self.model(features).sum() - label
+        return {"one": found, "other": 2 * found}
+
+
+def test_the_loss_of_sentences_is_the_sum_of_its_parts_and_trains_the_same_weights():
+    trainer = OfSentences(Parts())
+    module = known("BaseTrainer").module(trainer)
+    found = module(features=torch.ones(1, 1), label=torch.tensor(1.0))
+    features, label = torch.ones(1, 1), torch.tensor(1.0)
+    assert found["loss"] == sum(trainer.loss(features, label).values())
+    assert {*map(id, module.parameters())} == {*map(id, trainer.model.parameters())}
+    assert module.loss.model.model_card_data is None
+    assert trainer.model.model_card_data == "a log of the run"
+
+
+def test_a_loss_for_each_dataset_is_refused():
+    assert known("BaseTrainer").unless(SimpleNamespace(loss={"a": 1})) == "a loss for each dataset"
+    assert known("BaseTrainer").unless(SimpleNamespace(loss=Parts())) == ""
