@@ -26,10 +26,10 @@ from support.trainers import (  # noqa: E402
 from transformers import Trainer, TrainingArguments  # noqa: E402
 from transformers.trainer_utils import SchedulerType  # noqa: E402
 
-from pipedream_rt import ConfigError  # noqa: E402
+from pipedream_rt import Clip, ConfigError, Training  # noqa: E402
 from pipedream_rt.hf import PipelineTrainer  # noqa: E402
 from pipedream_rt.hf.__main__ import page  # noqa: E402
-from pipedream_rt.hf.arguments import known_arguments  # noqa: E402
+from pipedream_rt.hf.arguments import known_arguments, options_of  # noqa: E402
 
 pytestmark = CALM
 
@@ -253,3 +253,29 @@ def test_the_page_has_the_table_of_the_versions_that_are_tested():
     text = (Path(__file__).parents[2] / "docs" / "guide" / "trainer.md").read_text()
     _, _, rest = text.partition("<!-- what python -m pipedream_rt.hf prints: begin -->\n")
     assert rest.partition("<!-- end -->")[0].strip() == page().strip()
+
+
+@pytest.mark.parametrize(
+    ("parts", "given", "count"),
+    [
+        (1, {"stages": 4}, None),
+        (2, {"stages": 4}, None),
+        (3, {"stages": 2, "schedule": "async-1f1b"}, 3),
+        (3, {"stages": 4, "schedule": "async-1f1b"}, 4),
+        (2, {"stages": ["a", "b"], "schedule": "2bw"}, 3),
+        (2, {"stages": 4, "micro_batches": 8}, 8),
+    ],
+    ids=str,
+)
+def test_each_accumulated_batch_is_at_least_one_micro_batch(parts, given, count, tmp_path):
+    options = options_of(arguments_of(tmp_path, gradient_accumulation_steps=parts), given, sum)
+    assert options.get("micro_batches") == count
+
+
+def test_what_is_given_to_the_pipeline_wins(tmp_path):
+    args = arguments_of(tmp_path, bf16=True, max_grad_norm=0.5)
+    own = Training(autocast=torch.float16)
+    found = options_of(args, {"stages": 2, "training": own}, sum)["training"]
+    assert (found.autocast, found.clip, found.weigh) == (torch.float16, Clip(norm=0.5), sum)
+    with_loss = options_of(args, {"stages": 2, "loss_fn": max}, sum)["training"]
+    assert with_loss.weigh == Training().weigh
