@@ -197,9 +197,10 @@ class Parts(torch.nn.Module):
         super().__init__()
         self.model = torch.nn.Linear(1, 1)
         self.model.model_card_data = "a log of the run"
+        self.scale = torch.nn.Parameter(torch.ones(()))
 
     def forward(self, features, label):
-        found = self.model(features).sum() - label
+        found = self.scale * self.model(features).sum() - label
         return {"one": found, "other": 2 * found}
 
 
@@ -209,7 +210,7 @@ def test_the_loss_of_sentences_is_the_sum_of_its_parts_and_trains_the_same_weigh
     found = module(features=torch.ones(1, 1), label=torch.tensor(1.0))
     features, label = torch.ones(1, 1), torch.tensor(1.0)
     assert found["loss"] == sum(trainer.loss(features, label).values())
-    assert {*map(id, module.parameters())} == {*map(id, trainer.model.parameters())}
+    assert {*map(id, module.parameters())} == {*map(id, trainer.loss.parameters())}
     assert module.loss.model.model_card_data is None
     assert trainer.model.model_card_data == "a log of the run"
 
