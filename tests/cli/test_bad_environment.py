@@ -9,7 +9,6 @@ from click.testing import CliRunner
 
 from pipedream_rt.cli.main import main
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.schedules import Shape
 
 RANK = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 RUN = {"PIPEDREAM_RT_LISTEN_FD": "0", "PIPEDREAM_RT_NPROC": "2", "PIPEDREAM_RT_SECRET_FD": "0"}
@@ -83,17 +82,3 @@ def test_costs_that_say_nothing_are_refused(tmp_path):
     (tmp_path / "costs.json").write_text("{}")
     result = CliRunner().invoke(main, ["simulate", "--costs", str(tmp_path / "costs.json")])
     assert "there is no 'forward'" in result.output + str(result.exception)
-
-
-@pytest.mark.parametrize(
-    "numbers",
-    [
-        {"workers": 1 << 17},
-        {"workers": 1 << 10, "stages_per_worker": 1 << 10},
-        {"workers": 2, "per_update": 1 << 30},
-        {"workers": 2, "slack": (1 << 30,)},
-    ],
-)
-def test_shapes_beyond_all_bounds_are_refused(numbers):
-    with pytest.raises(ConfigError, match="at the most"):
-        Shape(**numbers)

@@ -198,20 +198,6 @@ def test_a_written_schedule_that_deadlocks_for_a_tie_alone_is_refused():
         prove(tied, SecondStageLate())
 
 
-def test_the_plan_itself_puts_applies_drains_and_injections_in():
-    for action in (apply(0), drain(1), inject(0)):
-
-        class Writes(SecondStageLate):
-            made = action
-
-            def order(self, worker, shape, start):
-                yield self.made
-                yield from super().order(worker, shape, start)
-
-        with pytest.raises(ScheduleError, match=r"the plan itself puts A, D and N where they bel"):
-            plan_for(Writes(), num_stages=2)
-
-
 def ends(plan, micro_batches, seed):
     """Whether an execution ends in which, one at a time, anybody goes on who can."""
     draw, k = random.Random(seed), plan.per_update

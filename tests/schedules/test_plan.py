@@ -16,9 +16,7 @@ from support.written import LaterBackward
 from pipedream_rt.errors import ConfigError, ScheduleError
 from pipedream_rt.schedules import COORDINATOR, RECIPES, Action, EdgeKind, Kind, Plan, plan_for
 from pipedream_rt.schedules.actions import OF_STAGES, OF_UPDATES
-from pipedream_rt.schedules.edges import Edge, name_of
-from pipedream_rt.schedules.placement import Tie
-from pipedream_rt.schedules.shape import Shape, parse_slack, slack_of
+from pipedream_rt.schedules.edges import Edge
 
 CHAIN = plan_for("1f1b", num_stages=3, per_update=2)
 INTERLEAVED = plan_for("interleaved-1f1b", num_stages=4, per_update=2)
@@ -165,20 +163,6 @@ def test_as_many_messages_are_expected_as_there_are_edges_of_a_kind(plan, activa
         assert len(plan.with_norms().edges(kind)) == plan.num_stages - 1
 
 
-def test_tied_weights_go_from_their_owner_and_shares_of_gradients_back_from_stage_to_stage():
-    plan = dataclasses.replace(CHAIN, ties=(Tie("w", (0, 1, 2)), Tie("v", (0, 2))))
-    weight, share = EdgeKind.WEIGHT, EdgeKind.SHARE
-    w, v = plan.ties
-    assert plan.lends(0) == {Edge(weight, 0, 1): (w,), Edge(weight, 0, 2): (w, v)}
-    assert plan.borrows(2) == {Edge(weight, 0, 2): (w, v)}
-    assert plan.shares_of(2) == {Edge(share, 2, 1): (w,), Edge(share, 2, 0): (v,)}
-    assert plan.shares_for(0) == {Edge(share, 1, 0): (w,), Edge(share, 2, 0): (v,)}
-    assert Plan.unpacked(msgpack.unpackb(msgpack.packb(plan.packed()))) == plan
-    for stages in ((1,), (1, 1), (2, 1), (1, 3)):
-        with pytest.raises(ConfigError, match="a tie joins two or more rising stages"):
-            dataclasses.replace(CHAIN, ties=(Tie("w", stages),))
-
-
 def test_what_is_no_training_goes_between_the_coordinator_and_every_stage():
     for kind in (EdgeKind.START, EdgeKind.COMMAND):
         assert CHAIN.edges(kind) == tuple(Edge(kind, COORDINATOR, s) for s in range(3))
@@ -198,58 +182,6 @@ def test_what_one_needs_another_gives(plan):
         assert (edge.source < edge.target) is (edge.kind is EdgeKind.ACTIVATION)
 
 
-def test_addresses_and_edges_have_names_for_people():
-    assert name_of(COORDINATOR) == "the coordinator"
-    assert name_of(2) == "stage 2"
-    assert str(Edge(EdgeKind.GRADIENT, 2, 1)) == "gradient from stage 2 to stage 1"
-    assert str(Edge(EdgeKind.LOSS, 2, COORDINATOR)) == "loss from stage 2 to the coordinator"
-
-
-# -- places -----------------------------------------------------------------------------------
-
-
-def test_stages_are_dealt_to_the_workers_in_turn():
-    assert [INTERLEAVED.stages_of(w) for w in range(2)] == [(0, 2), (1, 3)]
-    assert [INTERLEAVED.name_of(w) for w in range(2)] == ["worker 0", "worker 1"]
-    assert [CHAIN.name_of(w) for w in range(3)] == ["stage 0", "stage 1", "stage 2"]
-
-
-def test_a_plan_may_place_a_stage_elsewhere():
-    moved = dataclasses.replace(CHAIN, hosts=(2, 0, 2))
-    assert [moved.stages_of(w) for w in range(3)] == [(1,), (), (0, 2)]
-    assert [moved.worker_of(s) for s in range(3)] == [2, 0, 2]
-    assert [moved.name_of(w) for w in range(3)] == ["stage 1", "worker 1", "worker 2"]
-    assert moved != CHAIN
-
-
-def test_each_stage_gets_the_entries_of_its_own_layers():
-    """By whole names: layer 1 is not layer 10."""
-    plan = dataclasses.replace(CHAIN, layers=(("1",), ("10", "block"), ()))
-    named = {"1.weight": 1, "10.weight": 2, "block.0.bias": 3, "other.weight": 4}
-    assert plan.part(named) == [{"1.weight": 1}, {"10.weight": 2, "block.0.bias": 3}, {}]
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"hosts": (0, 1)}, "hosts .*2 .*3 stages"),
-        ({"hosts": (0, 1, 3)}, r"hosts .*0 to 2.*\(0, 1, 3\)"),
-        ({"hosts": (-1, 0, 1)}, r"hosts .*\(-1, 0, 1\)"),
-        ({"layers": (("0",),)}, "layers .*1 .*3 stages"),
-        ({"links": ((0, 1), (2, 1))}, r"\(2, 1\)"),
-        ({"links": ((0, 1), (1, 1))}, r"\(1, 1\)"),
-        ({"links": ((0, 1), (1, 3))}, r"\(1, 3\)"),
-        ({"links": ((-1, 1), (1, 2))}, r"\(-1, 1\)"),
-        ({"links": ((0, 1), (1, 2), (0, 1))}, "twice"),
-        ({"links": ((0, 1), (0, 2))}, r"one stage .*loss.*\[1, 2\]"),
-        ({"links": ()}, r"one stage .*loss.*\[0, 1, 2\]"),
-    ],
-)
-def test_parts_that_do_not_fit_each_other_are_refused(changes, words):
-    with pytest.raises(ConfigError, match=words):
-        dataclasses.replace(CHAIN, **changes)
-
-
 # -- the schedule -----------------------------------------------------------------------------
 
 
@@ -266,14 +198,6 @@ def test_an_order_ends_with_the_last_micro_batch():
     )
     endless = plan_for("async-1f1b", num_stages=2).order(0)
     assert " ".join(str(next(endless)) for _ in range(6)) == "F0 F1 B0 S0 F2 B1"
-
-
-def test_so_many_mini_batches_are_ahead_that_the_first_stage_never_waits():
-    """One where the pipe is flushed anyway."""
-    assert CHAIN.credits() == 1
-    assert plan_for("async-1f1b", num_stages=4).credits() == 4 + 1
-    assert plan_for("async-1f1b", num_stages=4, per_update=3).credits() == 2 + 1
-    assert plan_for("async-1f1b", num_stages=4, slack=1).credits() == 7 + 1
 
 
 def test_a_plan_is_looked_up_by_name():
@@ -366,18 +290,6 @@ def test_data_that_are_no_plan_are_an_error():
         Plan.unpacked({**CHAIN.packed(), "hosts": [0]})
 
 
-# -- slack ------------------------------------------------------------------------------------
-
-
-@given(st.data(), st.integers(1, 7))
-def test_the_warm_up_is_the_hops_to_the_end_and_their_slack(data, n):
-    """w(s) = (n-1-s) + sum of e_j for j >= s."""
-    slack = tuple(data.draw(st.lists(st.integers(0, 4), min_size=n - 1, max_size=n - 1)))
-    shape = Shape(workers=n, slack=slack)
-    for s in range(n):
-        assert shape.warm_up(s) == (n - 1 - s) + sum(slack[j] for j in range(s, n - 1))
-
-
 def test_the_warm_up_is_what_the_order_does_before_its_first_backward():
     plan = plan_for("async-1f1b", num_stages=3, slack=(2, 1))
     for stage, ahead in enumerate((5, 2, 0)):
@@ -385,87 +297,6 @@ def test_the_warm_up_is_what_the_order_does_before_its_first_backward():
         before = [next(order).kind for _ in range(ahead + 2)]
         assert before == [Kind.FORWARD] * (ahead + 1) + [Kind.BACKWARD]
         assert plan.in_flight(stage) == ahead + 1
-
-
-def test_slack_that_is_none_makes_no_difference():
-    assert Shape(workers=3, slack=(0, 0)) == Shape(workers=3)
-    assert Shape(workers=2, stages_per_worker=2, slack=(0, 0, 0)).slack == ()
-
-
-def test_slack_is_for_one_stage_on_each_worker():
-    with pytest.raises(ConfigError, match=r"slack .*one stage"):
-        Shape(workers=2, stages_per_worker=2, slack=(1, 0, 0))
-
-
-@pytest.mark.parametrize(
-    ("slack", "stages", "expected"),
-    [
-        (0, 3, (0, 0)),
-        (2, 3, (2, 2)),
-        ((), 3, (0, 0)),
-        ([1, 2], 3, (1, 2)),
-        (1, 1, ()),
-        ((), 1, ()),
-    ],
-)
-def test_slack_is_one_number_for_all_hops_or_one_for_each(slack, stages, expected):
-    assert slack_of(slack, stages) == expected
-
-
-@pytest.mark.parametrize(
-    ("slack", "stages", "words"),
-    [
-        (-1, 3, "slack .*-1"),
-        (True, 3, "slack .*True"),
-        (-1, 1, "slack .*-1"),  # also where there is no hop
-        ((1, -2), 3, "slack .*-2"),
-        ((1, 1.0), 3, r"slack .*1\.0"),
-        ((1, False), 3, "slack .*False"),
-        ((1,), 3, "slack has 1 .*2 hops"),
-        ((1, 1, 1), 3, "slack has 3 .*2 hops"),
-        ((1,), 1, "slack has 1 .*0 hops"),
-    ],
-)
-def test_slack_that_cannot_be_is_refused(slack, stages, words):
-    with pytest.raises(ConfigError, match=words):
-        slack_of(slack, stages)
-
-
-def test_slack_is_read_as_a_person_writes_it():
-    assert parse_slack(["2"]) == 2
-    assert parse_slack(["1", " 0 ", "3"]) == (1, 0, 3)
-
-
-@pytest.mark.parametrize("text", ["", "-1", "1.5", "one", "²", "٣", "1_0"])
-def test_slack_that_is_no_number_of_forwards_is_refused(text):
-    with pytest.raises(ConfigError, match=r"slack .*at least 0"):
-        parse_slack(["1", text])
-
-
-def test_a_written_schedule_with_a_built_in_name_is_refused():
-    """A trace would be read with the order of the other."""
-    schedule = LaterBackward()
-    schedule.name = "async-1f1b"
-    with pytest.raises(ConfigError, match="'async-1f1b'"):
-        plan_for(schedule, proved=False, num_stages=2, per_update=2)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "expected"),
-    [
-        ("async-1f1b", {}, [3, 2, 1, 0]),
-        ("async-1f1b", {"per_update": 2}, [2, 1, 1, 0]),
-        ("async-1f1b", {"per_update": 8}, [1, 1, 1, 0]),
-        ("async-1f1b", {"slack": 1}, [6, 4, 2, 0]),
-        ("async-1f1b+vertical-sync", {}, [3, 3, 3, 3]),
-        ("async-1f1b", {"synchronous": 50}, [3, 2, 1, 0]),
-        ("2bw", {"per_update": 4}, [1, 1, 1, 1]),
-        ("1f1b", {"per_update": 4}, [0, 0, 0, 0]),
-    ],
-)
-def test_the_staleness_of_a_stage(name, options, expected):
-    plan = plan_for(name, num_stages=4, **options)
-    assert [plan.staleness(stage) for stage in range(4)] == expected
 
 
 @settings(max_examples=50)
@@ -486,14 +317,3 @@ def test_the_edges_of_a_kind_are_those_that_actions_need_or_give(plan):
         found = plan.edges(kind)
         assert set(found) == wanted[kind]
         assert len(found) == len(set(found))
-
-
-def test_a_replica_knows_what_it_is_called():
-    plan = plan_for("async-1f1b", num_stages=2, replicas=[2, 1])
-    assert [plan.title_of(address) for address in plan.addresses] == [
-        "stage 0, replica 0", "stage 0, replica 1", "stage 1"
-    ]  # fmt: skip
-    assert [plan.label_of(address) for address in plan.addresses] == ["0.0", "0.1", "1"]
-    assert [plan.stages_of(worker) for worker in range(3)] == [(0,), (1,), (2,)]
-    again = Plan.unpacked(plan.packed())
-    assert again == plan
