@@ -1,11 +1,8 @@
 """What findings mean, without any machine."""
 
-import re
-
 import pytest
 
 from pipedream_rt.doctor.judgement import MeasuredLink, judge, options_of_planner
-from pipedream_rt.doctor.rounds import _link_of
 
 FINE = {
     "software": "torch 2", "processor": "a kind", "source": "12ab", "memory": 8 << 30,
@@ -69,18 +66,3 @@ def test_machines_clocks_addresses_and_links():
 
 def test_no_link_says_nothing_to_the_planner():
     assert options_of_planner({("a", "b"): MeasuredLink(None, 0.0, "no")}) == ""
-
-
-@pytest.mark.parametrize(
-    ("said", "problem"),
-    [
-        (None, "no answer within 60 s"),
-        ("{", r"malformed answer 'findings': JSONDecodeError.*; is it pipedream-rt of the same"),
-        ("{}", r"malformed answer 'findings': KeyError\('latency_s'\); is it"),
-        ("null", "malformed answer 'findings': TypeError"),
-        ('{"latency_s": "x", "bandwidth": 0, "problem": ""}', "malformed answer .* ValueError"),
-    ],
-)
-def test_why_a_machine_says_nothing_of_a_link_is_told(said, problem):
-    record = None if said is None else {"type": "findings", "text": said}
-    assert re.match(problem, _link_of(record).problem)

@@ -25,7 +25,7 @@ SECONDS = {
     "tests/cli/test_profile.py": 50,
     "tests/properties/test_elastic.py": 50,
     "tests/properties/test_coded_edges.py": 50,
-    "tests/doctor/test_doctor.py": 50,
+    "tests/doctor/test_rounds.py": 50,
     "tests/docs/test_blocks.py": 45,
     "tests/properties/test_compatibility.py": 40,
     "tests/cluster/test_processes.py": 40,

@@ -10,7 +10,6 @@ from pipedream_rt.schedules import plan_for
 from pipedream_rt.simulation.costs import Costs
 from pipedream_rt.simulation.simulator import simulate
 from pipedream_rt.tracing import timeline
-from pipedream_rt.tracing.summary import bytes_text, describe, seconds_text, summarize
 
 
 def run(name="1f1b", n=3, k=4, updates=2, costs=None):
@@ -90,46 +89,3 @@ def test_perfetto(name):
     assert max(e["args"]["versions"] for e in counters) == max(trace.spans["kept"])
     complete = [e for e in events if e["ph"] == "X" and e["cat"] != "coordinator"]
     assert len(complete) == (trace.spans["stage"] >= 0).sum()
-
-
-def test_the_summary_of_async_1f1b():
-    trace = run("async-1f1b", 3, 1, 30)
-    summary = summarize(trace)
-    assert summary.throughput == pytest.approx(500)
-    assert [s.versions for s in summary.stages] == [3, 2, 1]
-    assert [s.in_flight for s in summary.stages] == [3, 2, 1]
-    assert summary.stages[0].staleness == {0: 1, 1: 1, 2: 28}
-    assert summary.staleness == {0: 30 + 1 + 1, 1: 1 + 29, 2: 28}
-    assert summary.hops == (0, 0, 0, 0)
-    # Stage 0 waits for the first gradient, then for one more at each drain.
-    assert summary.stages[0].waits[1] == pytest.approx(0.004)
-    assert summary.makespan == pytest.approx(0.064)
-    assert summary.bubble[0] == pytest.approx(4 / 64)
-
-
-def test_the_summary_as_text():
-    costs = unit(latency=0.003, weight_bytes=(2.0**20,), stash_bytes=(1024.0,))
-    words = describe(run("async-1f1b", 2, 1, 50, costs))
-    assert words.splitlines()[0].startswith(
-        "simulated: async-1f1b, 2 stages on 2 workers, 1 micro-batches per update, 50 micro-batches"
-    )
-    for part in (
-        "waits for",
-        "stage 1 ",
-        "hop latency: p50 3 ms",
-        "0: 51.0%, 1: 49.0%",
-        "2 MiB + 2 KiB",
-    ):
-        assert part in words
-
-
-def test_numbers_for_people():
-    assert [seconds_text(s) for s in (0, 3e-9, 2.5e-5, 0.0123, 61.5)] == [
-        "0 s", "3 ns", "25 us", "12.3 ms", "61.5 s"
-    ]  # fmt: skip
-    assert [bytes_text(b) for b in (0, 1023, 2**20, 3 * 2**30)] == [
-        "0 B",
-        "1023 B",
-        "1 MiB",
-        "3 GiB",
-    ]

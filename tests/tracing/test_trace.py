@@ -4,13 +4,10 @@ import os
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.costs import unit
-from support.shapes import schedules
 from support.wrong import NESTED, WRONG
 
-from pipedream_rt import Replay, Trace
+from pipedream_rt import Trace
 from pipedream_rt.errors import ConfigError, TraceError
 from pipedream_rt.schedules import plan_for
 from pipedream_rt.simulation.costs import Costs
@@ -86,44 +83,6 @@ def test_a_file_that_is_not_there(tmp_path):
         Trace.load(tmp_path / "none")
     with pytest.raises(TraceError, match="cannot be written"):
         run().save(tmp_path / "no" / "folder")
-
-
-@settings(max_examples=40)
-@given(schedules(most=4), st.integers(1, 4))
-def test_a_replay_does_the_same(schedule, updates):
-    trace = simulate(schedule, unit(), updates * schedule.per_update)
-    replay = plan_for(
-        Replay(trace),
-        num_stages=schedule.num_stages,
-        per_update=schedule.per_update,
-        stages_per_worker=schedule.shape.stages_per_worker,
-        slack=schedule.shape.slack,
-    )
-    again = simulate(replay, unit(), updates * schedule.per_update, credits=trace.credits)
-    # Where nothing is read after the end, versions may go earlier.
-    spans, found = trace.spans.copy(), again.spans.copy()
-    assert (found["kept"] <= spans["kept"]).all()
-    spans["kept"] = found["kept"] = 0
-    assert spans.tobytes() == found.tobytes()
-
-
-def test_a_replay_needs_everything():
-    trace = run()
-    lost = dataclasses.replace(trace, workers=(WorkerFacts(name="a", dropped=2),) * 3)
-    with pytest.raises(TraceError, match="first 6 spans were overwritten"):
-        Replay(lost)
-    late = dataclasses.replace(trace, spans=trace.spans[trace.spans["index"] > 0])
-    with pytest.raises(TraceError, match="do not count from 0"):
-        Replay(late)
-    with pytest.raises(ConfigError, match="the trace was made with Shape"):
-        plan_for(Replay(trace), num_stages=4)
-
-
-def test_a_replay_ends_where_the_trace_ends():
-    trace = run(updates=4)
-    replay = plan_for(Replay(trace), num_stages=3)
-    with pytest.raises(Exception, match="ends before it has done all of 9 micro-batches"):
-        simulate(replay, unit(), 9)
 
 
 def test_spans_by_stage():

@@ -1,26 +1,20 @@
-"""The doctor on machines that are processes here, or namespaces."""
+"""How the first machine asks the others, which are processes here, or namespaces."""
 
 import json
+import re
 import socket
-import subprocess
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from support.callers import asked, calling, hello, soon
-from support.deadlines import LATEST_S
-from support.encrypted import encrypted_pair, tcp_pair
 from support.nodes import COMMAND, own_environment
 from support.slurm import until
 from support.two_hosts import OTHER_SECRET, SECRET, A, Child, two_hosts, why_not
 
 from pipedream_rt.cluster.identity import Secret
-from pipedream_rt.doctor.facts import digest_of
-from pipedream_rt.doctor.judgement import MeasuredLink
-from pipedream_rt.doctor.links import Probe
-from pipedream_rt.transport.link import Connection
-
-pytestmark = pytest.mark.processes
+from pipedream_rt.doctor.rounds import _link_of, examine_self
+from pipedream_rt.errors import ConfigError
 
 DOCTOR = [*COMMAND, "doctor"]
 
@@ -50,6 +44,7 @@ def started():
         yield start
 
 
+@pytest.mark.processes
 def test_three_machines_that_fit(started, tmp_path):
     options = ("--json", "--folder", str(tmp_path), "--source", str(Path(__file__).parent))
     first, *others = (started(rank, *options) for rank in range(3))
@@ -66,6 +61,7 @@ def test_three_machines_that_fit(started, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.processes
 def test_what_is_wrong_is_told_and_is_the_exit_code(started, tmp_path):
     """Other source files on one machine, and one that has a wrong secret and so does not count."""
     (tmp_path / "a").mkdir()
@@ -81,6 +77,7 @@ def test_what_is_wrong_is_told_and_is_the_exit_code(started, tmp_path):
     assert "one end does not know the secret that the other has" in first.text
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("question", ["examine", "clock", "welcome"])
 def test_a_machine_that_is_lost_meanwhile_is_not_waited_for(started, question):
     """The end of its connection shows it at once: no minute passes for each question to it."""
@@ -97,69 +94,22 @@ def test_a_machine_that_is_lost_meanwhile_is_not_waited_for(started, question):
     assert "XX  link" in first.text
 
 
-def test_one_machine_and_a_folder_that_is_not_there(tmp_path):
-    done = subprocess.run(
-        [*DOCTOR, "--folder", str(tmp_path / "none")], env=own_environment(),
-        capture_output=True, text=True, timeout=LATEST_S,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert "the shared folder cannot be written to" in done.stderr
+def test_a_folder_that_is_not_there_is_refused_before_anybody_is_asked(tmp_path):
+    with pytest.raises(ConfigError, match=r"folder cannot be written to: .*No such file"):
+        examine_self(str(tmp_path / "none"), "")
 
 
-def test_a_digest_of_source_files(tmp_path):
-    assert digest_of(tmp_path) == ""
-    (tmp_path / "a.py").write_text("x = 1")
-    before = digest_of(tmp_path)
-    (tmp_path / ".venv").mkdir()
-    (tmp_path / ".venv" / "b.py").write_text("x = 1")
-    assert digest_of(tmp_path) == before
-    (tmp_path / "a.py").write_text("x = 2")
-    assert digest_of(tmp_path) != before
-
-
-@pytest.fixture
-def probes():
-    """Two machines of three with an encrypted link between them; the third was not reached."""
-    ends = encrypted_pair(tcp_pair())
-    problems = {2: "connection refused"}
-    with ExitStack() as opened:
-        made = [Probe({1 - rank: end}, problems) for rank, end in enumerate(ends)]
-        for each in made:
-            opened.callback(each.close)
-        yield made
-
-
-@pytest.mark.threads
-def test_a_link_is_measured_from_both_ends(probes):
-    for rank, probe in enumerate(probes):
-        link = probe.measure(1 - rank)
-        assert link.problem == ""
-        assert link.bandwidth > 1e6
-        assert 0 < link.latency_s < 1
-
-
-@pytest.mark.threads
-def test_a_link_that_is_not_there_or_ends_is_told_of(probes):
-    first, other = probes
-    assert first.measure(2) == MeasuredLink(None, 0.0, "connection refused")
-    other.close()
-    link = first.measure(1)
-    assert link.latency_s is None
-    assert link.problem
-    assert first.measure(1).latency_s is None  # at each later time too
-
-
-@pytest.mark.threads
-def test_a_machine_that_does_not_answer_is_waited_for_until_the_deadline(monkeypatch):
-    monkeypatch.setattr("pipedream_rt.doctor.links._TIMEOUT_S", 0.2)
-    ours, theirs = socket.socketpair()
-    probe = Probe({1: Connection(ours)}, {})
-    with theirs:
-        assert probe.measure(1).problem == "nothing was answered within 0.2 s"
-        probe.close()
+def test_one_machine_leaves_nothing_in_the_folder(tmp_path):
+    """Also where it cannot look at itself."""
+    ((host, found),) = examine_self(str(tmp_path), "").machines.items()
+    assert (host, found["folder"]) == (socket.gethostname(), "ok")
+    with pytest.raises(TypeError):
+        examine_self(str(tmp_path), source=3)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.rights
+@pytest.mark.processes
 def test_a_slow_cable_between_two_machines():
     if reason := why_not():
         pytest.skip(reason)
@@ -173,3 +123,18 @@ def test_a_slow_cable_between_two_machines():
     assert len(said["links"]) == 2
     for link in said["links"]:
         assert 0.7 * 100e6 / 8 < link["bandwidth"] < 1.3 * 100e6 / 8
+
+
+@pytest.mark.parametrize(
+    ("said", "problem"),
+    [
+        (None, "no answer within 60 s"),
+        ("{", r"malformed answer 'findings': JSONDecodeError.*; is it pipedream-rt of the same"),
+        ("{}", r"malformed answer 'findings': KeyError\('latency_s'\); is it"),
+        ("null", "malformed answer 'findings': TypeError"),
+        ('{"latency_s": "x", "bandwidth": 0, "problem": ""}', "malformed answer .* ValueError"),
+    ],
+)
+def test_why_a_machine_says_nothing_of_a_link_is_told(said, problem):
+    record = None if said is None else {"type": "findings", "text": said}
+    assert re.match(problem, _link_of(record).problem)
