@@ -3,7 +3,7 @@ import math
 import pytest
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.planning.machines import Machines, Worker
+from pipedream_rt.planning.machines import LinkCodec, Machines, Worker
 
 
 def test_the_slowest_link_among_workers_counts():
@@ -32,3 +32,11 @@ def test_other_numbers_out_of_range_are_refused():
         Machines(workers=(Worker(),), bandwidth=0)
     with pytest.raises(ConfigError, match="latency must be at least 0, not -1"):
         Machines(workers=(Worker(),), latency=-1)
+
+
+@pytest.mark.parametrize(
+    "options", [{"ratio": 0}, {"ratio": 1.1}, {"ratio": 1, "seconds_per_byte": -1}]
+)
+def test_a_codec_that_makes_no_sense_is_refused(options):
+    with pytest.raises(ConfigError, match="codec"):
+        LinkCodec(**options)

@@ -4,6 +4,7 @@ import itertools
 
 from hypothesis import strategies as st
 
+from pipedream_rt.planning.machines import Machines, Worker
 from pipedream_rt.planning.profile import LayerCosts, Profile
 
 TIMES = st.integers(0, 1000).map(lambda x: x / 1000)
@@ -99,3 +100,14 @@ def chain(*seconds, **more):
             for i, s in enumerate(seconds)
         )
     )
+
+
+def machines(count, **more):
+    """Workers that are all alike."""
+    return Machines(workers=(Worker(),) * count, **more)
+
+
+def two_servers(codec):
+    """Four workers on two servers, with a slow link between these."""
+    workers = tuple(Worker(server=number // 2) for number in range(4))
+    return Machines(workers=workers, bandwidth=25e6, bandwidth_within=1e10, codec=codec)
