@@ -27,7 +27,7 @@ def test_a_digest_is_that_of_names_and_contents_and_of_nothing_else(tmp_path):
     whole = digest_of(tmp_path / "one")
     assert digest_of(tmp_path / "two") == whole
     (tmp_path / "renamed" / "b.py").rename(tmp_path / "renamed" / "c.py")
-    (tmp_path / "moved" / "sub" / "a.py").rename(tmp_path / "moved" / "a.py")
+    (tmp_path / "moved" / "sub").rename(tmp_path / "moved" / "other")
     assert len({whole, *(digest_of(tmp_path / name) for name in ("renamed", "moved"))}) == 3
     for folder in ("__pycache__", ".git", "environment"):
         (tmp_path / "two" / folder).mkdir()

@@ -6,6 +6,7 @@ import math
 
 from pipedream_rt import Costs, plan_for, simulate
 from pipedream_rt.observers import Begun, Ended, Evaluated, Recovered, Saved, Stepped, Warned
+from pipedream_rt.observers.run_record import RunRecord
 
 
 def plan_of(stages=3, schedule="async-1f1b", **options):
@@ -74,3 +75,11 @@ def whole_run(steps=40, stages=3):
     at = 1000.0 + 0.1 * (steps + 1)
     ended = tuple(map(counters, range(stages)))
     return [*events, Ended(time=at, step=steps, stages=ended, trace=traced(stages))]
+
+
+def record_of(events):
+    """Return the record of a run that was told of some events."""
+    record = RunRecord()
+    for event in events:
+        record(event)
+    return record
