@@ -1,20 +1,16 @@
-"""The server of the live page: who is answered, and what."""
+"""The live page of a run: what it answers, and what is sent anew."""
 
 import json
-import socket
-import struct
 import threading
-import time
 import urllib.error
 import urllib.request
 from contextlib import closing
-from urllib.parse import urlsplit
 
 import pytest
 from support.recorded import stepped, whole_run
 
 from pipedream_rt import ConfigError
-from pipedream_rt.observers import live, page_server
+from pipedream_rt.observers import live
 from pipedream_rt.observers.events import unpacked
 from pipedream_rt.observers.folder import Following, RunFolder
 from pipedream_rt.observers.live import LivePage
@@ -55,42 +51,6 @@ def test_the_page_is_whole(page):
     assert text.startswith("<!doctype html>")
     assert 'id="loss"' in text
     assert "EventSource" in text
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda address: address.partition("?")[0],
-        lambda address: address[:-1],
-        lambda address: address + "x",
-        lambda address: address.replace("token=", "tok="),
-        lambda address: address.replace("/?", "/events?")[:-1],
-        lambda address: address.replace("/?", "/record?")[:-1],
-        lambda address: address.partition("token=")[0] + "token=%00%ff",
-    ],
-)
-def test_without_the_token_nothing_is_told(page, change):
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        got(change(page.address))
-    with closing(caught.value) as error:
-        assert error.code == 403
-        assert b"loss" not in error.read()
-
-
-def test_there_is_nothing_else(page):
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        got(page.address.replace("/?", "/../../etc/passwd?"))
-    with closing(caught.value) as error:
-        assert error.code == 404
-
-
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
-def test_nothing_can_be_changed(page, method):
-    request = urllib.request.Request(page.address, data=b"x", method=method)
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(request, timeout=30)
-    caught.value.close()
-    assert caught.value.code == 501
 
 
 def test_only_what_has_changed_is_sent(page, run):
@@ -162,40 +122,3 @@ def test_a_client_that_reads_nothing_does_not_keep_the_page_open(run):
     with closing(LivePage(Following(run.folder))) as page:
         stream = urllib.request.urlopen(page.address.replace("/?", "/events?"), timeout=30)
     stream.close()
-
-
-def stranger_at(page):
-    return socket.create_connection(("127.0.0.1", urlsplit(page.address).port), timeout=30)
-
-
-@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\nX: "])
-def test_a_stranger_who_does_not_end_his_request_does_not_keep_the_page_open(page, said):
-    with stranger_at(page) as stranger:
-        stranger.sendall(said)
-        assert got(page.address)  # he was let in before
-        began = time.monotonic()
-        page.close()
-        assert time.monotonic() - began < 10
-
-
-def test_a_stranger_has_not_for_ever(page, monkeypatch):
-    with urllib.request.urlopen(page.address.replace("/?", "/events?"), timeout=30) as stream:
-        assert stream.readline()
-        monkeypatch.setattr(page_server, "PATIENCE_S", 0.0)
-        with stranger_at(page) as stranger:
-            stranger.sendall(b"GET")
-            assert stranger.recv(1) == b""
-        assert stream.readline()  # who has shown the token stays
-
-
-def test_a_stranger_fills_no_terminal(page, capsys):
-    with stranger_at(page) as stranger:
-        stranger.sendall(b"GET http://[ HTTP/1.1\r\n\r\n")
-        assert stranger.recv(100).startswith(b"HTTP/1.0 403")
-    with stranger_at(page) as stranger:
-        stranger.sendall(b"GET")
-        resets = struct.pack("ii", 1, 0)
-        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, resets)
-    assert got(page.address)
-    page.close()
-    assert capsys.readouterr().err == ""

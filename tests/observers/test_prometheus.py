@@ -3,15 +3,24 @@
 import urllib.request
 
 import pytest
-from support.recorded import whole_run
+from support.deadlines import LATEST_S
+from support.recorded import begun, stepped, whole_run
 
 from pipedream_rt import ConfigError
-from pipedream_rt.observers import Prometheus
+from pipedream_rt.observers import Prometheus, Recovered
 
 
 def told(observer, events):
     for event in events:
         observer(event)
+
+
+def scraped(observer):
+    """The values that an observer serves, by name."""
+    address = f"http://127.0.0.1:{observer.port}/metrics"
+    with urllib.request.urlopen(address, timeout=LATEST_S) as answer:
+        lines = answer.read().decode().splitlines()
+    return {name: float(v) for name, v in (li.rsplit(" ", 1) for li in lines if li[0] != "#")}
 
 
 def test_prometheus_is_scraped(tmp_path):
@@ -20,19 +29,16 @@ def test_prometheus_is_scraped(tmp_path):
     observer = Prometheus()
     try:
         told(observer, events)
-        address = f"http://127.0.0.1:{observer.port}/metrics"
-        with urllib.request.urlopen(address, timeout=30) as answer:
-            lines = answer.read().decode().splitlines()
+        values = scraped(observer)
     finally:
         observer(ended)
-    values = {name: float(v) for name, v in (li.rsplit(" ", 1) for li in lines if li[0] != "#")}
     assert values["pipedream_rt_mini_batches_total"] == 5
     assert values["pipedream_rt_samples_total"] == 40
     assert values["pipedream_rt_recoveries_total"] == 1
     assert values['pipedream_rt_weight_version{stage="2"}'] == 4
     assert values['pipedream_rt_busy_seconds_total{stage="0"}'] == pytest.approx(0.25)
     with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(address, timeout=30)
+        scraped(observer)
 
 
 def test_a_port_that_is_taken_is_refused():
@@ -44,3 +50,19 @@ def test_a_port_that_is_taken_is_refused():
             Prometheus(first.port)
     finally:
         first(ended)
+
+
+def test_the_work_of_a_stage_never_falls_where_new_workers_count_from_0():
+    """Whether a recovery was told of, a script has begun again, or neither."""
+    pytest.importorskip("prometheus_client", reason="the extra prometheus is not installed")
+    recovered = next(event for event in whole_run() if isinstance(event, Recovered))
+    observer = Prometheus()
+    try:
+        for between, seconds in (([], 2.0), ([recovered], 3.0), ([begun()], 1.0), ([], 0.5)):
+            told(observer, [*between, stepped(0, busy=(seconds, 2 * seconds, 0.0))])
+        values = scraped(observer)
+    finally:
+        observer(whole_run(1)[-1])
+    assert values['pipedream_rt_busy_seconds_total{stage="0"}'] == 2 + 3 + 1
+    assert values['pipedream_rt_busy_seconds_total{stage="1"}'] == 2 * (2 + 3 + 1)
+    assert values["pipedream_rt_recovery_seconds_total"] == recovered.seconds
