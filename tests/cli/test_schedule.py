@@ -1,7 +1,9 @@
 """The command ``schedule``, as a user types it. It starts no process."""
 
 import pytest
+from click.testing import CliRunner
 
+from pipedream_rt.cli import main
 from pipedream_rt.schedules import RECIPES
 
 
@@ -49,3 +51,12 @@ def test_slack_is_drawn(call):
 )
 def test_slack_that_cannot_be_is_refused(call, words, text):
     assert text in call("schedule", *words, code=1)
+
+
+@pytest.mark.parametrize("name", ["async-1f1b", "async-1f1b+vertical-sync"])
+def test_vertical_sync_is_an_option_of_a_schedule_or_a_part_of_its_name(name):
+    done = CliRunner().invoke(main, ["schedule", name, "--vertical-sync", "--stages", "2"])
+    assert done.exit_code == 0
+    assert done.output.startswith("async-1f1b+vertical-sync: ")
+    done = CliRunner().invoke(main, ["schedule", "1f1b", "--vertical-sync"])
+    assert "an option of async-1f1b, not of 1f1b" in str(done.output) + str(done.exception)

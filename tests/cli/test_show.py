@@ -209,10 +209,3 @@ def test_a_page_is_served_until_ctrl_c(tmp_path):
         process.kill()
         process.wait()
         process.stdout.close()
-
-
-def test_status_as_json(call, monkeypatch):
-    record = {"pid": 1, "workers": []}
-    monkeypatch.setattr("pipedream_rt.cli.status.running", lambda: iter([("path", record)] * 2))
-    output = call("status", "--json")
-    assert [json.loads(line) for line in output.splitlines()] == [record] * 2

@@ -7,7 +7,6 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
-from click.testing import CliRunner
 from safetensors.torch import load_file
 from support.inside import kill
 from support.models import OPTIMIZERS, POINTS, batches, kitchen_sink, mlp, regression
@@ -16,7 +15,6 @@ from support.pinned import Pipeline
 from torch import nn
 
 from pipedream_rt import CheckpointError, ConfigError, WorkerLost
-from pipedream_rt.cli import main
 from pipedream_rt.serial.cluster import SerialCluster
 
 pytestmark = pytest.mark.threads
@@ -187,45 +185,6 @@ def test_a_folder_that_cannot_be_written_ends_nothing(tmp_path):
             pipe.save(tmp_path / "run", extra=object())
         assert begun + losses(pipe, DATA[5:]) == undisturbed(4, "adamw", ())[0]
     assert not os.listdir(tmp_path / "run")
-
-
-def test_the_command_looks_at_them(tmp_path):
-    def call(*words, code=0):
-        done = CliRunner().invoke(main, ["checkpoint", *map(str, words)])
-        assert done.exit_code == code, done.output
-        return done.output
-
-    with open_pipe() as pipe:
-        for step in range(2):
-            losses(pipe, DATA[step : step + 1])
-            pipe.save(tmp_path, extra={"epoch": 1})
-        weights = pipe.state_dict()
-    shown = call("inspect", tmp_path)
-    assert "step 2, async-1f1b, 4 stages on 4 workers" in shown
-    assert "parameter group 0: lr 0.003" in shown
-    assert "extra: {'epoch': 1}" in shown
-    assert call("verify", tmp_path).count("whole") == 2
-    assert "tensors of step 2" in call("export", tmp_path, tmp_path / "out.safetensors")
-    assert_same(load_file(tmp_path / "out.safetensors"), dict(sorted(weights.items())))
-    assert "cannot be written" in call("export", tmp_path, tmp_path / "no" / "out", code=1)
-    assert "is there already; --force replaces it" in call(
-        "export", tmp_path, tmp_path / "out.safetensors", code=1
-    )
-    assert "of step 2" in call("export", tmp_path, tmp_path / "out.safetensors", "--force")
-    assert (tmp_path / "out.safetensors").stat().st_mode & 0o077 == 0
-    newest = tmp_path / "step-00000002"
-    (tmp_path / "link").symlink_to(newest)
-    whole = {path.name: path.read_bytes() for path in newest.iterdir()}
-    for inside in (
-        newest / "model-00001-of-00004.safetensors", newest / "new", tmp_path / "link" / "new",
-        tmp_path / "step-00000001" / "manifest.msgpack",
-    ):  # fmt: skip
-        assert "is inside a checkpoint" in call("export", tmp_path, inside, "--force", code=1)
-    assert {path.name: path.read_bytes() for path in newest.iterdir()} == whole
-    (tmp_path / "step-00000002" / "manifest.msgpack").write_bytes(b"")
-    assert "1 damaged" in call("verify", tmp_path, code=1)
-    assert "step 1, async" in call("inspect", tmp_path)
-    assert "cannot be used" in call("inspect", tmp_path / "step-00000002", code=1)
 
 
 @pytest.mark.processes

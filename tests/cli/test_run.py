@@ -1,7 +1,6 @@
-"""What a user types: the command, scripts, signals."""
+"""The commands ``run`` and ``worker``, as a user types them: scripts, workers, signals."""
 
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -11,12 +10,18 @@ from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner
 from support.deadlines import LATEST_S
 
-from pipedream_rt.cli import main
-from pipedream_rt.cli.plan import plan
-from pipedream_rt.cli.run import run
+from pipedream_rt.cli.run import count_of
+from pipedream_rt.cluster.environment import (
+    MAX_RESTARTS,
+    NPROC,
+    RECORD,
+    RESUME,
+    THREADS,
+    TRACE,
+    VERIFY,
+)
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("environment")]
 
@@ -343,30 +348,6 @@ def test_a_stranger_at_the_rendezvous_does_not_disturb(digest):
     assert digest_of(out) == digest, err
 
 
-def test_help_names_every_verb():
-    done = CliRunner().invoke(main, ["--help"])
-    for verb in ("run", "worker", "schedule", "simulate", "status", "timeline", "checkpoint"):
-        assert verb in done.output
-
-
-def test_status_shows_a_running_pipeline(digest):
-    from support.pinned import Pipeline
-    from torch import nn
-
-    def shown():
-        return CliRunner().invoke(main, ["status", "--interval", "0.1"]).output
-
-    with Pipeline(
-        [nn.Linear(2, 2)] * 1 + [nn.Linear(2, 2)], stages=2, loss_fn=nn.functional.mse_loss,
-        workers="local",
-    ):  # fmt: skip
-        output = shown()
-        assert f"pid {os.getpid()}: async-1f1b, generation" in output
-        assert "0 restarts; micro-batch 0 done, 0 fed" in output
-        assert re.search(r"worker-1 +stage 1 +pid \d+ on", output)
-    assert f"pid {os.getpid()}:" not in shown()
-
-
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_run_replaces_workers_that_fail(tmp_path, number):
@@ -437,22 +418,61 @@ def test_another_worker_takes_the_place_of_one_that_was_started_elsewhere():
     assert names == ["early", "later"]
 
 
-@pytest.mark.parametrize("name", ["async-1f1b", "async-1f1b+vertical-sync"])
-def test_vertical_sync_is_an_option_of_a_schedule_or_a_part_of_its_name(name):
-    done = CliRunner().invoke(main, ["schedule", name, "--vertical-sync", "--stages", "2"])
-    assert done.exit_code == 0
-    assert done.output.startswith("async-1f1b+vertical-sync: ")
-    done = CliRunner().invoke(main, ["schedule", "1f1b", "--vertical-sync"])
-    assert "an option of async-1f1b, not of 1f1b" in str(done.output) + str(done.exception)
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [(None, None), ("", None), ("1", 1), ("12", 12), ("auto", 3), ("cpu", 3)],
+)
+def test_a_number_of_workers_is_read_as_torchrun_reads_it(monkeypatch, text, count):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 2, 5})
+    assert count_of(text) == count
 
 
-@pytest.mark.parametrize("command", [run, plan])
-def test_options_stand_in_groups_in_the_help(command):
-    grouped = " ".join(command._groups.values()).split()
-    options = {each.name for each in command.params if isinstance(each, click.Option)}
-    hidden = {"rdzv_backend", "rdzv_id", "rdzv_conf"}
-    assert sorted(grouped) == sorted(options - hidden)
-    shown = CliRunner().invoke(main, [command.name, "--help"]).output
-    assert [f"{heading}:" in shown for heading in command._groups] == [True] * len(command._groups)
-    other = shown.partition("Other options:")[2].split()
-    assert other[:2] == ["-h,", "--help"]
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "gpu", "²", "1_0", "\x1b[2J"], ids=ascii)
+def test_what_is_no_number_of_workers_is_refused(text):
+    with pytest.raises(click.BadParameter, match="is no number of at least 1, nor auto") as found:
+        count_of(text)
+    assert found.value.message.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere.py"], "there is no file 'nowhere.py'"),
+        (["--threads", "2", "nowhere.py"], "give --nproc-per-node too"),
+        (["--nproc-per-node", "none", "nowhere.py"], "'none' is no number of at least 1"),
+        (["--log-dir", "{file}/logs", "nowhere.py"], "logs: Not a directory"),
+        (["--ray", "2", "--nnodes", "2", "nowhere.py"], "it is Ray that says which node is which"),
+    ],
+    ids=["script", "threads", "workers", "logs", "ray"],
+)
+def test_wrong_words_are_refused_before_anything_is_started(call, tmp_path, words, message):
+    (tmp_path / "file").touch()
+    words = [word.replace("{file}", str(tmp_path / "file")) for word in words]
+    assert message in " ".join(call("run", *words, code=2).split())
+
+
+def test_what_the_script_is_to_do_is_told_to_it_in_its_environment(call, tmp_path, monkeypatch):
+    """Paths are made absolute, for the script may go elsewhere; its arguments are its own."""
+    told = {}
+
+    def execve(path, command, environment):
+        told.update(command=command, environment=environment)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(os, "execve", execve)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    call("run", "--nproc-per-node", 2, "--threads", 3, "--trace", "t", "--record", "r",
+         "--max-restarts", 4, "--resume", "--verify", "train.py", "--verify", "x")  # fmt: skip
+    assert told["command"] == [sys.executable, "train.py", "--verify", "x"]
+    own = {name: told["environment"].get(name) for name in
+           (NPROC, THREADS, TRACE, RECORD, MAX_RESTARTS, RESUME, VERIFY)}  # fmt: skip
+    assert own == {
+        NPROC: "2", THREADS: "3", TRACE: str(tmp_path / "t"), RECORD: str(tmp_path / "r"),
+        MAX_RESTARTS: "4", RESUME: "1", VERIFY: "3",
+    }  # fmt: skip
+    call("run", "-m", "package.train", "--resume")
+    assert told["command"] == [sys.executable, "-m", "package.train", "--resume"]
+    assert not {NPROC, THREADS, TRACE, RECORD, MAX_RESTARTS, RESUME, VERIFY} & {
+        *told["environment"]
+    }
