@@ -1,23 +1,22 @@
-"""The command ``status``."""
+"""The command ``status``, as a user types it."""
 
 import json
 import os
 import re
 
-from click.testing import CliRunner
+import pytest
+from support.pinned import Pipeline
+from torch import nn
 
-from pipedream_rt.cli import main
 
-
-def test_status_shows_a_running_pipeline(digest):
-    from support.pinned import Pipeline
-    from torch import nn
-
+@pytest.mark.processes
+@pytest.mark.usefixtures("environment")
+def test_status_shows_a_running_pipeline(call):
     def shown():
-        return CliRunner().invoke(main, ["status", "--interval", "0.1"]).output
+        return call("status", "--interval", 0.1)
 
     with Pipeline(
-        [nn.Linear(2, 2)] * 1 + [nn.Linear(2, 2)], stages=2, loss_fn=nn.functional.mse_loss,
+        [nn.Linear(2, 2), nn.Linear(2, 2)], stages=2, loss_fn=nn.functional.mse_loss,
         workers="local",
     ):  # fmt: skip
         output = shown()
