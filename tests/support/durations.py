@@ -8,9 +8,6 @@ from collections import Counter
 
 SECONDS = {
     "tests/hf/test_arguments.py": 165,
-    "tests/cli/test_cli.py": 140,
-    "tests/hf/test_trainer_table.py": 215,
-    "tests/hf/test_trainer_model.py": 150,
     "tests/cli/test_run.py": 140,
     "tests/devices/test_pipelines.py": 125,
     "tests/properties/test_any_model.py": 120,
