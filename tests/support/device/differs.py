@@ -10,7 +10,6 @@ AUTOCAST = "autocast has other lists of operators for a device than for the host
 FOREACH = "the foreach form, which optimizers take on a device, rounds otherwise than the loop"
 FAST_PATH = "torch has another kernel for this layer in eval mode on the host"
 FROM_OUTSIDE = "the test itself changes or reads weights of a stage without a word to its stream"
-HOLDS = "the loss of the test holds a tensor on the host, as plain PyTorch would refuse too"
 SPARSE = "the stand-in has no sparse tensors"
 WRAPS = (
     "where torch has an accelerator, nn.DataParallel takes it, and the plain model is on the host"
@@ -27,7 +26,6 @@ ON_ANY = {
     "*test_corrections.py*nadam*": FOREACH,
     "*test_any_model.py*change_nothing*decoder*": FAST_PATH,
     "*test_replicas.py::test_replicas_that_differ_are_told": FROM_OUTSIDE,
-    "*test_weighing.py*weights of classes*": HOLDS,
     "*test_diamond.py*through_the_death_of_a_worker": PROCESSES,
     "*test_what_people_see_names_the_replica": PROCESSES,
     "*test_hf.py::test_it_survives_a_worker*": PROCESSES,
