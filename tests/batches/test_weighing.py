@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.device.references import computed_on_the_device
-from support.labelled import IGNORED, classifier, labelled
+from support.labelled import IGNORED, Counts, classifier, labelled
 from support.pinned import Flat as Pipeline
 from torch import nn
 
@@ -185,19 +185,6 @@ def test_options_that_make_no_sense_are_refused(option, words):
 # -- the comparison with the whole --------------------------------------------------------------
 
 
-class Count(nn.Module):
-    """A loss that keeps something, and has a weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(2.0))
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, output, y):
-        self.calls += 1
-        return (self.scale * output).pow(2).mean()
-
-
 SUM = nn.CrossEntropyLoss(reduction="sum")
 
 
@@ -221,7 +208,7 @@ def test_a_loss_that_is_no_mean_is_refused_with_both_numbers(schedule):
 def test_a_mean_is_not_refused_nor_changed_by_being_compared(samples, autocast, caplog):
     data = labelled(ignored=False, samples=samples)
     options = {"micro_batches": 4, "autocast": autocast}
-    for loss_fn in (Count(), F.cross_entropy):
+    for loss_fn in (Counts(), F.cross_entropy):
         compared = trained(classifier(), data, loss_fn, check_loss=3, **options)
         left_out = trained(classifier(), data, loss_fn, check_loss=0, **options)
         assert compared[1] == left_out[1]

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from support.labelled import Counts
 from torch import nn
 
 from pipedream_rt.errors import ConfigError
@@ -25,19 +26,6 @@ def correlation(output, y):
     return 1 - (x * y).sum() / (x.norm() * y.norm() + 1e-8)
 
 
-class Count(nn.Module):
-    """A module that keeps something, and has a weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(2.0))
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, output, y):
-        self.calls += 1
-        return (self.scale * output).pow(2).mean()
-
-
 NO_MEANS = {
     "a sum": lambda output, y: F.cross_entropy(output, y, reduction="sum"),
     "a sum by torch": nn.CrossEntropyLoss(reduction="sum"),
@@ -50,7 +38,7 @@ NO_MEANS = {
 
 MEANS = {
     "a mean": lambda output, y: output.pow(2).mean(),
-    "a module that keeps something": Count(),
+    "a module that keeps something": Counts(),
     "a mean of sums": lambda output, y: output.pow(2).sum() / len(output),
     "cross entropy": lambda output, y: F.cross_entropy(output, y),
     "a mean over elements": lambda output, y: F.mse_loss(output, F.one_hot(y, CLASSES).float()),
@@ -105,7 +93,7 @@ def test_a_mean_is_not_refused_and_nothing_is_drawn_or_kept(name, sizes, caplog)
 
 
 def test_a_loss_that_is_a_module_stays_as_it_was():
-    loss_fn = Count()
+    loss_fn = Counts()
     look(LossCheck(loss_fn), [4, 4], *data())
     assert (loss_fn.calls.item(), loss_fn.scale.dtype) == (0, torch.float32)
 
