@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+from support.deadlines import LATEST_S
 
 from pipedream_rt.errors import PipelineClosed, PipelineError
 from pipedream_rt.lifecycle import MOVES, Life, Lifecycle
@@ -151,18 +152,18 @@ def test_two_threads_end_it_once():
 
     def first():
         inside.set()
-        assert go_on.wait(10)
+        assert go_on.wait(LATEST_S)
 
     ends = Ends(first)
     life = at(OPEN, ends)
     thread = threading.Thread(target=life.close)
     thread.start()
-    assert inside.wait(10)
+    assert inside.wait(LATEST_S)
     life.close()
     life.fail(ValueError("too late"))
     assert thread.is_alive()
     go_on.set()
-    thread.join(10)
+    thread.join(LATEST_S)
     assert (life.state, life.reason, ends.count) == (CLOSED, None, 1)
 
 

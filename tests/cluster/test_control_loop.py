@@ -43,7 +43,7 @@ def thread():
 
     yield call
     for each in threads:
-        each.join(20)
+        each.join(LATEST_S)
 
 
 class Waits:

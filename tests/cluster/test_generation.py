@@ -521,7 +521,7 @@ def test_a_wait_that_is_ended_while_something_changes_is_over(job, turns):
         for _ in range(turns):
             await asyncio.sleep(0)
         gathering.cancel()
-        await asyncio.wait([gathering], timeout=5)
+        await asyncio.wait([gathering], timeout=LATEST_S)
         return gathering
 
     assert one.loop.run(end()).cancelled()

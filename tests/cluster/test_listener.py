@@ -435,7 +435,7 @@ def test_who_says_hello_in_the_last_moment_does_not_keep_it_from_resting(loop, t
                 for _ in range(turns):
                     await asyncio.sleep(0)
                 resting = asyncio.ensure_future(door.rest())
-                await asyncio.wait([resting], timeout=5)
+                await asyncio.wait([resting], timeout=LATEST_S)
                 return resting.done()
 
         assert loop.run(rest_soon())

@@ -926,7 +926,7 @@ def test_a_meeting_that_is_ended_as_a_member_is_met_ends(stack):
         await caller._met(0)
         for meeting in meetings:
             meeting.cancel()
-        _, left = await asyncio.wait(meetings, timeout=5)
+        _, left = await asyncio.wait(meetings, timeout=LATEST_S)
         if left:
             await abandoned(*left)
         assert not left
@@ -947,7 +947,7 @@ def test_a_call_that_is_ended_as_it_fails_ends(stack):
 
         shake_hands, caller._shake_hands = caller._shake_hands, fails
         call = asyncio.ensure_future(caller._dial(0))
-        _, left = await asyncio.wait([call], timeout=5)
+        _, left = await asyncio.wait([call], timeout=LATEST_S)
         if left:
             await abandoned(*left)
         assert not left

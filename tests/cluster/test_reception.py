@@ -446,7 +446,7 @@ def test_the_end_does_not_wait_for_who_was_received_meanwhile():
             caller.sendall(packed(LINK))
             while not ends:
                 await asyncio.sleep(0)
-            is_over, _ = await asyncio.wait(ends, timeout=5)
+            is_over, _ = await asyncio.wait(ends, timeout=LATEST_S)
             over.set()
             assert is_over, "the reception waits for the end of who was received"
 

@@ -2,6 +2,7 @@ import threading
 from datetime import timedelta
 
 import pytest
+from support.deadlines import LATEST_S
 from support.messages import message
 
 from pipedream_rt.deadline import Deadline
@@ -92,11 +93,11 @@ def test_close_wakes_the_taker_with_the_reason():
 
     thread = threading.Thread(target=wait)
     thread.start()
-    assert waiting.wait(10)
+    assert waiting.wait(LATEST_S)
     first = PipelineClosed("first")
     inbox.close(first)
     inbox.close(PipelineClosed("second"))
-    thread.join(10)
+    thread.join(LATEST_S)
     assert reasons == [first]
     assert inbox.reason is first
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.compatibility import OldStyle, ScheduleFreeSGD
+from support.deadlines import LATEST_S
 from support.models import Recomputes
 from support.oracle import assert_same
 from support.pinned import Pipeline
@@ -357,7 +358,7 @@ def test_a_loader_goes_on_where_it_was(tmp_path, kind, between, stop):
             gc.collect()
             for thread in threading.enumerate():
                 if thread.name == "QueueFeederThread":
-                    thread.join(10)
+                    thread.join(LATEST_S)
 
     losses = train_and_end(tmp_path / "calm", 3)
     train_and_end(tmp_path / "run", 2 if between else 3, stop=stop)

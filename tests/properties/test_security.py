@@ -487,7 +487,7 @@ def test_a_rogue_cannot_join(environment):
         """First the rogue and some junk; the true worker when the rogue has been told."""
         errors.append(rogue.communicate(timeout=LATEST_S)[1])
         for junk in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 5000, b"\0\0\0\5ab"):
-            with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+            with socket.create_connection(("127.0.0.1", port), timeout=LATEST_S) as connection:
                 connection.sendall(junk)
         right = [*command, "--name", "right"]
         workers.append(subprocess.Popen(right, stderr=subprocess.DEVNULL, env=before))

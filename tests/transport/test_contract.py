@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+from support.deadlines import LATEST_S
 from support.encrypted import encrypted_pair
 from support.messages import End, gradient
 
@@ -93,7 +94,7 @@ def test_every_message_arrives_unchanged(transport):
         transport.send(gradient(index, torch.full((3,), float(index))))
     found = {}
     while len(found) < 20:
-        arrived = ends[2].arrived.get(timeout=20)
+        arrived = ends[2].arrived.get(timeout=LATEST_S)
         found[arrived.number] = arrived
     for index, arrived in found.items():
         assert arrived.tensors[0].tolist() == [index] * 3
@@ -107,7 +108,7 @@ def test_the_receiver_owns_its_tensors(transport):
     end, _ = End(transport, 1), End(transport, 0)
     sent = torch.zeros(4)
     transport.send(gradient(0, sent))
-    arrived = end.arrived.get(timeout=20).tensors[0]
+    arrived = end.arrived.get(timeout=LATEST_S).tensors[0]
     arrived += 1
     assert sent.tolist() == [0] * 4
     assert not arrived.requires_grad
@@ -122,7 +123,7 @@ def test_strides_and_dtypes_survive(transport):
             torch.tensor([True, False]), torch.ones(2, dtype=torch.complex128),
             torch.ones(3).expand(0, 3), torch.ones(2, dtype=torch.float8_e4m3fn)]  # fmt: skip
     transport.send(gradient(0, *sent))
-    arrived = end.arrived.get(timeout=20).tensors
+    arrived = end.arrived.get(timeout=LATEST_S).tensors
     for a, b in zip(arrived, sent, strict=True):
         assert a.stride() == b.stride()
         assert a.dtype == b.dtype
@@ -134,7 +135,7 @@ def test_a_view_that_means_something_else_than_its_memory_arrives_as_what_it_mea
     sent = [torch.tensor([1 + 2j]).conj(), torch.tensor([1 + 2j]).conj().imag,
             torch.arange(1000.0)[::100]]  # fmt: skip
     transport.send(gradient(0, *sent))
-    for a, b in zip(end.arrived.get(timeout=20).tensors, sent, strict=True):
+    for a, b in zip(end.arrived.get(timeout=LATEST_S).tensors, sent, strict=True):
         assert torch.equal(a, b)
         assert a.untyped_storage().nbytes() == b.numel() * b.element_size()
 
@@ -167,7 +168,7 @@ def test_sending_to_an_address_that_is_not_open_tells_the_sender(transport):
         pytest.skip("delivery is another thread's, the error is the same code as without")
     sender = End(transport, 0)
     transport.send(gradient(0, to=2))
-    error = sender.lost.get(timeout=20)
+    error = sender.lost.get(timeout=LATEST_S)
     assert isinstance(error, PeerLost)
     assert "gradient 0 from address 0 to address 2" in str(error)
 

@@ -34,13 +34,13 @@ def test_the_end_of_a_link_is_told_once_and_the_others_go_on():
     end = Member({0: Connection(ends[1])})
     third = Member({0: Connection(other[1])})
     assert end.links.send(0, 7, b"x") is None
-    assert middle.came.get(timeout=20)[1].data == b"x"
+    assert middle.came.get(timeout=LATEST_S)[1].data == b"x"
     end.links.close()
-    assert middle.lost.get(timeout=20) == (1, "it closed the connection")
+    assert middle.lost.get(timeout=LATEST_S) == (1, "it closed the connection")
     assert middle.links.send(1, 7, b"x") == "it closed the connection"
     assert middle.links.send(5, 7, b"x") == "there is no link to it"
     assert third.links.send(0, 7, b"y") is None
-    assert middle.came.get(timeout=20)[1].data == b"y"
+    assert middle.came.get(timeout=LATEST_S)[1].data == b"y"
     third.links.close()
     middle.links.close()
     middle.links.close()
@@ -78,10 +78,10 @@ def test_what_a_waiter_and_the_thread_read_comes_once_and_in_order(seed):
     while len(numbers) < len(sizes):
         wanted = min(len(sizes), len(numbers) + draw.choice((1, 3, 40)))
         while len(numbers) < wanted:
-            receiver.links.wait(20)
+            receiver.links.wait(LATEST_S)
         if draw.random() < 0.5:
             os.sched_yield()  # the thread has to go on with what the waiter has left
-    assert done.wait(20)
+    assert done.wait(LATEST_S)
     assert numbers == list(range(len(sizes)))
     sender.links.close()
     receiver.links.close()
@@ -96,9 +96,9 @@ def test_what_a_waiter_leaves_in_the_socket_is_read_by_the_thread():
     )
     for _ in range(3):
         sender.links.send(1, 7, b"", [torch.zeros(150_000, dtype=torch.uint8)])
-    receiver.links.wait(20)
+    receiver.links.wait(LATEST_S)
     for _ in range(3):
-        receiver.came.get(timeout=20)
+        receiver.came.get(timeout=LATEST_S)
     sender.links.close()
     receiver.links.close()
 
@@ -132,7 +132,7 @@ def test_a_waiter_that_reads_a_flood_is_woken_by_another_thread():
     # While the waiter waits; should it come later, the thread of the links reads the flood.
     sends = threading.Timer(0.05, sender.links.send, (1, 7, b"x"))
     sends.start()
-    receiver.links.wait(20)
+    receiver.links.wait(LATEST_S)
     sends.join()
     assert next(reads) >= 1000  # it has come back, and left the rest to the thread
     del receiver.links._read
@@ -154,8 +154,8 @@ def test_a_waiter_finds_out_that_a_member_is_gone():
     sender.links.send(1, 7, b"last")
     sender.links.close()
     while receiver.lost.empty():
-        receiver.links.wait(20)
-    assert receiver.came.get(timeout=20)[1].data == b"last"
+        receiver.links.wait(LATEST_S)
+    assert receiver.came.get(timeout=LATEST_S)[1].data == b"last"
     assert receiver.lost.get() == (0, "it closed the connection")
     receiver.links.wait(0.05)  # the end of the link is not told again, and wakes nobody
     assert receiver.lost.empty()

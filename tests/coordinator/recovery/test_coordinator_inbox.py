@@ -6,6 +6,7 @@ from datetime import timedelta
 import cloudpickle
 import pytest
 from support import messages
+from support.deadlines import LATEST_S
 
 from pipedream_rt.coordinator.recovery.coordinator_inbox import CoordinatorInbox
 from pipedream_rt.deadline import Deadline
@@ -183,7 +184,7 @@ def test_a_failure_is_found_out_by_the_taker_not_by_the_thread_that_receives(rec
 
     thread = threading.Thread(target=reception.fail_of(GENERATION), args=(find_out,))
     thread.start()
-    thread.join(10)
+    thread.join(LATEST_S)
     assert not found_out_by
     with pytest.raises(KeyError, match="x"):
         take(reception, message(Ready()))
@@ -203,7 +204,7 @@ def test_so_is_a_failure_that_a_stage_sent_and_only_once(reception):
     lost = message(failed(PeerLost("gone", peer="worker-1")))
     thread = threading.Thread(target=reception.receive, args=(lost,))
     thread.start()
-    thread.join(10)
+    thread.join(LATEST_S)
     assert not named_by
     errors = []
     for _ in range(2):

@@ -68,7 +68,7 @@ def read(connection, size):
 
 
 def connected(two, agent):
-    caller = socket.create_connection(two.gate, timeout=20)
+    caller = socket.create_connection(two.gate, timeout=LATEST_S)
     callee, _ = agent.accept()
     callee.settimeout(20)
     return caller, callee
@@ -88,9 +88,9 @@ def test_bytes_go_both_ways_and_an_end_ends_the_other(two, agent):
 
 
 def test_what_comes_before_the_agent_listens_comes_in_its_order(two, agent):
-    with socket.create_connection(two.gate, timeout=20) as caller:
+    with socket.create_connection(two.gate, timeout=LATEST_S) as caller:
         caller.sendall(b"first")
-        two.sent.get(timeout=20)  # it was opened, and is on its way
+        two.sent.get(timeout=LATEST_S)  # it was opened, and is on its way
         caller.sendall(b", second")
         two.ends[1].guard(agent.getsockname()[1])
         callee, _ = agent.accept()
