@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.nn.functional as F
+from support.deadlines import LATEST_S
 from support.inside import pids
 from support.models import (
     OPTIMIZERS,
@@ -181,8 +182,8 @@ def test_references_and_values_of_every_kind(monkeypatch):
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_killed_worker_is_named_within_five_seconds(victim):
-    with open_pipe() as pipe:
+def test_a_killed_worker_is_named_before_its_signs_of_life_are_missed(victim):
+    with open_pipe(heartbeat=timedelta(seconds=2 * LATEST_S)) as pipe:
         results = pipe.train_epoch(regression(100_000))
         for _ in range(20):
             next(results)
@@ -193,7 +194,7 @@ def test_a_killed_worker_is_named_within_five_seconds(victim):
             WorkerLost, match=rf"worker 'worker-{victim}' \(stage {victim}.*SIGKILL"
         ) as e:
             list(results)
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < LATEST_S
         assert (e.value.worker, e.value.stage) == (f"worker-{victim}", victim)
         with pytest.raises(PipelineClosed, match="has failed: worker"):
             pipe.flush()
@@ -291,7 +292,7 @@ def test_a_stall_tells_the_story_of_every_worker():
         assert "stage 1 (worker 'worker-1'): computing; last actions: optimizer F0 B0 S0" in str(
             e.value
         )
-    assert time.monotonic() - start < 40
+    assert time.monotonic() - start < LATEST_S
 
 
 def test_pipelines_one_after_another_leave_no_file_open():

@@ -4,6 +4,7 @@ import socket
 from contextlib import ExitStack
 
 import pytest
+from support.deadlines import LATEST_S
 from support.encrypted import encrypted_pair, tcp_pair
 
 from pipedream_rt.doctor.judgement import MeasuredLink
@@ -28,8 +29,8 @@ def test_a_link_is_measured_from_both_ends(probes):
     for rank, probe in enumerate(probes):
         link = probe.measure(1 - rank)
         assert link.problem == ""
-        assert link.bandwidth > 1e6
-        assert 0 < link.latency_s < 1
+        assert link.bandwidth > 0
+        assert 0 < link.latency_s < LATEST_S
 
 
 @pytest.mark.threads
