@@ -47,6 +47,7 @@ def trained(codec: ByteCodec | None) -> tuple[float, str]:
         stages=4,
         loss_fn=F.mse_loss,
         optimizer=(torch.optim.AdamW, {"lr": 2e-3}),
+        micro_batches=4,
         layout=Layout(codecs=codec),
         workers="serial",
     ) as pipe:
