@@ -8,7 +8,7 @@ import threading
 from datetime import timedelta
 
 import pytest
-from support.callers import OTHER, SECRET, control_plane, framed, in_loop, soon
+from support.callers import OTHER, SECRET, framed, in_loop, soon
 from support.deadlines import LATEST_S
 
 from pipedream_rt.cluster import control as control_module
@@ -26,12 +26,6 @@ def pair():
     left, right = socket.socketpair()
     with left, right:
         yield Control(left, "right"), Control(right, "left")
-
-
-@pytest.fixture
-def loop():
-    with control_plane() as control:
-        yield control
 
 
 async def accepted(connection, secret=SECRET):

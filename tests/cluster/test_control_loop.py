@@ -8,19 +8,13 @@ import threading
 import time
 
 import pytest
-from support.callers import control_plane, in_loop, until_main_thread_waits
+from support.callers import in_loop, until_main_thread_waits
 from support.deadlines import LATEST_S
 
 from pipedream_rt.cluster import control_loop
 from pipedream_rt.errors import PipelineClosed
 
 pytestmark = pytest.mark.threads
-
-
-@pytest.fixture
-def loop():
-    with control_plane() as control:
-        yield control
 
 
 @pytest.fixture

@@ -205,12 +205,6 @@ class Job:
 
 
 @pytest.fixture
-def loop():
-    with control_plane() as control:
-        yield control
-
-
-@pytest.fixture
 def job(loop):
     """Makes jobs, which end with the test."""
     with contextlib.ExitStack() as stack:

@@ -13,7 +13,6 @@ from support.callers import (
     SECRET,
     asked,
     calling,
-    control_plane,
     framed,
     hello,
     in_loop,
@@ -34,12 +33,6 @@ from pipedream_rt.errors import PeerLost, TransportError
 from pipedream_rt.software import software
 
 pytestmark = pytest.mark.threads
-
-
-@pytest.fixture
-def loop():
-    with control_plane() as control:
-        yield control
 
 
 @contextlib.contextmanager
