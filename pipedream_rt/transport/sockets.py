@@ -1,6 +1,6 @@
 """The transport over links: messages go from worker to worker, without torch RPC.
 
-Why not RPCs (measured; ``benchmarks/studies/transports.py`` prints the figures): an RPC of torch passes
+Why not RPCs (``benchmarks/studies/transports.py`` prints the figures): an RPC of torch passes
 through four threads, which costs more processor time than most layers of a small model need; and
 whoever reaches its port can have it parse anything. A message over a link is written by the thread
 that sends it, if the socket has room, and is read by the thread that waits for it; while that one
