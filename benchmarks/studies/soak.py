@@ -104,6 +104,15 @@ def script(folder: Path, pause_s: float) -> None:
     (folder / "end").write_text(json.dumps(ended))
 
 
+def begun_at(pid: int) -> int | None:
+    """When a process began, which tells it from others of its number; None if it has ended."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state == "Z" else int(fields[18])
+
+
 def taken(pid: int) -> tuple[int, int, int]:
     """Resident MiB, descriptors and threads of a process."""
     status = Path(f"/proc/{pid}/status").read_text()
@@ -139,13 +148,16 @@ class Disturbed:
         self.scripts += 1
         process = subprocess.Popen(self._words)
         until, fault = time.monotonic() + seconds, time.monotonic() + 20
+        known: dict[int, int | None] = {}  # a worker outlives the process that has forked it
         try:
             while time.monotonic() < until:
                 try:
                     code = process.wait(SAMPLE_S)
                 except subprocess.TimeoutExpired:
-                    _, *below = pids = family(process.pid)
-                    self._look(pids)
+                    known |= {pid: begun_at(pid) for pid in family(process.pid)}
+                    alive = [pid for pid, at in known.items() if at and begun_at(pid) == at]
+                    below = [pid for pid in alive if pid != process.pid]
+                    self._look(alive)
                     if below and time.monotonic() > fault:
                         self._kill(self._random.choice(below))
                         fault = time.monotonic() + self._random.uniform(5, 40)
