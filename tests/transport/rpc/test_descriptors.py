@@ -38,6 +38,7 @@ def test_tcp_sockets_of_this_process_are_found_and_stay_open(listener):
         assert callee.recv(100) == b"still open"
 
 
+@pytest.mark.rights
 def test_only_the_callers_of_a_port_reach_a_listener(listener):
     with socket.socket() as member, socket.socket() as stranger:
         member.bind(("127.0.0.1", 0))
@@ -52,6 +53,7 @@ def test_only_the_callers_of_a_port_reach_a_listener(listener):
         assert address == member.getsockname()
 
 
+@pytest.mark.rights
 def test_of_another_address_of_this_machine_nobody_is_accepted():
     """Only loopback's own address is that of this process's gates."""
     with socket.create_server(("0.0.0.0", 0)) as listener, socket.socket() as caller:
