@@ -8,6 +8,7 @@ which of them get a new setting.
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -254,6 +255,10 @@ def refuse_contexts() -> None:
             f"torch.autocast is on around the pipeline{where}use it inside the layers' forward and "
             "in loss_fn"
         )
+    if saved_tensors_hooks() is not None:
+        # torch's checkpoint (2.11) leaves its own on after an error in what it computes, in this
+        # thread with workers="serial", until the frames of the error are collected.
+        gc.collect()
     if saved_tensors_hooks() is not None:
         raise ConfigError(
             f"saved_tensors_hooks (or save_on_cpu) are on around the pipeline{where}use them "
