@@ -104,8 +104,12 @@ def script(folder: Path, pause_s: float) -> None:
     (folder / "end").write_text(json.dumps(ended))
 
 
+Process = tuple[int, int | None]
+"""The number of a process, and when it began, which tells it from later ones of that number."""
+
+
 def begun_at(pid: int) -> int | None:
-    """When a process began, which tells it from others of its number; None if it has ended."""
+    """When a process began; None if it has ended."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -129,7 +133,7 @@ class Disturbed:
         self._folder, self._random = folder, random.Random(seed)
         self._words = [sys.executable, "-W", "ignore", __file__, str(folder)]
         self._words += ["--pause-s", str(pause_s)]
-        self._seen: dict[int, list[tuple[float, tuple[int, int, int]]]] = defaultdict(list)
+        self._seen: dict[Process, list[tuple[float, tuple[int, int, int]]]] = defaultdict(list)
         self.killed, self.scripts = 0, 0
 
     def run(self, seconds: float) -> dict[str, Any]:
@@ -148,16 +152,16 @@ class Disturbed:
         self.scripts += 1
         process = subprocess.Popen(self._words)
         until, fault = time.monotonic() + seconds, time.monotonic() + 20
-        known: dict[int, int | None] = {}  # a worker outlives the process that has forked it
+        known: set[Process] = set()  # a worker outlives the process that has forked it
         try:
             while time.monotonic() < until:
                 try:
                     code = process.wait(SAMPLE_S)
                 except subprocess.TimeoutExpired:
-                    known |= {pid: begun_at(pid) for pid in family(process.pid)}
-                    alive = [pid for pid, at in known.items() if at and begun_at(pid) == at]
-                    below = [pid for pid in alive if pid != process.pid]
-                    self._look(alive)
+                    known |= {(pid, begun_at(pid)) for pid in family(process.pid)}
+                    known = {each for each in known if each[1] and each[1] == begun_at(each[0])}
+                    below = sorted(pid for pid, _ in known if pid != process.pid)
+                    self._look(known)
                     if below and time.monotonic() > fault:
                         self._kill(self._random.choice(below))
                         fault = time.monotonic() + self._random.uniform(5, 40)
@@ -171,10 +175,10 @@ class Disturbed:
             process.kill()
             process.wait()
 
-    def _look(self, pids: list[int]) -> None:
-        for pid in pids:
+    def _look(self, processes: set[Process]) -> None:
+        for each in processes:
             try:
-                self._seen[pid].append((time.monotonic(), taken(pid)))
+                self._seen[each].append((time.monotonic(), taken(each[0])))
             except (OSError, IndexError):
                 continue  # it has ended meanwhile
 
