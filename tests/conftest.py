@@ -202,3 +202,9 @@ def clock(monkeypatch):
 
     monkeypatch.setattr(pipedream_rt.planning.meter, "time", Clock)
     monkeypatch.setattr(pipedream_rt.planning.profiling, "_process_bytes", lambda: 1e6)
+
+
+@pytest.fixture
+def three_cores(monkeypatch):
+    """Let this process have three cores, wherever it runs."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})

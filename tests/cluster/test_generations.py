@@ -3,7 +3,6 @@
 import pytest
 from support.clusters import spec
 
-from pipedream_rt.cluster import generations
 from pipedream_rt.cluster.elsewhere import Elsewhere
 from pipedream_rt.cluster.generations import (
     Generations,
@@ -15,10 +14,7 @@ from pipedream_rt.cluster.generations import (
 from pipedream_rt.errors import ConfigError, PipelineClosed
 from pipedream_rt.job.process_assignment import ProcessAssignment
 
-
-@pytest.fixture(autouse=True)
-def three_cores(monkeypatch):
-    monkeypatch.setattr(generations.os, "sched_getaffinity", lambda pid: {0, 1, 2})
+pytestmark = pytest.mark.usefixtures("three_cores")
 
 
 def torchrun(monkeypatch, ranks, local):

@@ -10,6 +10,8 @@ from torch import nn
 import pipedream_rt.cluster.generations
 from pipedream_rt import Checkpoints, ConfigError, choose
 
+pytestmark = pytest.mark.usefixtures("clock", "three_cores")
+
 BATCH = torch.ones(6, 4), torch.zeros(6, 4)
 OPTIONS = {
     "loss_fn": F.mse_loss,
@@ -18,13 +20,6 @@ OPTIONS = {
     "micro_batches": 3,
     "schedule": "async-1f1b",
 }
-
-
-@pytest.fixture(autouse=True)
-def three_cores(clock, monkeypatch):
-    monkeypatch.setattr(
-        pipedream_rt.cluster.generations.os, "sched_getaffinity", lambda pid: {0, 1, 2}
-    )
 
 
 def model(*seconds):

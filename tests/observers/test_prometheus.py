@@ -4,15 +4,10 @@ import urllib.request
 
 import pytest
 from support.deadlines import LATEST_S
-from support.recorded import begun, stepped, whole_run
+from support.recorded import begun, stepped, told, whole_run
 
 from pipedream_rt import ConfigError
 from pipedream_rt.observers import Prometheus, Recovered
-
-
-def told(observer, events):
-    for event in events:
-        observer(event)
 
 
 def scraped(observer):

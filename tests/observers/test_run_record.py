@@ -7,17 +7,10 @@ import socket
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.recorded import begun, stepped, whole_run
+from support.recorded import begun, record_of, stepped, whole_run
 
 from pipedream_rt.observers import Ended, Saved, Warned
 from pipedream_rt.observers.run_record import Buckets, RunRecord
-
-
-def record_of(events):
-    record = RunRecord()
-    for event in events:
-        record(event)
-    return record
 
 
 @given(

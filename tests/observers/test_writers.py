@@ -4,16 +4,11 @@ import csv
 import json
 
 import pytest
-from support.recorded import stepped, whole_run
+from support.recorded import stepped, told, whole_run
 
 from pipedream_rt import ConfigError
 from pipedream_rt.observers import CSV, JSONLines, Prometheus, TensorBoard
 from pipedream_rt.observers.events import unpacked
-
-
-def told(observer, events):
-    for event in events:
-        observer(event)
 
 
 def test_csv_has_a_row_for_each_mini_batch(tmp_path):

@@ -12,10 +12,11 @@ from support.pinned import Pipeline
 from support.ticking import Clock, Layer
 from torch import nn
 
-import pipedream_rt.cluster.generations
 from pipedream_rt import Checkpoints, Clip, ConfigError
 from pipedream_rt.corrections import DelayCompensation
 from pipedream_rt.planning.auto_split import PLAN_FILE
+
+pytestmark = pytest.mark.usefixtures("clock", "three_cores")
 
 BATCH = torch.ones(6, 4), torch.zeros(6, 4)
 
@@ -35,13 +36,6 @@ def pipeline(*seconds, **options):
         **options,
     }
     return Pipeline(given.pop("model", None) or model(*seconds), **given)
-
-
-@pytest.fixture(autouse=True)
-def three_cores(clock, monkeypatch):
-    monkeypatch.setattr(
-        pipedream_rt.cluster.generations.os, "sched_getaffinity", lambda pid: {0, 1, 2}
-    )
 
 
 def test_the_slowest_stage_is_made_as_fast_as_layers_allow():

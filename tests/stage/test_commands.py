@@ -7,8 +7,8 @@ import pytest
 import torch
 from support import one_worker
 from support.models import Merges
-from support.one_worker import Worker, an_optimizer, command, replied
-from support.stages import ASYNC, ONE, a_stage
+from support.one_worker import Worker, command, replied
+from support.stages import ASYNC, ONE, a_stage, pickled
 from torch import nn
 
 from pipedream_rt.errors import ConfigError, ScheduleError
@@ -36,7 +36,7 @@ def test_commands_change_what_they_say_and_reply():
     worker.put(
         command(0, 0, CommandName.TRAINING, (None, False)),
         command(0, 1, CommandName.LOAD_STATE, loaded),
-        command(0, 2, CommandName.OPTIMIZER, an_optimizer(stage.module, 0.5)),
+        command(0, 2, CommandName.OPTIMIZER, pickled(torch.optim.SGD, {"lr": 0.5}, loaded)),
         command(0, 3, CommandName.LOAD_OPTIMIZER_STATE, moments),
         command(0, 4, CommandName.OPTIMIZER_STATE),
         command(0, 5, CommandName.STATISTICS),

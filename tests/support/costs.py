@@ -2,13 +2,26 @@
 
 from hypothesis import strategies as st
 
+from pipedream_rt.schedules import plan_for
 from pipedream_rt.simulation.costs import Costs
+from pipedream_rt.simulation.simulator import simulate
 
 
 def unit(**changes):
     """Return costs in which forward, backward and its halves take 1 ms each, and the rest 0."""
     halves = {"input_gradient": ((0.001,),), "weight_gradient": ((0.001,),)}
     return Costs(**{"forward": ((0.001,),), "backward": ((0.001,),), **halves, **changes})
+
+
+def simulated(name="1f1b", n=3, k=4, updates=2, costs=None):
+    """The trace of some updates, of k micro-batches each, on n stages."""
+    schedule = plan_for(name, num_stages=n, per_update=k)
+    return simulate(schedule, costs or unit(), updates * k)
+
+
+def asynchronous(name="async-1f1b", n=3, k=1, updates=6):
+    """The same, with an update after each micro-batch."""
+    return simulated(name, n, k, updates)
 
 
 def milliseconds(low=0):

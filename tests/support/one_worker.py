@@ -4,7 +4,6 @@ import dataclasses
 import random
 from datetime import timedelta
 
-import cloudpickle
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,12 +24,9 @@ from pipedream_rt.messages.message import (
 from pipedream_rt.messages.tree import flat_copy, flatten, own, unflatten
 from pipedream_rt.schedules import COORDINATOR, plan_for
 from pipedream_rt.stage.loop import Loop, LoopOptions
-from pipedream_rt.stage.optimizer import GroupSpec, OptimizerSpec
-from pipedream_rt.stage.spec import StageSpec
-from pipedream_rt.stage.stage import Stage
 
 from . import messages
-from .stages import with_layers
+from .stages import a_stage
 
 ONE = plan_for("async-1f1b", num_stages=1)
 TWO = plan_for("async-1f1b", num_stages=2)
@@ -55,22 +51,11 @@ class Worker:
         self.stages = {}
         for index in plan.stages_of(worker):
             torch.manual_seed(index)
-            module = nn.Sequential()
-            made = layers[index] if layers else {str(index): nn.Linear(2, 2)}
-            for name, layer in made.items():
-                module.add_module(name, layer)
-            stage = Stage(
-                StageSpec(
-                    stage=index,
-                    layers=module,
-                    loss_fn=loss_fn if index in plan.exits else None,
-                    plan=with_layers(plan, index, module),
-                    seed=0,
-                    on_nan="raise",
-                )
-            )
-            stage.set_optimizer(an_optimizer(module, rate))
-            self.stages[index] = stage
+            self.stages[index] = a_stage(
+                layers[index] if layers else {str(index): nn.Linear(2, 2)}, plan, index,
+                loss_fn=loss_fn if index in plan.exits else None,
+                optimizer=(torch.optim.SGD, {"lr": rate}),
+            )  # fmt: skip
         options = LoopOptions(**{"timeout": timedelta(0), **options})
         self.loop = Loop(list(self.stages.values()), worker, self.inbox, self._send, options)
 
@@ -116,14 +101,6 @@ class Worker:
 
     def state(self):
         return {k: t for s in self.stages.values() for k, t in s.module.state_dict().items()}
-
-
-def an_optimizer(module, rate):
-    names = tuple(name for name, _ in module.named_parameters())
-    spec = OptimizerSpec(
-        optimizer_class=torch.optim.SGD, kwargs={"lr": rate}, groups=(GroupSpec(names=names),)
-    )
-    return cloudpickle.dumps(spec)
 
 
 def line(message):

@@ -77,9 +77,14 @@ def whole_run(steps=40, stages=3):
     return [*events, Ended(time=at, step=steps, stages=ended, trace=traced(stages))]
 
 
+def told(observer, events):
+    """Tell an observer of some events."""
+    for event in events:
+        observer(event)
+
+
 def record_of(events):
     """Return the record of a run that was told of some events."""
     record = RunRecord()
-    for event in events:
-        record(event)
+    told(record, events)
     return record

@@ -55,14 +55,17 @@ def specs_of(model, **options):
     ]
 
 
+def pickled(cls, kwargs, names):
+    """An optimizer of some parameters, as a stage is sent it."""
+    groups = (GroupSpec(names=tuple(names)),)
+    return cloudpickle.dumps(OptimizerSpec(optimizer_class=cls, kwargs=kwargs, groups=groups))
+
+
 def stages_of(model, **options):
     """The stages of a job, with their optimizers."""
     stages = [Stage(spec) for spec in specs_of(model, **options)]
     cls, kwargs = options["optimizer"]
-    names = tuple(name for name, p in model.named_parameters() if p.requires_grad)
-    groups = (GroupSpec(names=names),)
-    spec = OptimizerSpec(optimizer_class=cls, kwargs=kwargs, groups=groups)
-    data = cloudpickle.dumps(spec)
+    data = pickled(cls, kwargs, (n for n, p in model.named_parameters() if p.requires_grad))
     for stage in stages:
         stage.set_optimizer(data)
     return stages
@@ -71,10 +74,11 @@ def stages_of(model, **options):
 def a_stage(
     layers, plan=ONE, index=0, *, loss_fn=None, optimizer="sgd", on_nan="raise", first=0, seed=0
 ):
-    """A stage with layers that are named by their place in the unsplit model."""
+    """A stage with layers by name, or named by their place in the unsplit model."""
+    named = layers if isinstance(layers, dict) else {str(n): x for n, x in enumerate(layers, first)}
     module = nn.Sequential()
-    for number, layer in enumerate(layers, first):
-        module.add_module(str(number), layer)
+    for name, layer in named.items():
+        module.add_module(name, layer)
     stage = Stage(
         StageSpec(
             stage=index,
@@ -87,8 +91,7 @@ def a_stage(
     )
     if optimizer is not None:
         cls, kwargs = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
-        names = tuple(name for name, _ in module.named_parameters())
-        stage.set_optimizer(pickled(cls, kwargs, names))
+        stage.set_optimizer(pickled(cls, kwargs, (name for name, _ in module.named_parameters())))
     return stage
 
 
@@ -102,8 +105,3 @@ def back(stage, micro_batch, gradients=()):
 def back_weight(stage, micro_batch):
     stage.backward_weight(micro_batch)
     assert not stage.end(micro_batch)
-
-
-def pickled(cls, kwargs, names):
-    groups = (GroupSpec(names=names),)
-    return cloudpickle.dumps(OptimizerSpec(optimizer_class=cls, kwargs=kwargs, groups=groups))

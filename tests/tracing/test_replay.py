@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.costs import asynchronous as run
 from support.costs import unit
 from support.shapes import schedules
 
@@ -13,10 +14,6 @@ from pipedream_rt.errors import ConfigError, TraceError
 from pipedream_rt.schedules import plan_for
 from pipedream_rt.simulation.simulator import simulate
 from pipedream_rt.tracing.trace import WorkerFacts
-
-
-def run(name="async-1f1b", n=3, k=1, updates=6):
-    return simulate(plan_for(name, num_stages=n, per_update=k), unit(), updates * k)
 
 
 @settings(max_examples=40)

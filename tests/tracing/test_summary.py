@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from support.costs import simulated as run
 from support.costs import unit
 
 from pipedream_rt.errors import TraceError
@@ -20,11 +21,6 @@ from pipedream_rt.tracing.summary import (
     worker_rows,
 )
 from pipedream_rt.tracing.trace import CODES
-
-
-def run(name="1f1b", n=3, k=4, updates=2, costs=None):
-    schedule = plan_for(name, num_stages=n, per_update=k)
-    return simulate(schedule, costs or unit(), updates * k)
 
 
 def test_the_summary_of_async_1f1b():

@@ -2,19 +2,12 @@ import json
 from xml.etree import ElementTree
 
 import pytest
-from support.costs import unit
+from support.costs import simulated as run
 from support.events import check_trace_events
 
 from pipedream_rt.errors import TraceError
-from pipedream_rt.schedules import plan_for
 from pipedream_rt.simulation.costs import Costs
-from pipedream_rt.simulation.simulator import simulate
 from pipedream_rt.tracing import timeline
-
-
-def run(name="1f1b", n=3, k=4, updates=2, costs=None):
-    schedule = plan_for(name, num_stages=n, per_update=k)
-    return simulate(schedule, costs or unit(), updates * k)
 
 
 def test_text_with_a_letter_for_each_column():

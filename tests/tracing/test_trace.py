@@ -4,20 +4,14 @@ import os
 import msgpack
 import numpy as np
 import pytest
-from support.costs import unit
+from support.costs import asynchronous as run
 from support.wrong import NESTED, WRONG
 
 from pipedream_rt import Trace
 from pipedream_rt.errors import ConfigError, TraceError
-from pipedream_rt.schedules import plan_for
 from pipedream_rt.simulation.costs import Costs
-from pipedream_rt.simulation.simulator import simulate
 from pipedream_rt.tracing import trace as module
 from pipedream_rt.tracing.trace import WorkerFacts
-
-
-def run(name="async-1f1b", n=3, k=1, updates=6):
-    return simulate(plan_for(name, num_stages=n, per_update=k), unit(), updates * k)
 
 
 def same(a, b):
