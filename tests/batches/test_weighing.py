@@ -63,7 +63,7 @@ WEIGHED = {
         lambda x, y: (y != IGNORED).sum(),
     ),
     "weights of classes": (
-        lambda output, y: F.cross_entropy(output, y, weight=WEIGHTS),
+        lambda output, y: F.cross_entropy(output, y, weight=WEIGHTS.to(output.device)),
         lambda x, y: WEIGHTS[y[y != IGNORED]].sum().item(),
     ),
     "a sum over the whole": (
