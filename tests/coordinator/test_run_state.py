@@ -43,6 +43,7 @@ def undisturbed(n, optimizer, options):
         return losses(pipe, DATA), pipe.state_dict()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("after", [1, 5, 11])
 @pytest.mark.parametrize(
     ("n", "optimizer", "options"),
@@ -211,7 +212,7 @@ def test_a_worker_that_is_killed_before_its_part_is_written(tmp_path):
     with pytest.raises(WorkerLost, match="worker-2"):
         pipe.save(tmp_path)
     assert os.listdir(tmp_path) == ["step-00000004"]
-    with open_pipe(workers="local") as again:
+    with open_pipe() as again:
         again.load(tmp_path)
         assert begun + losses(again, DATA[4:]) == undisturbed(4, "adamw", ())[0]
 

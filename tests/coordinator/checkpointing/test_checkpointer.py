@@ -128,6 +128,19 @@ def test_a_run_whose_folder_was_taken_over_harms_nobody(tmp_path):
     assert read_manifest(next(f for f in aside if f.name.endswith(saved.name))).extra == 4
 
 
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory):
+    """A folder with two checkpoints, and the weights in the older one."""
+    folder = tmp_path_factory.mktemp("two")
+    with open_pipe() as pipe:
+        list(pipe.train_epoch(DATA[:2]))
+        pipe.save(folder)
+        expected = pipe.state_dict()
+        list(pipe.train_epoch(DATA[:2]))
+        pipe.save(folder)
+    return folder, expected
+
+
 @pytest.mark.threads
 @pytest.mark.parametrize(
     ("field", "wrong"),
@@ -151,14 +164,13 @@ def test_a_run_whose_folder_was_taken_over_harms_nobody(tmp_path):
     ],
     ids=range(16),
 )
-def test_a_checkpoint_that_makes_no_sense_is_passed_over_by_a_resume(tmp_path, field, wrong):
+def test_a_checkpoint_that_makes_no_sense_is_passed_over_by_a_resume(
+    tmp_path, two_checkpoints, field, wrong
+):
     """Its checksums are right, as somebody has made them; the one before it is taken."""
-    with open_pipe() as pipe:
-        list(pipe.train_epoch(DATA[:2]))
-        pipe.save(tmp_path)
-        expected = pipe.state_dict()
-        list(pipe.train_epoch(DATA[:2]))
-        newest = pipe.save(tmp_path)
+    folder, expected = two_checkpoints
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    newest = tmp_path / "step-00000004"
     fields = {f.name: getattr(read_manifest(newest), f.name) for f in dataclasses.fields(Manifest)}
     packed = manifest._pack({**fields, field: wrong})
     whole = [manifest._MAGIC, manifest._FORMAT, packed, manifest._checksum(packed)]
@@ -219,20 +231,12 @@ def gone(folder, seconds=30):
 @pytest.mark.thinned(3)
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("workers", "end"),
-    [
-        ("local", signal.SIGINT),
-        ("local", signal.SIGTERM),
-        ("local", signal.SIGKILL),
-        ("local", "raise"),
-        ("local", "exit"),
-    ],
-    ids=str,
+    "end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL, "raise", "exit"], ids=str
 )
-def test_nothing_unfinished_is_left_by_whatever_end(tmp_path, workers, end):
+def test_nothing_unfinished_is_left_by_whatever_end(tmp_path, end):
     """What stays where a whole machine dies is removed by the next run."""
     by_signal = isinstance(end, signal.Signals)
-    with start(tmp_path, workers, "stop" if by_signal else end) as run:
+    with start(tmp_path, "local", "stop" if by_signal else end) as run:
         if by_signal:
             assert run.stdout.readline() == "begun\n"
             assert parts(tmp_path)
@@ -241,7 +245,7 @@ def test_nothing_unfinished_is_left_by_whatever_end(tmp_path, workers, end):
     assert gone(tmp_path)
     if end is not signal.SIGKILL:
         return
-    with start(tmp_path, workers, "go") as run:
+    with start(tmp_path, "local", "go") as run:
         out, err = run.communicate(timeout=LATEST_S)
     assert out == "done 20\n", err
     assert parts(tmp_path) == []
@@ -250,9 +254,9 @@ def test_nothing_unfinished_is_left_by_whatever_end(tmp_path, workers, end):
 @pytest.mark.processes
 def test_two_scripts(tmp_path):
     """The second ends with the reason, before it has harmed anything."""
-    with start(tmp_path, "local", "stop") as first:
+    with start(tmp_path, "serial", "stop") as first:
         assert first.stdout.readline() == "begun\n"
-        with start(tmp_path, "local", "go") as second:
+        with start(tmp_path, "serial", "go") as second:
             _, err = second.communicate(timeout=LATEST_S)
         assert second.returncode == 1
         assert f"{tmp_path} is in use by process {first.pid}, which writes" in err

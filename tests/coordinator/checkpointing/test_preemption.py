@@ -90,13 +90,13 @@ if __name__ == "__main__":
     data = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(40)]
     options = Checkpoints(sys.argv[1], every=1000, grace=timedelta(seconds=float(sys.argv[2])))
     with Pipeline(model, stages=2, loss_fn=F.mse_loss, optimizer=(torch.optim.Adam, {}),
-                  checkpoint=options, micro_batches=1, corrections=()) as pipe:
+                  checkpoint=options, micro_batches=1, corrections=(), workers=sys.argv[3]) as pipe:
         for result in pipe.train_epoch(data):
             print(result.step, result.loss.hex(), flush=True)
             if result.step == 10:
                 print("waiting", flush=True)
                 sys.stdin.readline()
-                if sys.argv[3:] == ["stuck"]:
+                if sys.argv[4:] == ["stuck"]:
                     sys.stdin.readline()
     print(pipe.state, flush=True)
 """
@@ -123,7 +123,7 @@ def read_until(process, words):
 @pytest.mark.processes
 def test_sigterm_makes_a_checkpoint_and_ends(tmp_path):
     """As a cluster sends it before it takes a machine back; the next script goes on from there."""
-    process = run_script(tmp_path, tmp_path / "run", 30)
+    process = run_script(tmp_path, tmp_path / "run", 30, "local")
     read_until(process, "waiting")
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate("\n", timeout=LATEST_S)
@@ -149,7 +149,7 @@ def test_sigterm_makes_a_checkpoint_and_ends(tmp_path):
 
 @pytest.mark.processes
 def test_sigterm_does_not_wait_longer_than_its_grace_time(tmp_path):
-    process = run_script(tmp_path, tmp_path / "run", 0.5, "stuck")
+    process = run_script(tmp_path, tmp_path / "run", 0.5, "serial", "stuck")
     read_until(process, "waiting")
     process.send_signal(signal.SIGTERM)
     assert process.wait(LATEST_S) == 143
@@ -184,7 +184,7 @@ def test_a_forked_child_of_a_watched_script_ends_by_sigterm_alone(tmp_path):
 
 @pytest.mark.processes
 def test_ctrl_c_prints_five_lines_at_most(tmp_path):
-    process = run_script(tmp_path, tmp_path / "run", 30)
+    process = run_script(tmp_path, tmp_path / "run", 30, "local")
     read_until(process, "waiting")
     process.stdin.write("\n")
     process.stdin.flush()

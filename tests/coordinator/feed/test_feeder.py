@@ -42,8 +42,13 @@ def seen(result):
     return (result.step, result.loss, dict(result.metrics))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("workers", ["serial", pytest.param("local", marks=pytest.mark.processes)])
+@pytest.mark.parametrize(
+    ("schedule", "workers"),
+    [
+        *((schedule, "serial") for schedule in SCHEDULES),
+        pytest.param("async-1f1b", "local", marks=pytest.mark.processes),
+    ],
+)
 def test_metrics_are_those_of_their_mini_batch_and_change_nothing(schedule, workers):
     data = regression(6, samples=6)
     with open_pipe(schedule=schedule) as pipe:
@@ -110,11 +115,12 @@ def test_a_metric_that_says_no_number_is_told_of_once_and_ends_nothing(caplog):
 @pytest.mark.processes
 def test_after_a_kill_and_after_a_resume_they_are_the_same(tmp_path):
     data = regression(12, samples=6)
-    options = {"workers": "local", "loss_fn": in_parts, "recovery": Recovery(max_restarts=2)}
+    options = {"loss_fn": in_parts, "recovery": Recovery(max_restarts=2)}
     with open_pipe(**options) as pipe:
         expected = [seen(r) for r in pipe.train_epoch(data, metrics={"mean": mean_of})]
     found = []
-    with open_pipe(**options, checkpoint=Checkpoints(tmp_path, every=2)) as pipe:
+    kept = Checkpoints(tmp_path, every=2)
+    with open_pipe(**options, workers="local", checkpoint=kept) as pipe:
         for result in pipe.train_epoch(data, metrics={"mean": mean_of}):
             found.append(seen(result))
             if result.step == 4:
@@ -217,10 +223,9 @@ def evaluated(model, data):
         return sum(F.mse_loss(model(x), y).item() for x, y in data) / len(data)
 
 
-@pytest.mark.parametrize("workers", ["serial", pytest.param("local", marks=pytest.mark.processes)])
-def test_buffers_go_on_during_an_evaluation_and_are_then_what_they_were(workers):
+def test_buffers_go_on_during_an_evaluation_and_are_then_what_they_were():
     data, expected = sequences(5), evaluated(stateful(), sequences(5))
-    with open_pipe(stateful(), F.mse_loss, workers=workers, micro_batches=1) as pipe:
+    with open_pipe(stateful(), F.mse_loss, micro_batches=1) as pipe:
         before = pipe.fingerprint().digest
         assert pipe.evaluate(data) == pytest.approx(expected, abs=1e-12)
         assert pipe.fingerprint().digest == before
@@ -240,7 +245,11 @@ def test_a_worker_that_dies_in_an_evaluation_changes_nothing(keep):
                     kill(pipe, victim)
                 yield item
 
-        options = {"workers": "local", "max_restarts": 1, "stages": 3, "micro_batches": 1}
+        options = {
+            "max_restarts": 1,
+            "micro_batches": 1,
+            "workers": "local" if victim else "serial",
+        }
         with open_pipe(stateful(), F.mse_loss, **options) as pipe:
             losses = [result.loss for result in pipe.train_epoch(train)]
             losses.append(pipe.evaluate(loader(), keep_buffers=keep))

@@ -46,6 +46,13 @@ def open_pipe(stages=3, folder=None, faults=(), **kwargs):
     return Pipeline(model, **{**defaults, **kwargs})
 
 
+@functools.cache
+def calm(stages=3, epochs=1):
+    """The losses and the weights of a run that nothing disturbs."""
+    with open_pipe(stages) as pipe:
+        return [r.loss for r in pipe.train_epoch(DATA * epochs)], pipe.state_dict()
+
+
 def fault(stage, phase, after, kind="raise"):
     return {"stage": stage, "phase": phase, "after": after, "kind": kind}
 
@@ -53,9 +60,7 @@ def fault(stage, phase, after, kind="raise"):
 @pytest.mark.threads
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, caplog):
     data = DATA * 3
-    with open_pipe() as pipe:
-        expected = [r.loss for r in pipe.train_epoch(data)]
-        weights = pipe.state_dict()
+    expected, weights = calm(epochs=3)
     with open_pipe(folder=tmp_path, checkpoint=Checkpoints(tmp_path / "run", every=3)) as pipe:
         found = []
         for result in pipe.train_epoch(data):
@@ -85,8 +90,7 @@ def test_a_checkpoint_out_of_reach_for_a_moment_is_one_more_failure(
     tmp_path, monkeypatch, of, times
 ):
     """For a stage that reads it; or for the coordinator, of both that it can go back to."""
-    with open_pipe() as pipe:
-        expected = [r.loss for r in pipe.train_epoch(DATA)]
+    expected, _ = calm()
     left = [of_system() if "newest_good" in of else of_system().__cause__ for _ in range(times)]
     there = pkgutil.resolve_name(f"pipedream_rt.{of}")
 
@@ -108,8 +112,7 @@ def test_a_checkpoint_out_of_reach_for_a_moment_is_one_more_failure(
 @pytest.mark.threads
 def test_what_a_model_raises_while_it_is_restored_is_one_more_failure(tmp_path, monkeypatch):
     """As a device without memory for a moment: it says nothing of the checkpoint."""
-    with open_pipe() as pipe:
-        expected = [r.loss for r in pipe.train_epoch(DATA)]
+    expected, _ = calm()
     left, there = [RuntimeError("out of memory")], stage_state.load_module_state
 
     def loading(*arguments):
@@ -182,8 +185,7 @@ def test_when_no_restarts_are_left_the_failure_is_raised(tmp_path):
 @pytest.mark.threads
 def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):
     """As on a full disk: it is said, the run goes on, and can still be recovered."""
-    with open_pipe() as pipe:
-        expected = [r.loss for r in pipe.train_epoch(DATA)]
+    expected, _ = calm()
     with open_pipe(
         folder=tmp_path, faults=[fault(0, "forward", 12)],
         checkpoint=Checkpoints(tmp_path / "run", every=5, attempts=None),
@@ -242,37 +244,42 @@ def test_closing_while_the_workers_are_replaced(tmp_path):
 # -- on processes -------------------------------------------------------------------------------
 
 
+def script(folder, faults, workers):
+    """Evaluation, inference, weights loaded, another optimizer, a rate."""
+    seen = []
+    kept = Checkpoints(folder / "run", every=4)
+    with open_pipe(folder=folder, faults=faults, workers=workers, checkpoint=kept) as pipe:
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(pipe.optimizer, 0.9)
+        for result in pipe.train_epoch(DATA[:10]):
+            scheduler.step()
+            seen.append(result.loss)
+            if result.step % 4 == 2:
+                seen.append(pipe.evaluate(DATA[:3]))
+        seen.append(pipe(DATA[0][0]).sum().item())  # in training mode: draws, changes buffers
+        pipe.load_state_dict({k: v * 0.5 for k, v in pipe.state_dict().items()})
+        seen += [r.loss for r in pipe.train_epoch(DATA[10:16])]
+        pipe.train(False)
+        seen += [r.loss for r in pipe.train_epoch(DATA[16:18])]
+        pipe.train()
+        state = pipe.optimizer.state_dict()
+        pipe.optimizer.load_state_dict(state)
+        seen += [r.loss for r in pipe.train_epoch(DATA[18:])]
+        return seen, pipe.state_dict(), len(pipe.restarts)
+
+
+SERIAL = functools.partial(FaultySerial, shuffle_seed=1)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    return script(tmp_path_factory.mktemp("calm"), [], SERIAL)
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("workers", ["local", functools.partial(FaultySerial, shuffle_seed=1)])
-def test_everything_a_script_does_survives(workers, tmp_path):
-    """Evaluation, inference, weights loaded, another optimizer, a rate: faults between them all."""
-
-    def script(folder, faults):
-        seen = []
-        with open_pipe(
-            folder=folder,
-            faults=faults,
-            workers=workers,
-            checkpoint=Checkpoints(folder / "run", every=4),
-        ) as pipe:
-            scheduler = torch.optim.lr_scheduler.ExponentialLR(pipe.optimizer, 0.9)
-            for result in pipe.train_epoch(DATA[:10]):
-                scheduler.step()
-                seen.append(result.loss)
-                if result.step % 4 == 2:
-                    seen.append(pipe.evaluate(DATA[:3]))
-            seen.append(pipe(DATA[0][0]).sum().item())  # in training mode: draws, changes buffers
-            pipe.load_state_dict({k: v * 0.5 for k, v in pipe.state_dict().items()})
-            seen += [r.loss for r in pipe.train_epoch(DATA[10:16])]
-            pipe.train(False)
-            seen += [r.loss for r in pipe.train_epoch(DATA[16:18])]
-            pipe.train()
-            state = pipe.optimizer.state_dict()
-            pipe.optimizer.load_state_dict(state)
-            seen += [r.loss for r in pipe.train_epoch(DATA[18:])]
-            return seen, pipe.state_dict(), len(pipe.restarts)
-
-    seen, weights, restarts = script(tmp_path / "calm", [])
+@pytest.mark.parametrize("workers", ["local", SERIAL])
+def test_everything_a_script_does_survives(workers, tmp_path, undisturbed):
+    """Faults between all that a script does."""
+    seen, weights, restarts = undisturbed
     assert restarts == 0
     faults = [
         fault(stage, phase, after)
@@ -285,7 +292,7 @@ def test_everything_a_script_does_survives(workers, tmp_path):
             ("save", 0),
         )
     ]
-    found, found_weights, restarts = script(tmp_path / "stormy", faults)
+    found, found_weights, restarts = script(tmp_path, faults, workers)
     assert found == seen
     assert_same(found_weights, weights)
     assert restarts > 8
@@ -294,8 +301,7 @@ def test_everything_a_script_does_survives(workers, tmp_path):
 @pytest.mark.processes
 def test_a_worker_without_a_sign_of_life_has_failed(tmp_path):
     """SIGSTOP: the process is there, its connections stand, it says nothing."""
-    with open_pipe(stages=2) as pipe:
-        expected = [r.loss for r in pipe.train_epoch(DATA)]
+    expected, _ = calm(stages=2)
     with open_pipe(
         stages=2,
         workers="local",
@@ -313,11 +319,12 @@ def test_a_worker_without_a_sign_of_life_has_failed(tmp_path):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=pytest.mark.stress)]
+)
 def test_a_fork_server_that_does_not_answer_is_replaced(number, caplog):
     """It forks the workers of every recovery, so it is watched as they are."""
-    with open_pipe(stages=2) as pipe:
-        expected = [r.loss for r in pipe.train_epoch(DATA)]
+    expected, _ = calm(stages=2)
     with open_pipe(stages=2, workers="local", heartbeat=timedelta(seconds=2)) as pipe:
         found, start = [], time.monotonic()
         for result in pipe.train_epoch(DATA):

@@ -148,11 +148,10 @@ def test_a_checkpoint_of_the_script_is_told_at_once(tmp_path):
     assert len(of(Saved, events)) == 1
 
 
-@pytest.mark.processes
 def test_a_script_that_goes_on_adds_to_its_record(tmp_path):
     def run(data):
         kept = Checkpoints(tmp_path / "saved", every=4, resume=True)
-        with pipeline("local", checkpoint=kept, observe=Observe(record=tmp_path / "run")) as pipe:
+        with pipeline(checkpoint=kept, observe=Observe(record=tmp_path / "run")) as pipe:
             for _ in pipe.train_epoch(data):
                 pass
 
