@@ -1,5 +1,6 @@
 """Each argument of the installed transformers: the same bits over a pipeline, or refused."""
 
+import contextlib
 import dataclasses
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from support.trainers import (  # noqa: E402
     bert,
     calm,  # noqa: F401 - a fixture
     classes,
+    llama,
     logs_of,
     padded,
     rows,
@@ -45,76 +47,52 @@ def trained(folder, **given):
     return does
 
 
-UNEQUAL = {"train": rows(22, least=4), "evaluated": rows(6, 2, least=4), "data_collator": padded}
+UNEQUAL = {"train": rows(least=4), "evaluated": rows(6, 2, least=4), "data_collator": padded}
 
-TRIED = {
-    "output_dir": {},
-    "per_device_train_batch_size": {"per_device_train_batch_size": 3},
-    "num_train_epochs": {"num_train_epochs": 1.5, "gradient_accumulation_steps": 2},
-    "max_steps": {"max_steps": 7},
-    "learning_rate": {"learning_rate": 1e-3},
-    "lr_scheduler_type": {"lr_scheduler_type": "cosine"},
-    "lr_scheduler_kwargs": {
-        "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-3},
+TOGETHER = {
+    "defaults": {
+        "average_tokens_across_devices": False, "tf32": None, "use_cache": True, "use_cpu": True,
+        "torch_empty_cache_steps": 2, "full_determinism": False, "skip_memory_metrics": True,
     },
-    "warmup_steps": {"warmup_steps": 3},
-    "optim": {"optim": "adafactor"},
-    "optim_args": {"optim": "sgd", "optim_args": "momentum=0.9"},
-    "weight_decay": {"weight_decay": 0.1},
-    "adam_beta1": {"adam_beta1": 0.5},
-    "adam_beta2": {"adam_beta2": 0.5},
-    "adam_epsilon": {"adam_epsilon": 1e-3},
-    "gradient_accumulation_steps": {"gradient_accumulation_steps": 3},
-    "average_tokens_across_devices": {"average_tokens_across_devices": False},
-    "max_grad_norm": {"max_grad_norm": 0.5, "logging_steps": 1},
-    "bf16": {"bf16": True},
-    "bf16_full_eval": {"bf16_full_eval": True, **EVALUATED},
-    "fp16_full_eval": {"fp16_full_eval": True, **EVALUATED},
-    "tf32": {"tf32": None},
-    "activation_checkpointing": {"activation_checkpointing": True},
-    "gradient_checkpointing": {"gradient_checkpointing": True},
-    "use_cache": {"use_cache": True},
-    "torch_empty_cache_steps": {"torch_empty_cache_steps": 2},
-    "logging_strategy": {"logging_strategy": "epoch"},
-    "logging_steps": {"logging_steps": 5},
-    "logging_first_step": {"logging_first_step": True},
-    "logging_nan_inf_filter": {"logging_nan_inf_filter": False},
-    "include_num_input_tokens_seen": {"include_num_input_tokens_seen": "all", "logging_steps": 1},
-    "eval_strategy": {"eval_strategy": "epoch"},
-    "eval_steps": {"eval_strategy": "steps", "eval_steps": 3},
-    "eval_delay": {**EVALUATED, "eval_delay": 5},
-    "per_device_eval_batch_size": {**EVALUATED, "per_device_eval_batch_size": 2},
-    "prediction_loss_only": {**EVALUATED, "prediction_loss_only": True},
-    "eval_on_start": {**EVALUATED, "eval_on_start": True},
-    "eval_do_concat_batches": {**EVALUATED, "eval_do_concat_batches": False},
-    "eval_use_gather_object": {**EVALUATED, "eval_use_gather_object": True},
-    "eval_accumulation_steps": {**EVALUATED, "eval_accumulation_steps": 1},
-    "save_strategy": {
-        "save_strategy": "best", "metric_for_best_model": "loss", **EVALUATED,
+    "length": {"max_steps": 7, "logging_strategy": "epoch", "eval_strategy": "epoch"},
+    "part of an epoch": {
+        "num_train_epochs": 1.5, "gradient_accumulation_steps": 2, "gradient_checkpointing": True,
     },
-    "save_steps": SAVED,
-    "save_only_model": {**SAVED, "save_only_model": True},
-    "save_total_limit": {**SAVED, "save_total_limit": 1},
-    "load_best_model_at_end": {**SAVED, **EVALUATED, "load_best_model_at_end": True},
-    "metric_for_best_model": {
+    "optimizer": {
+        "seed": 11, "learning_rate": 1e-3, "weight_decay": 0.1, "adam_beta1": 0.5,
+        "adam_beta2": 0.5, "adam_epsilon": 1e-3, "warmup_steps": 3, "max_grad_norm": 0.5,
+        "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-4},
+    },
+    "another optimizer": {"optim": "adafactor", "activation_checkpointing": True},
+    "its arguments": {"optim": "sgd", "optim_args": "momentum=0.9", "bf16": True},
+    "logs": {
+        "logging_steps": 3, "logging_first_step": True, "logging_nan_inf_filter": False,
+        "include_num_input_tokens_seen": "all",
+    },
+    "evaluation": {
+        "eval_strategy": "steps", "eval_steps": 3, "eval_delay": 4, "eval_on_start": True,
+        "per_device_eval_batch_size": 2, "eval_do_concat_batches": False,
+        "eval_use_gather_object": True, "eval_accumulation_steps": 1, "label_names": ["labels"],
+    },
+    "losses alone": {**EVALUATED, "prediction_loss_only": True},
+    "evaluation in bfloat16": {"bf16_full_eval": True, **EVALUATED},
+    "evaluation in float16": {"fp16_full_eval": True, **EVALUATED},
+    "saving": {**SAVED, "save_only_model": True, "save_total_limit": 1},
+    "saving the best": {"save_strategy": "best", "metric_for_best_model": "loss", **EVALUATED},
+    "loading the best": {**SAVED, **EVALUATED, "load_best_model_at_end": True},
+    "loading the worst": {
         **SAVED, **EVALUATED, "load_best_model_at_end": True, "metric_for_best_model": "eval_loss",
+        "greater_is_better": True,
     },
-    "greater_is_better": {
-        **SAVED, **EVALUATED, "load_best_model_at_end": True, "greater_is_better": True,
+    "data": {
+        "per_device_train_batch_size": 3, "gradient_accumulation_steps": 3, "data_seed": 11,
+        "dataloader_drop_last": True, "dataloader_num_workers": 1, "dataloader_pin_memory": False,
+        "remove_unused_columns": False,
     },
-    "full_determinism": {"full_determinism": False},
-    "seed": {"seed": 11},
-    "data_seed": {"data_seed": 11},
-    "dataloader_drop_last": {"dataloader_drop_last": True, "gradient_accumulation_steps": 2},
-    "dataloader_num_workers": {"dataloader_num_workers": 1},
-    "dataloader_pin_memory": {"dataloader_pin_memory": False},
-    "remove_unused_columns": {"remove_unused_columns": False},
-    "label_names": {"label_names": ["labels"], **EVALUATED},
-    "train_sampling_strategy": {"train_sampling_strategy": "group_by_length"},
-    "skip_memory_metrics": {"skip_memory_metrics": True},
-    "use_cpu": {"use_cpu": True},
+    "lengths": {"train_sampling_strategy": "group_by_length"},
 }  # fmt: skip
-"""An example for each argument that can change something in one process without network."""
+"""Each argument that can change something in one process without network, with others that leave it
+its effect."""
 
 ELSEWHERE = """
     optim_target_modules activation_checkpointing_kwargs gradient_checkpointing_kwargs torch_compile
@@ -147,17 +125,34 @@ def test_every_argument_is_known_and_tried():
     unknown = [name for name, (kind, _) in known_arguments().items() if kind == "unknown"]
     assert not unknown
     refused = {name for name, (kind, _) in known_arguments().items() if kind == "refused"}
-    assert names - refused <= TRIED.keys() | set(ELSEWHERE.split())
+    tried = {"output_dir"}.union(*TOGETHER.values())
+    assert names - refused <= tried | set(ELSEWHERE.split())
 
 
-@pytest.mark.parametrize("name", TRIED)
-def test_an_argument_gives_the_bits_and_logs_of_the_plain_trainer(name, tmp_path):
-    options = {"max_grad_norm": 0.0, **TRIED[name]}
-    if not hasattr(arguments_of(tmp_path), name):
-        pytest.skip(f"this transformers has no {name}")
-    parts = options.get("gradient_accumulation_steps", 1)
-    given = UNEQUAL if name == "train_sampling_strategy" else {}
-    as_plain(trained(tmp_path, options=options, pipeline={"micro_batches": parts}, **given))
+@pytest.mark.parametrize("name", TOGETHER)
+def test_arguments_give_the_bits_and_logs_of_the_plain_trainer(name, tmp_path):
+    known = vars(arguments_of(tmp_path))  # older versions lack some
+    options = {key: value for key, value in TOGETHER[name].items() if key in known}
+
+    def compared(options):
+        given = {
+            "options": {"max_grad_norm": 0.0, **options},
+            **(UNEQUAL if name == "lengths" else {}),
+        }
+        parts = options.get("gradient_accumulation_steps", 1)
+        as_plain(trained(tmp_path, pipeline={"micro_batches": parts}, **given))
+
+    def is_equal_without(key):
+        with contextlib.suppress(Exception):
+            compared({other: value for other, value in options.items() if other != key})
+            return True
+        return False
+
+    try:
+        compared(options)
+    except AssertionError as error:
+        found = [key for key in options if is_equal_without(key)]
+        raise AssertionError(f"equal without one of {found}") from error
 
 
 def arguments_of(folder, **options):
@@ -203,7 +198,17 @@ OF_SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("kind", [each.value for each in SchedulerType])
+OFTEN = ("polynomial", "reduce_lr_on_plateau", "warmup_stable_decay", "greedy")
+"""Two of the schedules that are functions of the step, and those that follow the evaluations."""
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(each.value, marks=() if each.value in OFTEN else pytest.mark.stress)
+        for each in SchedulerType
+    ],
+)
 def test_every_schedule_of_the_learning_rate_is_the_same(kind, tmp_path):
     options = {
         "lr_scheduler_type": kind, "lr_scheduler_kwargs": OF_SCHEDULES.get(kind),
@@ -212,6 +217,7 @@ def test_every_schedule_of_the_learning_rate_is_the_same(kind, tmp_path):
     as_plain(trained(tmp_path, options=options))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("parts", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["lengths", "classes"])
 def test_accumulated_batches_keep_their_shapes_and_weights(kind, parts, tmp_path):
@@ -227,23 +233,22 @@ def test_accumulated_batches_keep_their_shapes_and_weights(kind, parts, tmp_path
     as_plain(does)
 
 
-@pytest.mark.parametrize("count", [4, 5, 7])
-def test_batches_that_are_cut_further_train_the_same_up_to_rounding(count, tmp_path):
+@pytest.mark.parametrize(("make", "count"), [(llama, 4), (llama, 7), (bert, 4), (bert, 5)])
+def test_batches_that_are_cut_further_train_the_same_up_to_rounding(make, count, tmp_path):
     """A model that divides by the number that it is told, and one that takes no notice of it."""
-    for model, train in ((None, rows()), (bert, classes())):
-        found = []
-        for cls in (Trainer, PipelineTrainer):
-            options = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.0, "optim": "sgd"}
-            with trainer_of(
-                cls, tmp_path / cls.__name__, model=model and model(), train=train, options=options,
-                pipeline={"micro_batches": count},
-            ) as trainer:  # fmt: skip
-                trainer.train()
-                found.append((weights_of(trainer), logs_of(trainer)))
-        for name, value in found[0][0].items():
-            torch.testing.assert_close(found[1][0][name], value, rtol=1e-4, atol=1e-6)
-        losses = [[row["loss"] for row in logs if "loss" in row] for _, logs in found]
-        assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    options = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.0, "optim": "sgd"}
+
+    def does(cls):
+        return trained(
+            tmp_path, model=make(), train=rows() if make is llama else classes(), options=options,
+            pipeline={"micro_batches": count},
+        )(cls)  # fmt: skip
+
+    (weights, logs, _), (found, ours, _) = does(Trainer), does(PipelineTrainer)
+    for name, value in weights.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
+    losses = [[row["loss"] for row in each if "loss" in row] for each in (logs, ours)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 # -- the page -----------------------------------------------------------------------------------

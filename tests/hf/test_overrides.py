@@ -66,7 +66,7 @@ def test_own_methods_are_called_as_often_as_by_a_plain_trainer(tmp_path):
             **SAVED, **EVALUATED, "load_best_model_at_end": True, "gradient_accumulation_steps": 2,
             "include_num_input_tokens_seen": "all",
         }  # fmt: skip
-        given = {"options": options, "pipeline": {"micro_batches": 2}}
+        given = {"options": options, "pipeline": {"micro_batches": 2}, "train": rows(22)}
         with trainer_of(own, folder, **given) as trainer:
             trainer.train()
             trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))

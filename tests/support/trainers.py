@@ -37,7 +37,7 @@ def llama(seed: int = 0, **options: Any) -> transformers.LlamaForCausalLM:
     """Return a small causal model."""
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, vocab_size=VOCABULARY, max_position_embeddings=32, **options,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
@@ -47,14 +47,14 @@ def bert(seed: int = 0) -> transformers.BertForSequenceClassification:
     """Return a small classifier, whose loss does not know how many labels a mini-batch has."""
     torch.manual_seed(seed)
     config = transformers.BertConfig(
-        hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32,
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
         vocab_size=VOCABULARY, max_position_embeddings=32, hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0, num_labels=3,
     )  # fmt: skip
     return transformers.BertForSequenceClassification(config)
 
 
-def rows(count: int = 22, seed: int = 1, most: int = 8, least: int = 8) -> list[dict[str, Tensor]]:
+def rows(count: int = 14, seed: int = 1, most: int = 8, least: int = 8) -> list[dict[str, Tensor]]:
     """Return rows of ids, of some lengths, whose labels are the ids."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -65,7 +65,7 @@ def rows(count: int = 22, seed: int = 1, most: int = 8, least: int = 8) -> list[
     return [{"input_ids": each, "labels": each.clone()} for each in ids]
 
 
-def classes(count: int = 22, seed: int = 1) -> list[dict[str, Tensor]]:
+def classes(count: int = 14, seed: int = 1) -> list[dict[str, Tensor]]:
     """Return rows of ids with a class each."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(3, (count,), generator=generator)
