@@ -45,8 +45,8 @@ def generated_beside_training(folder, killed_at):
     """Losses, the tokens that weights of the start give, and evaluations of the average."""
     data, losses = MODELS["gpt2"][1](), []
     options = {
-        "stages": 3, "workers": "local", "schedule": "async-1f1b", "max_restarts": 1, "seed": 1,
-        "checkpoint": Checkpoints(folder, every=2),
+        "stages": 3, "workers": "serial" if killed_at is None else "local", "seed": 1,
+        "schedule": "async-1f1b", "max_restarts": 1, "checkpoint": Checkpoints(folder, every=2),
     }  # fmt: skip
     with opened(made("gpt2"), data, ema=0.9, **options) as pipe:
 
@@ -137,10 +137,7 @@ def test_two_caches_at_a_time_and_errors_on_the_way_leave_the_pipeline_usable():
             pipe.generate(PROMPT + 4, **NEW)
         with pytest.raises(ConfigError, match="the scores: leave output_attentions out"):
             pipe.generate(PROMPT, output_attentions=True, return_dict_in_generate=True, **NEW)
-        guided = {
-            **NEW,
-            "guidance_scale": 1.5,
-        }  # a second text beside each, with a cache of its own
+        guided = {**NEW, "guidance_scale": 1.5}  # a second text beside each, with its own cache
         assert torch.equal(pipe.generate(PROMPT, **guided), plain.generate(PROMPT, **guided))
 
 

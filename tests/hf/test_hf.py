@@ -1,11 +1,13 @@
 """Models of Hugging Face's transformers, as they are, on several stages."""
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from support import whole
 from support.deadlines import LATEST_S
 from support.faults import losses_through_death
@@ -38,7 +40,7 @@ def test_it_trains_to_the_bits_of_plain_pytorch(name):
     data = MODELS[name][1]()
     plain = made(name)
     losses = plainly(plain, data)
-    for stages in (1, 3, 4):
+    for stages in (1, 4):
         with opened(made(name), data, stages=stages) as pipe:
             assert [r.loss for r in pipe.train_epoch(data)] == losses
             assert_same(pipe.state_dict(), plain.state_dict())
@@ -91,14 +93,13 @@ def _counted(labels, shifted):
 @pytest.mark.threads
 def test_with_dropout_the_number_of_stages_does_not_matter(name):
     data, found = MODELS[name][1](), []
-    for stages in (1, 2, 4):
+    for stages in (1, 3):
         with opened(made(name, drop=0.1), data, stages=stages) as pipe:
             losses = [r.loss for r in pipe.train_epoch(data)]
             found.append((losses, pipe.evaluate(data), pipe.state_dict()))
-    for losses, evaluated, weights in found[1:]:
-        assert losses == found[0][0]
-        assert evaluated == found[0][1]
-        assert_same(weights, found[0][2])
+    (losses, evaluated, weights), others = found
+    assert (losses, evaluated) == others[:2]
+    assert_same(weights, others[2])
 
 
 @pytest.mark.threads
@@ -166,7 +167,7 @@ def test_split_points_by_name_and_its_own_example():
     options = {"stages": points, "loss_fn": squares, "example": None}
     data = [{"input_ids": batch["input_ids"]} for batch in texts()]
     with opened(model, data, **options) as pipe:
-        assert pipe.plan.layers[1] == ("model.layers.1", "model.layers.2", "model.layers.3")
+        assert pipe.plan.layers[1] == ("model.layers.1", "model.layers.2")
         result = next(iter(pipe.train_epoch(data)))
     expected = made("llama")(**data[0]).logits.square().mean().item()
     assert result.loss == expected
@@ -230,12 +231,16 @@ def test_each_worker_reads_its_part_of_a_folder(name, tmp_path):
 
 
 @pytest.mark.processes
-def test_the_example_saves_a_folder_that_generates_the_same_sample(tmp_path):
+@pytest.mark.filterwarnings("ignore")
+def test_the_example_saves_a_folder_that_generates_the_same_sample(tmp_path, monkeypatch):
+    """In this process, and then as a script that goes on from the folder."""
     script = Path(__file__).parents[2] / "examples" / "finetune_transformers.py"
     small = ["--stages=3", "--layers=3", "--width=32", "--steps=4", "--micro-batches=2"]
-    for more in ([], ["--weights", tmp_path / "one"]):
-        out = ["--workers=serial", "--out", tmp_path / "one"]
-        command = [sys.executable, script, *small, *out, *more]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LATEST_S)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.endswith("loaded by transformers: True\n"), done.stdout
+    options = [*small, "--workers=serial", f"--out={tmp_path}"]
+    monkeypatch.syspath_prepend(script.parent)
+    here = CliRunner().invoke(runpy.run_path(str(script))["main"], options, catch_exceptions=False)
+    command = [sys.executable, script, *options, f"--weights={tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LATEST_S)
+    assert done.returncode == 0, done.stderr
+    for text in (here.stdout, done.stdout):
+        assert text.endswith("loaded by transformers: True\n"), text

@@ -14,7 +14,7 @@ SMALL = {
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 3,
     "num_attention_heads": 2,
 }
 
@@ -26,7 +26,7 @@ NO_CACHE = {"use_cache": False}
 def gpt2(drop=0.0):
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
-            vocab_size=64, n_positions=32, n_embd=32, n_layer=4, n_head=2,
+            vocab_size=64, n_positions=32, n_embd=32, n_layer=3, n_head=2,
             resid_pdrop=drop, embd_pdrop=drop, attn_pdrop=drop, **NO_CACHE,
         )
     )  # fmt: skip
