@@ -1,15 +1,9 @@
 """Models of Hugging Face's transformers, as they are, on several stages."""
 
-import runpy
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from click.testing import CliRunner
 from support import whole
-from support.deadlines import LATEST_S
+from support.examples import run_example
 from support.faults import losses_through_death
 from support.hf import (
     MODELS,
@@ -230,17 +224,10 @@ def test_each_worker_reads_its_part_of_a_folder(name, tmp_path):
         assert back.get_output_embeddings().weight is back.get_input_embeddings().weight
 
 
-@pytest.mark.processes
 @pytest.mark.filterwarnings("ignore")
-def test_the_example_saves_a_folder_that_generates_the_same_sample(tmp_path, monkeypatch):
-    """In this process, and then as a script that goes on from the folder."""
-    script = Path(__file__).parents[2] / "examples" / "finetune_transformers.py"
+def test_the_example_saves_a_folder_that_generates_the_same_sample(tmp_path, capsys):
     small = ["--stages=3", "--layers=3", "--width=32", "--steps=4", "--micro-batches=2"]
-    options = [*small, "--workers=serial", f"--out={tmp_path}"]
-    monkeypatch.syspath_prepend(script.parent)
-    here = CliRunner().invoke(runpy.run_path(str(script))["main"], options, catch_exceptions=False)
-    command = [sys.executable, script, *options, f"--weights={tmp_path}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LATEST_S)
-    assert done.returncode == 0, done.stderr
-    for text in (here.stdout, done.stdout):
-        assert text.endswith("loaded by transformers: True\n"), text
+    for more in ([], [f"--weights={tmp_path}"]):
+        options = [*small, "--workers=serial", f"--out={tmp_path}", *more]
+        run_example("finetune_transformers.py", options)
+        assert capsys.readouterr().out.endswith("loaded by transformers: True\n")

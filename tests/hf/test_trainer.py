@@ -1,13 +1,10 @@
 """`PipelineTrainer`: what a Trainer does, done by a pipeline."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from support.deadlines import LATEST_S
+from support.examples import run_example
 from support.inside import kill
 from torch import nn
 
@@ -298,16 +295,13 @@ def test_generation_in_the_evaluation_of_a_seq2seq_trainer(tmp_path):
     assert len(as_plain(does, Seq2SeqTrainer, Piped)) == 3
 
 
-@pytest.mark.processes
-def test_the_example_saves_adapters_and_a_report(tmp_path):
+@pytest.mark.filterwarnings("ignore")
+def test_the_example_saves_adapters_and_a_report(tmp_path, capsys):
     for package in ("peft", "datasets"):
         pytest.importorskip(package, reason="needs the extra hf")
-    script = Path(__file__).parents[2] / "examples" / "trainer_lora.py"
     options = ["--stages=2", "--workers=serial", "--steps=4", "--out", tmp_path / "out"]
-    command = [sys.executable, script, *options, "--report", tmp_path / "report.html"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LATEST_S)
-    assert done.returncode == 0, done.stderr
-    assert "evaluated: " in done.stdout
+    run_example("trainer_lora.py", [*options, "--report", tmp_path / "report.html"])
+    assert "evaluated: " in capsys.readouterr().out
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
     assert not (tmp_path / "out" / "model.safetensors").exists()
     assert "Where the time goes" in (tmp_path / "report.html").read_text()
