@@ -4,15 +4,12 @@ import contextlib
 import functools
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.deadlines import LATEST_S
 from support.events import check_trace_events
 from support.inside import kill, pids
 from support.models import OPTIMIZERS, POINTS, Raises, batches, kitchen_sink, mlp, regression
@@ -249,19 +246,13 @@ def test_processes(tmp_path):
     assert {kind.value for kind in Kind} >= {a[0] for a in actions_of(trace, 0)}
 
 
-SCRIPT = Path(__file__).parents[2] / "support" / "script.py"
-
-
-@pytest.mark.processes
-def test_run_with_a_trace(tmp_path):
-    """Each pipeline of the script leaves one."""
-    code = "from pipedream_rt.cli import main; main()"
-    command = [sys.executable, "-c", code, "run", "--nproc-per-node", "2"]
-    options = ["--trace", "run.trace", str(SCRIPT), "--pipelines", "2"]
-    done = subprocess.run(
-        [*command, *options], cwd=tmp_path, capture_output=True, text=True, timeout=LATEST_S
-    )
-    assert done.returncode == 0, done.stderr
+def test_the_environment_may_ask_for_a_trace(tmp_path, monkeypatch):
+    """As `pipedream-rt run --trace` does; each pipeline of the script leaves one."""
+    monkeypatch.setattr("pipedream_rt.coordinator.script_environment._taken", Counter())
+    monkeypatch.setenv("PIPEDREAM_RT_TRACE", str(tmp_path / "run.trace"))
+    for _ in range(2):
+        with open_pipe(trace=None) as pipe:
+            list(pipe.train_epoch(batches(16)))
     assert sorted(os.listdir(tmp_path)) == ["run-2.trace", "run.trace"]
     for name in os.listdir(tmp_path):
         assert summarize(Trace.load(tmp_path / name)).micro_batches == 16
