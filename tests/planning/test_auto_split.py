@@ -157,14 +157,14 @@ with Pipeline(model, stages="auto", example=batch, loss_fn=nn.functional.mse_los
 @pytest.mark.processes
 def test_under_torchrun_rank_0_chooses(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*torchrun, "--standalone", "script.py"], cwd=tmp_path, capture_output=True, text=True,
         timeout=LATEST_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("rank 0 workers") == done.stdout.count("rank") == 1
-    assert done.stdout.split()[3] in "23"
+    assert done.stdout.split()[3] in "12"
 
 
 def test_the_planner_may_choose_replicas(tmp_path):

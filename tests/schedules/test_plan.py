@@ -250,8 +250,8 @@ def test_a_plan_is_the_same_after_a_trip_as_plain_data(plan, layers):
         again = Plan.unpacked(trip(plan.packed()))
         assert again == plan
         assert again.recipe is RECIPES[plan.name]
-        for kind in OF_STAGES:
-            assert table(again, kind) == table(plan, kind)
+    for kind in OF_STAGES:
+        assert table(again, kind) == table(plan, kind)
 
 
 def test_a_plan_that_is_no_chain_comes_back_too():

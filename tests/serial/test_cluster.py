@@ -84,7 +84,7 @@ def test_several_stages_on_a_worker():
 def test_256_stages():
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(256)))
-    data = regression(9, width=4)
+    data = regression(4, width=4)
     expected, losses = oracle(model, list(range(256)), data, F.mse_loss, make_optimizer)
     with open_pipe(model, stages=256) as pipe:
         assert [r.loss for r in pipe.train_epoch(data)] == losses

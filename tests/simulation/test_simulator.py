@@ -155,7 +155,7 @@ def test_the_bubble_of_gpipe_and_1f1b(name, n, k, f, b):
     assert summary.bubble == pytest.approx([(n - 1) / (k + n - 1)] * n)
 
 
-@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4), milliseconds, milliseconds)
+@given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 3), milliseconds, milliseconds)
 def test_the_bubble_of_interleaving(n, groups, v, f, b):
     """(n-1)/(vM+n-1)."""
     schedule = made("interleaved-1f1b", n, n * groups, v)
@@ -166,7 +166,7 @@ def test_the_bubble_of_interleaving(n, groups, v, f, b):
     assert summary.bubble == pytest.approx([(n - 1) / (v * m + n - 1)] * n)
 
 
-@given(st.integers(2, 9), st.integers(0, 9))
+@given(st.integers(2, 6), st.integers(0, 5))
 def test_the_bubble_of_zero_bubble(n, more):
     """n-1 of the 3(n-1) units of 1F1B: a third, if there are enough micro-batches to fill with."""
     k = 2 * n + more
