@@ -38,47 +38,39 @@ from pipedream_rt.hf.live import LiveModel  # noqa: E402
 pytestmark = CALM
 
 
-def generates(model, state, seen, given):
+def generates(model, given):
     ids = torch.tensor([[5, 6, 7]])
-    seen.append(model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0))
+    return model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
 
 
-def in_a_thread(model, state, seen, given):
-    thread = threading.Thread(target=lambda: seen.append(total(model)))
+def in_a_thread(model, given):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(total(model)))
     thread.start()
     thread.join()
+    return found
 
 
 READS = {
-    "copy": ("on_step_end", [1], lambda m, s, seen, g: seen.append(copy.deepcopy(m).state_dict())),
-    "parts": ("on_step_end", [2], lambda m, s, seen, g: seen.append(m.lm_head.weight.sum())),
+    "copy": ("on_step_end", [1], lambda model, _: copy.deepcopy(model).state_dict()),
+    "parts": ("on_step_end", [2], lambda model, _: model.lm_head.weight.sum()),
     "thread": ("on_step_end", [3], in_a_thread),
     "generate": ("on_evaluate", [4, 8, 12], generates),
-    "numpy": (
-        "on_log",
-        [5],
-        lambda m, s, seen, g: seen.append(m.lm_head.weight.data.numpy().sum()),
-    ),
-    "before the step": ("on_pre_optimizer_step", [6], lambda m, s, seen, g: seen.append(total(m))),
-    "behind the step": ("on_optimizer_step", [8], lambda m, s, seen, g: seen.append(total(m))),
+    "numpy": ("on_log", [5], lambda model, _: model.lm_head.weight.data.numpy().sum()),
+    "before the step": ("on_pre_optimizer_step", [6], lambda model, _: total(model)),
+    "behind the step": ("on_optimizer_step", [8], lambda model, _: total(model)),
     "gradients behind a step": (
-        "on_step_end",
-        [11],
-        lambda m, s, seen, g: seen.append([p.grad is None for p in m.parameters()]),
+        "on_step_end", [11], lambda model, _: [p.grad is None for p in model.parameters()]
     ),
     "optimizer": (
-        "on_epoch_end",
-        [4, 8, 12],
-        lambda m, s, seen, g: seen.append(copy.deepcopy(g["optimizer"].state_dict()["state"])),
+        "on_epoch_end", [4, 8, 12],
+        lambda _, given: copy.deepcopy(given["optimizer"].state_dict()["state"]),
     ),
     "rate": (
-        "on_step_end",
-        range(1, 13),
-        lambda m, s, seen, g: seen.append(
-            [g["lr_scheduler"].get_last_lr(), g["optimizer"].param_groups[0]["lr"]]
-        ),
+        "on_step_end", range(1, 13),
+        lambda _, g: (g["lr_scheduler"].get_last_lr(), g["optimizer"].param_groups[0]["lr"]),
     ),
-}
+}  # fmt: skip
 """By name, the event and the steps of a callback; none reads what another has fetched."""
 
 
@@ -87,18 +79,18 @@ def readers(tmp_path_factory):
     """What each of them has seen, weights and logs: with a plain Trainer, and with ours."""
 
     def at(steps, reads):
-        return lambda m, state, *given: state.global_step in steps and reads(m, state, *given)
+        def event(model, state, seen, given):
+            if state.global_step in steps:
+                seen.append(reads(model, given))
+
+        return event
 
     def does(cls):
         seen = {name: [] for name in READS}
-        calls = [
-            Calls(seen[name], **{event: at(steps, reads)})
-            for name, (event, steps, reads) in READS.items()
-        ]
-        with trainer_of(
-            cls, tmp_path_factory.mktemp(cls.__name__), callbacks=calls,
-            options={"num_train_epochs": 3, "logging_steps": 1, "eval_strategy": "epoch"},
-        ) as trainer:  # fmt: skip
+        calls = [Calls(seen[name], **{on: at(steps, f)}) for name, (on, steps, f) in READS.items()]
+        options = {"num_train_epochs": 3, "logging_steps": 1, "eval_strategy": "epoch"}
+        folder = tmp_path_factory.mktemp(cls.__name__)
+        with trainer_of(cls, folder, callbacks=calls, options=options) as trainer:
             trainer.train()
             return {**seen, "all": [weights_of(trainer), logs_of(trainer)]}
 

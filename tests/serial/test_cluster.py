@@ -39,6 +39,7 @@ def make_optimizer(parameters):
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("schedule", "k", "reads"),
     [
