@@ -4,17 +4,16 @@ The table of what may be trained is in test_compatibility.py.
 """
 
 import copy
+import functools
 import os
 import re
-import subprocess
-import sys
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.nn.functional as F
+from click.testing import CliRunner
 from support.compatibility import LearnedLoss, ScheduleFreeSGD
-from support.deadlines import LATEST_S
 from support.models import OPTIMIZERS, batches, kitchen_sink, mlp, regression
 from support.oracle import assert_same
 from support.pinned import Pipeline
@@ -27,6 +26,7 @@ from pipedream_rt import (
     PipelineClosed,
     StageFailed,
 )
+from pipedream_rt.cli import main
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("environment")]
 
@@ -98,27 +98,30 @@ LOOKS = {
 }
 
 
+def looked_at(workers, schedule, look=lambda pipe: None):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(8, 8), Adapter(), nn.BatchNorm1d(8), Adapter())
+    with Pipeline(
+        model, stages=[1, 3], loss_fn=LearnedLoss(), schedule=schedule, workers=workers,
+        optimizer=(ScheduleFreeSGD, {}),
+    ) as pipe:  # fmt: skip
+        found = []
+        for result in pipe.train_epoch(regression(8)):
+            found.append(result.loss)
+            if result.step in (2, 5):
+                look(pipe)
+        return found, pipe.state_dict(), pipe.loss_module().state_dict()
+
+
+unseen = functools.cache(looked_at)
+
+
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("schedule", ["async-1f1b", "1f1b"])
 def test_looking_changes_nothing(workers, schedule, look):
     """Not even adapters, counters, statistics and a loss with a state, or their last digit."""
-
-    def train(looks):
-        torch.manual_seed(3)
-        model = nn.Sequential(nn.Linear(8, 8), Adapter(), nn.BatchNorm1d(8), Adapter())
-        with Pipeline(
-            model, stages=[1, 3], loss_fn=LearnedLoss(), schedule=schedule, workers=workers,
-            optimizer=(ScheduleFreeSGD, {}),
-        ) as pipe:  # fmt: skip
-            found = []
-            for result in pipe.train_epoch(regression(8)):
-                found.append(result.loss)
-                if looks and result.step in (2, 5):
-                    LOOKS[look](pipe)
-            return found, pipe.state_dict(), pipe.loss_module().state_dict()
-
-    calm, looked = train(False), train(True)
+    calm, looked = unseen(workers, schedule), looked_at(workers, schedule, LOOKS[look])
     assert calm[0] == looked[0]
     assert_same(looked[1], calm[1])
     assert_same(looked[2], calm[2])
@@ -410,17 +413,14 @@ def test_fingerprints_of_checkpoints_find_the_step_at_which_two_runs_part(worker
     train("late", [0.01, 0.01, 0.02, 0.01])
 
     def command(*words):
-        return subprocess.run(
-            [sys.executable, "-c", "from pipedream_rt.cli import main; main()", "checkpoint",
-             *map(str, words)], capture_output=True, text=True, timeout=LATEST_S,
-        )  # fmt: skip
+        return CliRunner().invoke(main, ["checkpoint", *map(str, words)])
 
     same = command("compare", tmp_path / "calm", tmp_path / "same")
-    assert (same.returncode, same.stdout) == (0, "equal at the steps 3, 6, 9, 12\n")
+    assert (same.exit_code, same.output) == (0, "equal at the steps 3, 6, 9, 12\n")
     late = command("compare", tmp_path / "calm", tmp_path / "late")
-    assert late.returncode == 1
-    assert "equal up to step 6, different at step 9: stage 0: weights" in late.stderr
-    shown = command("inspect", tmp_path / "calm").stdout
+    assert late.exit_code == 1
+    assert "equal up to step 6, different at step 9: stage 0: weights" in late.output
+    shown = command("inspect", tmp_path / "calm").output
     assert f"fingerprint: {calm[-1].digest}" in shown
 
 
