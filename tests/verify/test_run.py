@@ -342,59 +342,49 @@ class Scaled(nn.Linear):
 """
 
 SCRIPT = """
-import sys, torch, {module} as module
+import torch, scaled_by_a_global as module
 from torch import nn
 from pipedream_rt import Pipeline
 if __name__ == "__main__":
     torch.manual_seed(0)
-    if sys.argv[1] != "right":
-        module.SCALE = 0.5
     x = torch.randn(8, 8)
-    with Pipeline(
-        nn.Sequential(module.Scaled(8, 8), nn.Linear(8, 8)), stages=2, loss_fn=nn.MSELoss(),
-        optimizer=(torch.optim.SGD, {{"lr": 0.1}}), schedule="1f1b",
-    ) as pipe:
-        print(len(list(pipe.train_epoch([(x, x)] * int(sys.argv[2])))))
-        if sys.argv[1] == "right":
+    for module.SCALE in (1.0, 0.5):
+        with Pipeline(
+            nn.Sequential(module.Scaled(8, 8), nn.Linear(8, 8)), stages=2, loss_fn=nn.MSELoss(),
+            optimizer=(torch.optim.SGD, {"lr": 0.1}), schedule="1f1b",
+        ) as pipe:
+            print(len(list(pipe.train_epoch([(x, x)] * 3))))
             print(pipe.verify([(x, x)]))
 """
 
 
-def script_of(tmp_path, name):
-    (tmp_path / f"{name}.py").write_text(MODULE)
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(module=name))
-    return script
-
-
-def ended(command):
-    return subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, timeout=LATEST_S, check=False
-    )
-
-
 @pytest.mark.processes
 def test_workers_that_go_by_another_global_are_found(tmp_path):
-    script = script_of(tmp_path, "scaled_by_a_global")
-    done = ended([sys.executable, script, "right", 3])
-    assert done.stdout.splitlines()[0] == "3", done.stderr
-    assert "the same as plain PyTorch" in done.stdout
-    done = ended([sys.executable, script, "wrong", 3])
+    """First they go by the same one."""
+    (tmp_path / "scaled_by_a_global.py").write_text(MODULE)
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=LATEST_S, check=False
+    )
+    three, same = done.stdout.splitlines()
+    assert three == "3", done.stderr
+    assert "the same as plain PyTorch" in same
     assert done.returncode == 1
     assert "the first mini-batch is not what plain PyTorch computes: the loss" in done.stderr
     assert "so it is the workers: a global" in done.stderr
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("steps", [2, 5])
-def test_run_with_verify(tmp_path, steps):
-    script = script_of(tmp_path, "scaled_by_another")
-    command = [sys.executable, "-c", "from pipedream_rt.cli import main; main()", "run"]
-    command += ["--nproc-per-node", 2, "--verify", script]
-    done = ended([*command, "right", steps])
-    assert done.returncode == 0, done.stderr
-    assert f"{min(steps, 3)} mini-batches" in done.stderr
-    assert "verified: the same as plain PyTorch" in done.stderr
+def test_run_with_verify(steps, monkeypatch, capfd):
+    """As ``pipedream-rt run --verify`` asks a script for it; see `tests/cli/test_run.py`."""
+    monkeypatch.setenv("PIPEDREAM_RT_VERIFY", "3")
+    data = batches(steps)
+    with opened(linear(), data) as pipe:
+        assert len(list(pipe.train_epoch(data))) == steps
+    told = capfd.readouterr().err
+    assert f"{min(steps, 3)} mini-batches" in told
+    assert "verified: the same as plain PyTorch" in told
 
 
 def test_an_error_of_a_stage_stays_what_it_is():
