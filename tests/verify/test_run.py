@@ -88,6 +88,7 @@ def opened(model, data, workers="serial", **options):
     return Pipeline(model, workers=workers, **given)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("schedule", ["1f1b", "async-1f1b", "2bw", "zero-bubble"])
 @pytest.mark.parametrize("kind", [linear, Between, tied])
 @pytest.mark.parametrize(
@@ -281,9 +282,13 @@ def test_what_cannot_be_asked_is_refused():
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("workers", ["serial", "local"])
-@pytest.mark.parametrize("schedule", ["1f1b", "async-1f1b", "2bw"])
-@pytest.mark.parametrize("kind", [linear, Between])
+@pytest.mark.parametrize(
+    ("kind", "schedule", "workers"),
+    [
+        (linear, "1f1b", "serial"), (Between, "async-1f1b", "serial"), (linear, "2bw", "serial"),
+        (Between, "1f1b", "local"), (linear, "async-1f1b", "local"), (Between, "2bw", "local"),
+    ],
+)  # fmt: skip
 def test_the_first_mini_batch_is_compared_and_the_bits_are_those_without(
     workers, schedule, kind, caplog
 ):
