@@ -88,11 +88,18 @@ def test_the_bits_are_the_same(name, tmp_path):
         assert_same(its_state[number], values)
 
 
-@pytest.mark.parametrize("schedule", ["2bw", "async-1f1b+vertical-sync"])
-@pytest.mark.parametrize("correction", [Extrapolation(), WeightPrediction()])
+CLIPPED = Training(clip=Clip(norm=0.1))
+SCALED = Training(autocast=torch.float16, loss_scale=LossScale())
+
+
 @pytest.mark.parametrize(
-    "training",
-    [Training(clip=Clip(norm=0.1)), Training(autocast=torch.float16, loss_scale=LossScale())],
+    ("training", "correction", "schedule"),
+    [
+        (CLIPPED, Extrapolation(), "2bw"),
+        (CLIPPED, WeightPrediction(), "async-1f1b+vertical-sync"),
+        (SCALED, Extrapolation(), "async-1f1b+vertical-sync"),
+        (SCALED, WeightPrediction(), "2bw"),
+    ],
 )
 def test_what_corrections_have_made_of_older_versions_is_resumed(
     tmp_path, schedule, correction, training
