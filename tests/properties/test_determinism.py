@@ -48,6 +48,7 @@ def train(n, data, *, optimizer="adamw", shuffle=None, epochs=1, **kwargs):
         return pipe.state_dict(), results, pipe.statistics()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
 def test_async_equals_the_oracle(n, optimizer):
@@ -61,8 +62,17 @@ def test_async_equals_the_oracle(n, optimizer):
     assert [r.loss for r in results] == losses
 
 
+@functools.cache
+def accumulated(k):
+    """What every schedule that flushes must give, and its data."""
+    data = batches(6, samples=10)
+    return data, *oracle(
+        kitchen_sink(), [0], data, F.cross_entropy, make("adam"), k=k, reads="flushed"
+    )
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("n", [3, 5])
+@pytest.mark.parametrize("n", [pytest.param(3, marks=pytest.mark.stress), 5])
 def test_sixty_delivery_timings_give_one_model(n):
     data = batches(10)
     expected, losses = oracle(kitchen_sink(), POINTS[n], data, F.cross_entropy, make("sgd"))
@@ -159,10 +169,7 @@ def test_slack_equals_the_oracle(schedule, reads, n, k, slack):
 
 @pytest.mark.parametrize(("n", "k", "slack"), [(2, 4, 1), (3, 4, (0, 3)), (4, 2, 2)])
 def test_slack_in_a_flushing_schedule_changes_no_bit(n, k, slack):
-    data = batches(6, samples=10)
-    expected, losses = oracle(
-        kitchen_sink(), [0], data, F.cross_entropy, make("adam"), k=k, reads="flushed"
-    )
+    data, expected, losses = accumulated(k)
     found, results, statistics = train(
         n, data, optimizer="adam", schedule="1f1b", micro_batches=k, slack=slack, shuffle=n
     )
@@ -214,10 +221,7 @@ def test_interleaved_equals_plain_accumulation(stages, v, k):
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (1, 4), (2, 4), (3, 2), (4, 4), (5, 3), (4, 1)])
 def test_flushing_equals_plain_accumulation(schedule, n, k):
     """Whatever the number of stages, also with fewer micro-batches than stages."""
-    data = batches(6, samples=10)
-    expected, losses = oracle(
-        kitchen_sink(), [0], data, F.cross_entropy, make("adam"), k=k, reads="flushed"
-    )
+    data, expected, losses = accumulated(k)
     found, results, statistics = train(
         n, data, optimizer="adam", schedule=schedule, micro_batches=k, shuffle=n
     )
@@ -284,12 +288,11 @@ def test_staleness_and_versions_are_reported():
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
 def test_versions_are_bounded_and_buffers_recycled(n, k):
     """At most w(s)+1 versions; after the pipe has filled no buffer is allocated any more."""
-    for count in (2 * n, 40):
-        *_, statistics = train(n, batches(count), micro_batches=k)
-        for s, counters in enumerate(statistics):
-            w = n - 1 - s
-            assert counters["versions_kept_most"] == -(-w // k) + 1 <= w + 1
-            assert counters["buffers_allocated"] == counters["versions_kept_most"]
+    *_, statistics = train(n, batches(4 * n), micro_batches=k)
+    for s, counters in enumerate(statistics):
+        w = n - 1 - s
+        assert counters["versions_kept_most"] == -(-w // k) + 1 <= w + 1
+        assert counters["buffers_allocated"] == counters["versions_kept_most"]
 
 
 def test_hyper_parameters_apply_to_the_mini_batch_they_were_set_for():
