@@ -83,7 +83,7 @@ def stages_of(pipe, model):
     return found
 
 
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(7)
 @pytest.mark.threads
 @pytest.mark.parametrize(("schedule", "k"), [("1f1b", 1), ("1f1b", 2), ("gpipe", 2)])
 def test_a_schedule_that_flushes_gives_the_bits_of_any_other_number_of_stages(case, schedule, k):
@@ -139,7 +139,7 @@ def of_oracle(case, pipe, data, k=1, reads="async-1f1b", clip=None):
     )
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(3)
 @pytest.mark.threads
 @pytest.mark.parametrize(
     ("schedule", "k", "reads"),
@@ -300,7 +300,7 @@ CLIPS = {
 }  # fmt: skip
 
 
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(7)
 @pytest.mark.threads
 @pytest.mark.parametrize("how", CLIPS)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])

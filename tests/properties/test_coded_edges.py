@@ -82,7 +82,7 @@ def expected(cross, points=4, **options):
     )
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize(
     ("schedule", "reads", "k"),
@@ -113,6 +113,7 @@ def test_on_processes(name):
     assert_same(found[0], state)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("replicas", [(2, 1), (1, 3), (3, 2)])
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_each_pair_of_replicas_has_its_own_residuals(replicas, k):
@@ -146,7 +147,7 @@ def test_two_codecs_of_one_edge(recompute):
 # -- failures, and what is kept -------------------------------------------------------------------
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("options", [
     {"micro_batches": 2},

@@ -66,7 +66,7 @@ def alone(plan):
     return trained(plan, "serial")[:2]
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(3)
 @pytest.mark.processes
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("plan", PLANS)

@@ -311,7 +311,7 @@ def shuffling(data, kind):
     return torch.utils.data.DataLoader(dataset, batch_size=4, shuffle=True, **options)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(3)
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.parametrize(
     "kind", ["torch's generator", "its own generator", "kept workers", "remembers"]

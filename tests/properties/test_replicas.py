@@ -88,7 +88,7 @@ SCHEDULES = [
 """Schedules, what the oracle reads, and micro-batches per update."""
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(("schedule", "reads", "k"), SCHEDULES)
 @pytest.mark.parametrize(("points", "replicas"), SPLITS)
 def test_they_are_the_oracle_bit_for_bit(points, replicas, schedule, reads, k):
@@ -197,7 +197,7 @@ def test_evaluation_and_inference_read_the_weights_and_buffers_of_state_dict():
 # -- checkpoints ------------------------------------------------------------------------------
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("divided", [False, True])
 @pytest.mark.parametrize("stop", [4, 7])
 @pytest.mark.parametrize(
@@ -527,6 +527,7 @@ def test_each_replica_learns_the_programs_that_it_follows(replicas):
     assert losses[0][0] == losses[1][0]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("schedule", "k"), [("async-1f1b", 1), ("async-1f1b", 2), ("1f1b", 2)])
 @pytest.mark.parametrize(("points", "replicas"), [((0, 4), (2, 1)), ((0,), (3,)), ((0, 4), (1, 1))])
 @pytest.mark.parametrize("options", [{}, {"shard_optimizer": True}, {"clip": Clip(norm=0.1)}])

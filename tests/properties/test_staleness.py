@@ -64,7 +64,7 @@ def judged(kind, synchronous, data, monkeypatch):
     return oracle(kitchen_sink(), POINTS[4], data, F.cross_entropy, make, k=k, reads="after")
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("synchronous", [1, 4, 20])
 def test_the_first_updates_read_the_newest_weights(kind, synchronous, monkeypatch):
