@@ -2,13 +2,15 @@
 
 import argparse
 import hashlib
+import os
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipedream_rt import Pipeline
+from pipedream_rt import Pipeline, Recovery
 
 
 @dataclass
@@ -41,7 +43,14 @@ def loss_fn(output, target):
     return F.mse_loss(output, target)
 
 
-def train(pipelines, steps, workers):
+def lose(pipe, number):
+    """Send a worker a signal, of which it ends or falls silent."""
+    member = pipe._group.cluster._members[1]
+    os.kill(int(member.description.split()[1]), number)
+
+
+def train(pipelines=1, steps=16, workers="serial", lost_by=None):
+    """Train, and return the last line that is printed."""
     torch.manual_seed(0)
     model = nn.Sequential(First(), Second())
     data = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(8)]
@@ -49,13 +58,17 @@ def train(pipelines, steps, workers):
         with Pipeline(
             model, stages=2, loss_fn=loss_fn, optimizer=(torch.optim.Adam, {}), workers=workers,
             micro_batches=1, corrections=(),
+            recovery=Recovery(heartbeat=timedelta(seconds=1)) if lost_by else Recovery(),
         ) as pipe:  # fmt: skip
             print("ready", *(s.worker for s in pipe.stages), flush=True)
             for _ in range(steps // 8):
-                list(pipe.train_epoch(data))
+                for result in pipe.train_epoch(data):
+                    if lost_by and result.step == 5:
+                        lose(pipe, lost_by)
             state = pipe.state_dict()
+            print(len(pipe.restarts), "restarts")
     digest = hashlib.sha256(b"".join(v.numpy().tobytes() for v in state.values())).hexdigest()
-    print("digest", digest, flush=True)
+    return f"digest {digest}"
 
 
 if __name__ == "__main__":
@@ -63,5 +76,6 @@ if __name__ == "__main__":
     parser.add_argument("--pipelines", type=int, default=1)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--workers")
+    parser.add_argument("--lose", type=int, help="signal to a worker after six mini-batches")
     arguments = parser.parse_args()
-    train(arguments.pipelines, arguments.steps, arguments.workers)
+    print(train(arguments.pipelines, arguments.steps, arguments.workers, arguments.lose))

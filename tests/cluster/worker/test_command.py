@@ -4,6 +4,9 @@ import os
 import subprocess
 import sys
 
+import click
+import pytest
+
 from pipedream_rt.cluster.identity import Secret
 from pipedream_rt.cluster.worker import command
 from pipedream_rt.cluster.worker.joining import JoinAttempts
@@ -21,6 +24,21 @@ def test_the_arguments_of_a_new_process_image(monkeypatch):
     assert again == [
         "here:1", "--name", "w", "--persist", "--failures", "2", "--lost", "1.5"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "give the HOST:PORT"),
+        (["127.0.0.1:1", "--name", "a b"], "use letters, digits"),
+        (["127.0.0.1:1", "--threads", "0"], "0 is not in the range"),
+    ],
+)
+def test_wrong_arguments(monkeypatch, arguments, words):
+    monkeypatch.setattr(command, "_set_up", lambda name, level: None)
+    with pytest.raises(click.UsageError) as found:
+        command.main(arguments, standalone_mode=False)
+    assert words in found.value.format_message()
 
 
 def test_a_level_of_the_log_that_is_none_does_no_harm():
