@@ -34,9 +34,8 @@ def folder():
 @pytest.mark.parametrize(
     ("how", "shm", "tmpdir"),
     [
-        ("script", "64k", "own"), ("run", "1m", "own"), ("torchrun", "64k", "own"),
-        ("script", "1m", "of somebody else"), ("run", "64k", "of somebody else"),
-        ("torchrun", "64k", "of somebody else"),
+        ("script", "64k", "of somebody else"), ("run", "1m", "own"),
+        ("torchrun", "64k", "own"), ("torchrun", "64k", "of somebody else"),
     ],
 )  # fmt: skip
 def test_it_starts(how, shm, tmpdir, folder):
