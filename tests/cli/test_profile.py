@@ -1,6 +1,7 @@
 """The command ``profile``, as a user types it, on scripts of a few lines."""
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -36,29 +37,39 @@ def run(*words, cwd):
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=LATEST_S)
 
 
-def test_the_script_runs_up_to_its_first_mini_batch(tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    first = run("profile", "-o", "my.profile", "train.py", "4", cwd=tmp_path)
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory):
+    """A folder with a script and the profile that it made, and what was said meanwhile."""
+    folder = tmp_path_factory.mktemp("profiled")
+    (folder / "train.py").write_text(SCRIPT)
+    return folder, run("profile", "-o", "my.profile", "train.py", "4", cwd=folder)
+
+
+def test_the_script_runs_up_to_its_first_mini_batch(call, profiled):
+    folder, first = profiled
     assert first.returncode == 0, first.stderr
     assert "3 layers" in first.stdout
     assert "of 3 samples" in first.stdout
     assert "trained" not in first.stdout
     assert "the end" not in first.stdout
-    made = files.load(tmp_path / "my.profile")
+    made = files.load(folder / "my.profile")
     assert [layer.parameter_bytes for layer in made.layers] == [160, 288, 72]
     assert made.layers[1].optimizer_bytes > 2 * 288
-    # The same model again costs nothing; another one is measured.
+    assert "micro-batches/s" in call("plan", folder / "my.profile", "--workers", 2)
+
+
+def test_the_same_model_again_costs_nothing_and_another_one_is_measured(profiled, tmp_path):
+    shutil.copytree(profiled[0], tmp_path, dirs_exist_ok=True)
+    made = files.load(tmp_path / "my.profile")
     again = run("profile", "-o", "my.profile", "train.py", "4", cwd=tmp_path)
     assert "has the profile of this model already" in again.stderr
     assert files.load(tmp_path / "my.profile") == made
     other = run("profile", "-o", "my.profile", "train.py", "5", cwd=tmp_path)
     assert other.returncode == 0, other.stderr
     assert files.load(tmp_path / "my.profile").layers[0].parameter_bytes == 192
-    planned = run("plan", "my.profile", "--workers", "2", cwd=tmp_path)
-    assert "micro-batches/s" in planned.stdout, planned.stderr
 
 
-def test_scripts_that_make_no_profile_say_so(tmp_path):
+def test_scripts_that_make_no_profile_say_so(call, profiled, tmp_path):
     (tmp_path / "empty.py").write_text("")
     empty = run("profile", "empty.py", cwd=tmp_path)
     assert empty.returncode == 1
@@ -66,23 +77,22 @@ def test_scripts_that_make_no_profile_say_so(tmp_path):
     (tmp_path / "bad.py").write_text("raise SystemExit(7)")
     assert run("profile", "bad.py", cwd=tmp_path).returncode == 7
     # A profile that was there before is not taken for this script's.
-    (tmp_path / "train.py").write_text(SCRIPT)
-    assert run("profile", "-o", "a.profile", "train.py", "4", cwd=tmp_path).returncode == 0
-    stale = run("profile", "-o", "a.profile", "empty.py", cwd=tmp_path)
+    shutil.copy(profiled[0] / "my.profile", tmp_path)
+    stale = run("profile", "-o", "my.profile", "empty.py", cwd=tmp_path)
     assert "has ended without a profile" in stale.stderr
-    foreign = run("profile", "-o", "train.py", "empty.py", cwd=tmp_path)
-    assert foreign.returncode == 1
-    assert (tmp_path / "train.py").read_text() == SCRIPT
-    missing = run("profile", "none.py", cwd=tmp_path)
-    assert "there is no file 'none.py'" in missing.stderr
-    nowhere = run("profile", "-o", "no/such/folder/x", "empty.py", cwd=tmp_path)
-    assert "there is no such folder" in nowhere.stderr
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    empty = tmp_path / "empty.py"
+    call("profile", "-o", tmp_path / "mine.py", empty, code=1)
+    assert (tmp_path / "mine.py").read_text() == SCRIPT
+    assert "there is no file 'none.py'" in call("profile", "none.py", code=2)
+    nowhere = call("profile", "-o", tmp_path / "no" / "such" / "x", empty, code=1)
+    assert "there is no such folder" in " ".join(nowhere.split())
 
 
-@pytest.mark.parametrize("output", ["/dev/null", "/dev/stdout"])
-def test_a_profile_goes_to_a_device(output, tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    done = run("profile", "-o", output, "train.py", "4", cwd=tmp_path)
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("output", ["/dev/stdout", "/dev/null"])
+def test_a_profile_goes_to_a_device(output, profiled):
+    done = run("profile", "-o", output, "train.py", "4", cwd=profiled[0])
     assert done.returncode == 0, done.stderr
     assert ('"pipedream-rt profile": 1' in done.stdout) == (output == "/dev/stdout")
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
