@@ -70,18 +70,23 @@ def test_a_spare_node_takes_the_place_of_one_that_is_lost(tmp_path):
         assert [each.ended() for rank, each in enumerate(started) if rank != lost] == [0, 0, 0]
 
 
-def test_sigterm_to_all_nodes_makes_a_checkpoint(job):
+def test_sigterm_to_all_nodes_makes_a_checkpoint(tmp_path):
     """As an engine sends it that takes the machines back; the next start goes on from there."""
-    started = [job.start(rank) for rank in range(3)]
-    started[0].wait_for("step 100")
-    for each in reversed(started):
-        each.signal(signal.SIGTERM)
-    assert [each.ended() for each in started] == [143, 143, 143], started[0].text
-    started = [job.start(rank) for rank in range(3)]
-    began = int(started[0].wait_for("began at").split()[2])
-    assert began > 100
-    assert started[0].wait_for("digest") == expected(job.steps)
-    assert [each.ended() for each in started] == [0, 0, 0]
+    with nodes(tmp_path / "run", size=2, steps=400) as job:
+
+        def all_nodes():
+            return [job.start(rank, "--nproc-per-node", str(2 - rank)) for rank in range(2)]
+
+        first, other = all_nodes()
+        first.wait_for("step 100")
+        other.signal(signal.SIGTERM)
+        first.signal(signal.SIGTERM)
+        assert [first.ended(), other.ended()] == [143, 143], first.text
+        first, other = all_nodes()
+        began = int(first.wait_for("began at").split()[2])
+        assert began > 100
+        assert first.wait_for("digest") == expected(job.steps)
+        assert [first.ended(), other.ended()] == [0, 0]
 
 
 @pytest.mark.stress

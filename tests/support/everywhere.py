@@ -17,21 +17,17 @@ from torch import nn
 from pipedream_rt import Checkpoints, Pipeline, Recovery
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder")
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--workers", default=None)
-    arguments = parser.parse_args()
+def trained(folder, steps, workers):
+    """Train to the end, and return the last line that is printed."""
     torch.manual_seed(0)
     model = nn.Sequential(
         *(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.1)) for _ in range(3))
     )
-    data = [(torch.randn(8, 16), torch.randn(8, 16)) for _ in range(arguments.steps)]
+    data = [(torch.randn(8, 16), torch.randn(8, 16)) for _ in range(steps)]
     with Pipeline(
         model, stages=3, loss_fn=nn.functional.mse_loss, optimizer=(torch.optim.AdamW, {}),
-        micro_batches=1, corrections=(), workers=arguments.workers,
-        checkpoint=Checkpoints(arguments.folder, every=20, keep=2, resume=True),
+        micro_batches=1, corrections=(), workers=workers,
+        checkpoint=Checkpoints(folder, every=20, keep=2, resume=True),
         recovery=Recovery(
             max_restarts=20, heartbeat=timedelta(seconds=5), start=timedelta(seconds=120)
         ),
@@ -43,7 +39,16 @@ def main():
         state = pipe.state_dict()
         print("restarts", len(pipe.restarts), flush=True)
     digest = hashlib.sha256(b"".join(v.numpy().tobytes() for v in state.values())).hexdigest()
-    print("digest", digest, flush=True)
+    return f"digest {digest}"
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder")
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--workers", default=None)
+    arguments = parser.parse_args()
+    print(trained(arguments.folder, arguments.steps, arguments.workers), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,12 @@ import functools
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from .deadlines import LATEST_S
+from . import everywhere
 from .slurm import until
 from .two_hosts import SECRET, Child
 
@@ -21,13 +20,9 @@ RUN = [*COMMAND, "run"]
 
 @functools.cache
 def expected(steps):
-    """The digest of the same training in one process."""
+    """The digest of the same training in this process."""
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [sys.executable, SCRIPT, folder, "--steps", str(steps), "--workers", "serial"],
-            capture_output=True, text=True, timeout=LATEST_S, check=True,
-        )  # fmt: skip
-    return done.stdout.splitlines()[-1]
+        return everywhere.trained(folder, steps, "serial")
 
 
 def own_environment(**more):

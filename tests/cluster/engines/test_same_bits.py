@@ -20,19 +20,20 @@ ACCELERATE = [
     "--mixed_precision", "no", "--dynamo_backend", "no",
 ]  # fmt: skip
 WAYS = {
+    "accelerate with ranks": [
+        *ACCELERATE, "--multi_gpu", "--num_processes", "3", "--main_process_port",
+    ],
+    "accelerate with one process": [*ACCELERATE, "--cpu", "--num_processes", "3"],
     "python": [sys.executable],
     "run": [*RUN, "--nproc-per-node", "3"],
     "torchrun": [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "--master-port",
     ],
-    "accelerate with one process": [*ACCELERATE, "--cpu", "--num_processes", "3"],
-    "accelerate with ranks": [
-        *ACCELERATE, "--multi_gpu", "--num_processes", "3", "--main_process_port",
-    ],
 }  # fmt: skip
+"""The first alone is always tried here: the last three are, with another script, in test_run.py."""
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_same_bits_whoever_starts_it(way, tmp_path):
     command = list(WAYS[way])
