@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import traceback
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +19,7 @@ from support.durations import Durations, longest_first
 from support.family import family
 from support.results import Results
 from support.rights import why_lacking
+from support.thinning import thinned_out
 from support.ticking import Clock
 from support.versions import other_than_tested
 
@@ -64,13 +65,14 @@ def pytest_report_header():
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does not want
 def pytest_collection_modifyitems(config, items):
     longest_first(items)
-    seen = Counter()  # in the order of their parameters, alike in all processes
+    tests = defaultdict(list)  # in the order of their parameters, alike in all processes
     for item in items:
-        if thinned := item.get_closest_marker("thinned"):
-            name = item.nodeid.partition("[")[0]
-            if seen[name] % thinned.args[0]:
-                item.add_marker(pytest.mark.stress)
-            seen[name] += 1
+        if item.get_closest_marker("thinned"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for cases in tests.values():
+        every = cases[0].get_closest_marker("thinned").args[0]
+        for place in thinned_out([case.callspec.params for case in cases], every):
+            cases[place].add_marker(pytest.mark.stress)
     if lacking := why_lacking():
         for item in items:
             if item.get_closest_marker("rights"):

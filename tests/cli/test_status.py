@@ -31,3 +31,17 @@ def test_status_as_json(call, monkeypatch):
     monkeypatch.setattr("pipedream_rt.cli.status.running", lambda: iter([("path", record)] * 2))
     output = call("status", "--json")
     assert [json.loads(line) for line in output.splitlines()] == [record] * 2
+
+
+def test_where_records_cannot_be_read_it_says_so(call, monkeypatch):
+    def denied():
+        raise PermissionError(13, "Permission denied", "/run/somewhere")
+
+    monkeypatch.setattr("pipedream_rt.cli.status.running", denied)
+    said = " ".join(call("status", code=1).split())
+    assert "the pipelines of this user cannot be found: [Errno 13] Permission denied" in said
+
+
+def test_where_nothing_runs_it_says_so(call, monkeypatch):
+    monkeypatch.setattr("pipedream_rt.cli.status.running", lambda: iter([]))
+    assert call("status").startswith("no pipeline is running on this machine")

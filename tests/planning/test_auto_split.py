@@ -14,6 +14,7 @@ from torch import nn
 
 from pipedream_rt import Checkpoints, Clip, ConfigError
 from pipedream_rt.corrections import DelayCompensation
+from pipedream_rt.planning import auto_split
 from pipedream_rt.planning.auto_split import PLAN_FILE
 
 pytestmark = pytest.mark.usefixtures("clock", "three_cores")
@@ -52,6 +53,19 @@ def test_it_goes_with_other_schedules(schedule):
     with pipeline(1, 1, 1, schedule=schedule) as pipe:
         assert [len(names) for names in pipe.plan.layers] == [1, 1, 1]
         list(pipe.train_epoch([BATCH]))
+
+
+@pytest.mark.parametrize(("schedule", "parts"), [("1f1b", 1), ("async-1f1b", 3)])
+def test_without_a_number_of_micro_batches_the_smallest_part_is_measured(
+    monkeypatch, schedule, parts
+):
+    """Of a mini-batch that a plan for three workers could come to feed."""
+    taken, found = [], auto_split.first_micro_batch
+    monkeypatch.setattr(
+        auto_split, "first_micro_batch", lambda batch, k: taken.append(k) or found(batch, k)
+    )
+    with pipeline(1, 1, 1, schedule=schedule, micro_batches=None):
+        assert taken == [parts]
 
 
 def test_a_run_that_resumes_does_not_plan_anew(tmp_path):

@@ -319,9 +319,7 @@ def test_a_worker_without_a_sign_of_life_has_failed(tmp_path):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "number", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=pytest.mark.stress)]
-)
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_fork_server_that_does_not_answer_is_replaced(number, caplog):
     """It forks the workers of every recovery, so it is watched as they are."""
     expected, _ = calm(stages=2)

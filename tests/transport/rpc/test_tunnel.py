@@ -10,7 +10,7 @@ import pytest
 from support.deadlines import LATEST_S
 
 from pipedream_rt.transport.group import Group
-from pipedream_rt.transport.rpc.tunnel import _PART, Tunnel
+from pipedream_rt.transport.rpc.tunnel import _PART, Tunnel, _Relay
 
 pytestmark = pytest.mark.threads
 NAMES = ("coordinator", "w0")
@@ -85,6 +85,22 @@ def test_bytes_go_both_ways_and_an_end_ends_the_other(two, agent):
         assert read(caller, len(data)) == data[::-1]
         caller.close()
         assert read(callee, 1) == b""
+
+
+def test_what_a_connection_does_not_take_waits_in_its_order():
+    listener = socket.create_server(("127.0.0.1", 0))
+    with listener, socket.create_connection(listener.getsockname()) as near:
+        far, _ = listener.accept()
+        relay, parts = _Relay(near), [bytes([n]) * (1 << 20) for n in range(8)]
+        relay.waiting.extend(parts)
+        with far:
+            far.settimeout(LATEST_S)
+            assert not relay.flush()
+            came = b""
+            while not relay.flush():
+                came += far.recv(1 << 20)
+            came += read(far, sum(map(len, parts)) - len(came))
+    assert came == b"".join(parts)
 
 
 def test_what_comes_before_the_agent_listens_comes_in_its_order(two, agent):
