@@ -697,8 +697,8 @@ def bits(size: Size) -> Found:
 def _case(*words: str, **variables: str) -> dict[str, Any]:
     """The last object that another process prints for a case.
 
-    What it writes to standard error is in ``CASE.log``, in $OUT or in build/, after the others' of
-    this case; the end of it is the error of one that did not come to its end.
+    What it writes to standard error is added to ``CASE.log``, in $OUT or in build/; the end of it
+    is the error of one that did not come to its end.
     """
     command = [sys.executable, "-W", "ignore", __file__, *words]
     environment = {**os.environ, **variables}
@@ -740,6 +740,7 @@ def sanitizer(size: Size) -> Found:
     What it says of each place is in ``streams.log``, in $OUT or in build/.
     """
     accelerator("cuda")
+    (folder_of_logs() / "streams.log").unlink(missing_ok=True)
     found = _case("streams", "--size", "tiny", TORCH_CUDA_SANITIZER="1")
     yield {"found": found.get("error", ""), "runs": found.get("runs", 0)}
 

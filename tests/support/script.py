@@ -3,14 +3,20 @@
 import argparse
 import hashlib
 import os
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipedream_rt import Pipeline, Recovery
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this file is started as a program
+
+from support.inside import members
 
 
 @dataclass
@@ -45,8 +51,7 @@ def loss_fn(output, target):
 
 def lose(pipe, number):
     """Send a worker a signal, of which it ends or falls silent."""
-    member = pipe._group.cluster._members[1]
-    os.kill(int(member.description.split()[1]), number)
+    os.kill(int(members(pipe)[1].description.split()[1]), number)
 
 
 def train(pipelines=1, steps=16, workers="serial", lost_by=None):
