@@ -189,6 +189,8 @@ def test_a_run_goes_on_from_a_checkpoint(replicas, tmp_path):
         kept = Checkpoints(tmp_path, every=4, resume=False)
         with Pipeline(kitchen_sink(), checkpoint=kept, **given) as pipe:
             for result in pipe.train_epoch(data):
+                if result.step == 9:  # on a busy machine none that was due may be whole yet
+                    pipe.save()
                 if result.step == 14:
                     raise KeyboardInterrupt
 
@@ -196,7 +198,7 @@ def test_a_run_goes_on_from_a_checkpoint(replicas, tmp_path):
         interrupted()
     kept = Checkpoints(tmp_path, every=4, resume=True)
     with Pipeline(kitchen_sink(), checkpoint=kept, **given) as pipe:
-        assert 0 < pipe.step <= 14
+        assert 9 <= pipe.step <= 14
         for _ in pipe.train_epoch(data):
             pass
         assert_same(pipe.state_dict(), whole[0])
