@@ -3,7 +3,8 @@
     python everywhere.py FOLDER [--steps N] [--workers WORKERS]
 
 The folder has the checkpoints, and is shared by all machines. What the script prints last, is the
-same wherever it ran and whatever was killed meanwhile.
+same wherever it ran and whatever was killed meanwhile. Where it has printed the end of a hundredth
+mini-batch, there is a checkpoint of that or of a later one.
 """
 
 import argparse
@@ -34,6 +35,8 @@ def trained(folder, steps, workers):
     ) as pipe:  # fmt: skip
         print(f"began at {pipe.step} pid {os.getpid()}", flush=True)
         for result in pipe.train_epoch(data):
+            if result.step % 100 == 0:  # on a busy machine none that was due may be whole yet
+                pipe.save()
             if result.step % 20 == 0:
                 print("step", result.step, flush=True)
         state = pipe.state_dict()

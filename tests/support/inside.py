@@ -20,6 +20,12 @@ def feed_log(pipe):
     return pipe._group.feed.log
 
 
+def finish_checkpoint(pipe):
+    """Wait until the checkpoint that was due is whole: on a busy machine it may not be yet."""
+    pipe.flush()
+    pipe._run.run_state.finish_checkpoint()
+
+
 def members(pipe):
     """What stands for its workers, by rank."""
     return cluster(pipe)._members

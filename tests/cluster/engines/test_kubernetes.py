@@ -118,7 +118,7 @@ def test_a_jobset_of_which_nodes_are_lost(cluster):
         first.wait_for("step 220")
         pods.lose("train-first-0-0")
         first = pods.start("train-first-0-0")
-        assert int(first.wait_for("began at").split()[2]) >= 180
+        assert int(first.wait_for("began at").split()[2]) >= 200
         assert first.wait_for("digest") == expected(STEPS)
         assert {name: each.ended() for name, each in pods.containers.items()} == dict.fromkeys(
             pods.containers, 0

@@ -33,7 +33,7 @@ def test_a_job_whose_tasks_are_killed(slurm, tmp_path):
     job.kill_run("n1")
     place = job.wait_for("is started again", place)
     place = job.wait_for("began at", place)
-    assert int(job.text[place:].split()[0]) >= 80
+    assert int(job.text[place:].split()[0]) >= 100
     is_right(job)
 
 

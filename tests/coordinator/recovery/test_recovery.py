@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from support.deadlines import LATEST_S
 from support.faults import FaultySerial, Plan, faulty_sink, of_system
-from support.inside import feed_log, kill, local_workers, recovery
+from support.inside import feed_log, finish_checkpoint, kill, local_workers, recovery
 from support.models import OPTIMIZERS, POINTS, Raises, batches, kitchen_sink, mlp, regression
 from support.oracle import assert_same
 from support.pinned import Pipeline
@@ -53,6 +53,16 @@ def calm(stages=3, epochs=1):
         return [r.loss for r in pipe.train_epoch(DATA * epochs)], pipe.state_dict()
 
 
+def losses_with_checkpoints(pipe):
+    """Train with two checkpoints before the 25th forward."""
+    losses = []
+    for result in pipe.train_epoch(DATA):
+        losses.append(result.loss)
+        if result.step in (10, 20):
+            finish_checkpoint(pipe)
+    return losses
+
+
 def fault(stage, phase, after, kind="raise"):
     return {"stage": stage, "phase": phase, "after": after, "kind": kind}
 
@@ -65,9 +75,8 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, caplog):
         found = []
         for result in pipe.train_epoch(data):
             found.append(result.loss)
-            if result.step in (10, 20, 30):  # whatever the disk does, one is finished here
-                pipe.flush()
-                pipe._run.run_state.finish_checkpoint()
+            if result.step in (10, 20, 30):
+                finish_checkpoint(pipe)
             if result.step == 30:
                 before, newest = feed_log(pipe).restore_points
                 assert before.folder.exists()
@@ -104,7 +113,7 @@ def test_a_checkpoint_out_of_reach_for_a_moment_is_one_more_failure(
         folder=tmp_path, faults=[fault(1, "forward", 25)],
         checkpoint=Checkpoints(tmp_path / "run", every=3),
     ) as pipe:  # fmt: skip
-        assert [r.loss for r in pipe.train_epoch(DATA)] == expected
+        assert losses_with_checkpoints(pipe) == expected
         assert len(pipe.restarts) == 1
         assert recovery(pipe)._failures.left == 98
 
@@ -125,7 +134,7 @@ def test_what_a_model_raises_while_it_is_restored_is_one_more_failure(tmp_path, 
         folder=tmp_path, faults=[fault(1, "forward", 25)],
         checkpoint=Checkpoints(tmp_path / "run", every=3),
     ) as pipe:  # fmt: skip
-        assert [r.loss for r in pipe.train_epoch(DATA)] == expected
+        assert losses_with_checkpoints(pipe) == expected
         assert not left
         assert recovery(pipe)._failures.left == 98
 
