@@ -91,7 +91,6 @@ def test_every_room_has_its_own_row():
 
 HAVE_NO_FILE = {
     "pipedream_rt.cluster.interface": "protocols, which its two clusters implement",
-    "pipedream_rt.cluster.worker.process": "a whole worker: tests/cluster/test_processes.py",
 }
 
 

@@ -1,0 +1,243 @@
+"""The life of a worker in a group, on a thread of the test, which is the coordinator.
+
+The worker that is a process of its own is in tests/cluster/test_processes.py.
+"""
+
+import asyncio
+import os
+import secrets
+import socket
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+import torch
+from support.callers import SECRET, soon
+from support.deadlines import LATEST_S
+
+from pipedream_rt.cluster.control import EXIT_COORDINATOR_LOST, EXIT_FAILED, LIFE_AGAIN, Control
+from pipedream_rt.cluster.doors import DoorAddress, opened_doors
+from pipedream_rt.cluster.identity import NONCE
+from pipedream_rt.cluster.peer_links import PeerLinks
+from pipedream_rt.cluster.records import welcome
+from pipedream_rt.cluster.worker import process
+from pipedream_rt.cluster.worker.process import host_stage, resident_bytes
+from pipedream_rt.errors import PeerLost
+from pipedream_rt.transport.group import Group
+from pipedream_rt.transport.sockets import SocketTransport
+
+NAMES = ("coordinator", "w")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(monkeypatch):
+    """What a process would let go of by its end, where it does not leave its group."""
+    made, there = [], process.SocketTransport
+
+    def noted(*arguments, **options):
+        made.append(there(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(process, "SocketTransport", noted)
+    yield
+    for thread in threading.enumerate():
+        if thread.name.startswith(("stage", "worker")):  # it has lost its link to the coordinator
+            thread.join(LATEST_S)
+    for transport in made:
+        transport.close()  # not while a stage waits for it
+
+
+class Coordinator:
+    """The other end of a worker's control connection.
+
+    Attributes:
+        worker: What `host_stage` returns at last.
+    """
+
+    def __init__(
+        self, beat_s=LATEST_S, *, inherited=True, local_host="", stages=(0,), host=None, **more
+    ):
+        self._pool = ThreadPoolExecutor(1)
+        near, far = socket.socketpair()
+        self.control, self._of_worker = Control(near, "w"), Control(
+            far, "the coordinator", inherited=inherited, local_host=local_host
+        )  # fmt: skip
+        self._nonce = secrets.token_bytes(NONCE)
+        seat = (0, "stage 0" if len(stages) == 1 else "worker 0", list(stages))
+        said = welcome(
+            1, NAMES, host, nonce=self._nonce, beat_s=beat_s, seats=[seat],
+            hosts=[0] * len(stages), timeout_s=float(LATEST_S), start_timeout_s=float(LATEST_S),
+            **more,
+        )  # fmt: skip
+        self._hosts = tuple(said["hosts"])
+        self.worker = self._pool.submit(
+            host_stage, self._of_worker, said, torch.get_num_threads(), SECRET, None
+        )
+        self.transport = None
+
+    def hear(self, kind):
+        """Wait for a record of a type; let go of beats that come before."""
+        while (record := self.control.receive(soon()))["type"] != kind:
+            assert record["type"] == "beat", record
+        return record
+
+    def say(self, kind, **fields):
+        self.control.send({"type": kind, **fields})
+
+    def join(self):
+        """Meet the worker as rank 0."""
+        group = Group(
+            generation=0, rank=0, names=NAMES, hosts=self._hosts,
+            key=SECRET.group_key(self._nonce),
+        )  # fmt: skip
+        self.transport = SocketTransport(group)
+        places = {1: DoorAddress(*self.hear("door")["at"])}
+        with opened_doors(None) as doors:
+            self.say("doors", by_name={NAMES[0]: doors.address, NAMES[1]: places[1]})
+
+            async def meet():
+                return await PeerLinks(group, SECRET, doors, places, soon()).meet()
+
+            self.transport.connect(asyncio.run(meet()))
+        return self.hear("joined")
+
+    def close(self):
+        self.control.close()
+        self.worker.exception(LATEST_S)
+        self._of_worker.close()
+        if self.transport is not None:
+            self.transport.close()
+        self._pool.shutdown()
+
+
+@contextmanager
+def coordinator(**options):
+    made = Coordinator(**options)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def joined():
+    with coordinator() as made:
+        made.join()
+        yield made
+
+
+def test_it_says_that_it_joined_and_whose_memory_it_shares():
+    with coordinator() as made:
+        assert made.join()["nearby"] == [0]
+        assert any(thread.name == "stage-0" for thread in threading.enumerate())
+
+
+def test_it_answers_while_its_stages_wait(joined):
+    joined.say("story", text=None)
+    assert joined.hear("story")["text"].endswith("; last actions: none")
+    joined.say("clock", ns=None)
+    assert joined.hear("clock")["ns"] > 0
+
+
+def test_several_stages_share_a_thread_and_a_story():
+    with coordinator(stages=(0, 1)) as made:
+        made.join()
+        names = [thread.name for thread in threading.enumerate()]
+        assert names.count("worker-0") == 1
+        assert not {"stage-0", "stage-1"} & {*names}
+
+
+@pytest.mark.parametrize(("failed", "code"), [(False, 0), (True, EXIT_COORDINATOR_LOST)])
+def test_it_ends_with_what_becomes_of_the_job(joined, failed, code):
+    """With the code for a lost coordinator a worker that persists joins the next generation."""
+    joined.say("stop")
+    joined.hear("stopped")
+    assert not any(thread.name == "stage-0" for thread in threading.enumerate())
+    joined.say("exit", failed=failed)
+    assert joined.worker.result(LATEST_S) == code
+
+
+def test_a_stage_that_computes_without_end_is_left(monkeypatch, caplog):
+    """The process ends without it; here the thread goes on until the test lets it."""
+    held = threading.Event()
+    monkeypatch.setattr(process, "_LAST_ACTION_S", 0.01)
+    monkeypatch.setattr(process, "serve_together", lambda *_: held.wait(LATEST_S))
+    with coordinator() as made:
+        try:
+            made.join()
+            made.say("stop")
+            assert made.worker.result(LATEST_S) == EXIT_COORDINATOR_LOST
+        finally:
+            held.set()
+    assert "a stage computes without end" in caplog.text
+
+
+@pytest.mark.parametrize("inherited", [True, False])
+def test_without_a_coordinator_it_ends_and_leaves_nothing_half_written(monkeypatch, inherited):
+    """Over a network the coordinator may be alive, and finish the checkpoint."""
+    removed = []
+    monkeypatch.setattr(process.StageHost, "remove_parts", lambda host: removed.append(host.name))
+    with coordinator(inherited=inherited, local_host="" if inherited else "127.0.0.1") as made:
+        made.join()
+        made.control.close()
+        assert made.worker.result(LATEST_S) == EXIT_COORDINATOR_LOST
+    assert removed == (["stage 0"] if inherited else [])
+
+
+def test_it_beats_while_it_hears_nothing():
+    with coordinator(beat_s=0.01) as made:
+        made.join()
+        beats = [made.control.receive(soon()) for _ in range(3)]
+    assert {beat["type"] for beat in beats} == {"beat"}
+    assert all(beat["rss"] > 1 << 20 for beat in beats)
+
+
+def test_what_only_a_worker_says_ends_it(joined):
+    joined.say("joined", nearby=[])
+    with pytest.raises(PeerLost, match="the coordinator sent 'joined'"):
+        joined.worker.result(LATEST_S)
+
+
+# -- while it joins ----------------------------------------------------------------------------
+
+
+def test_a_group_that_is_given_up_before_its_doors_are_known():
+    with coordinator() as made:
+        made.hear("door")
+        made.say("exit", failed=True)
+        assert "expected 'doors' from the coordinator, got 'exit'" in made.hear("failed")["text"]
+        assert made.worker.result(LATEST_S) == LIFE_AGAIN
+
+
+def test_a_group_that_is_given_up_while_its_members_meet():
+    """It waits for the coordinator, which dials nobody and says something else."""
+    with coordinator() as made:
+        door = made.hear("door")["at"]
+        nobody = DoorAddress(host="127.0.0.1", port=0)
+        made.say("doors", by_name={NAMES[0]: nobody, NAMES[1]: door})
+        made.say("stop")
+        assert "gave up forming the group" in made.hear("failed")["text"]
+        assert made.worker.result(LATEST_S) == LIFE_AGAIN
+
+
+def test_a_worker_elsewhere_must_be_told_its_interface(monkeypatch):
+    """To try it again would change nothing: this is an error of the one who started it."""
+    monkeypatch.setattr(process, "interface_of", {"192.0.2.1": "eth7"}.get)
+    with coordinator(inherited=False, local_host="192.0.2.1", host="192.0.2.2") as made:
+        assert "as --bind eth7" in made.hear("failed")["text"]
+        assert made.worker.result(LATEST_S) == EXIT_FAILED
+
+
+def test_what_the_script_can_import_it_can(monkeypatch):
+    before = [*sys.path]
+    monkeypatch.setattr(sys, "path", [*before])
+    folder = "/no/folder/of/this/machine"
+    with coordinator(path=[before[0], folder]) as made:
+        made.join()
+        assert sys.path == [*before, folder]
+
+
+def test_its_memory_is_told_in_bytes():
+    assert 1 << 20 < resident_bytes() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
