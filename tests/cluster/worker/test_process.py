@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing
 
 import pytest
 import torch
@@ -61,9 +61,10 @@ class Coordinator:
     ):
         self._pool = ThreadPoolExecutor(1)
         near, far = socket.socketpair()
-        self.control, self._of_worker = Control(near, "w"), Control(
+        self.control = Control(near, "w")
+        self._of_worker = Control(
             far, "the coordinator", inherited=inherited, local_host=local_host
-        )  # fmt: skip
+        )
         self._nonce = secrets.token_bytes(NONCE)
         seat = (0, "stage 0" if len(stages) == 1 else "worker 0", list(stages))
         said = welcome(
@@ -112,24 +113,15 @@ class Coordinator:
         self._pool.shutdown()
 
 
-@contextmanager
-def coordinator(**options):
-    made = Coordinator(**options)
-    try:
-        yield made
-    finally:
-        made.close()
-
-
 @pytest.fixture
 def joined():
-    with coordinator() as made:
+    with closing(Coordinator()) as made:
         made.join()
         yield made
 
 
 def test_it_says_that_it_joined_and_whose_memory_it_shares():
-    with coordinator() as made:
+    with closing(Coordinator()) as made:
         assert made.join()["nearby"] == [0]
         assert any(thread.name == "stage-0" for thread in threading.enumerate())
 
@@ -142,7 +134,7 @@ def test_it_answers_while_its_stages_wait(joined):
 
 
 def test_several_stages_share_a_thread_and_a_story():
-    with coordinator(stages=(0, 1)) as made:
+    with closing(Coordinator(stages=(0, 1))) as made:
         made.join()
         names = [thread.name for thread in threading.enumerate()]
         assert names.count("worker-0") == 1
@@ -164,7 +156,7 @@ def test_a_stage_that_computes_without_end_is_left(monkeypatch, caplog):
     held = threading.Event()
     monkeypatch.setattr(process, "_LAST_ACTION_S", 0.01)
     monkeypatch.setattr(process, "serve_together", lambda *_: held.wait(LATEST_S))
-    with coordinator() as made:
+    with closing(Coordinator()) as made:
         try:
             made.join()
             made.say("stop")
@@ -179,7 +171,9 @@ def test_without_a_coordinator_it_ends_and_leaves_nothing_half_written(monkeypat
     """Over a network the coordinator may be alive, and finish the checkpoint."""
     removed = []
     monkeypatch.setattr(process.StageHost, "remove_parts", lambda host: removed.append(host.name))
-    with coordinator(inherited=inherited, local_host="" if inherited else "127.0.0.1") as made:
+    with closing(
+        Coordinator(inherited=inherited, local_host="" if inherited else "127.0.0.1")
+    ) as made:
         made.join()
         made.control.close()
         assert made.worker.result(LATEST_S) == EXIT_COORDINATOR_LOST
@@ -187,7 +181,7 @@ def test_without_a_coordinator_it_ends_and_leaves_nothing_half_written(monkeypat
 
 
 def test_it_beats_while_it_hears_nothing():
-    with coordinator(beat_s=0.01) as made:
+    with closing(Coordinator(beat_s=0.01)) as made:
         made.join()
         beats = [made.control.receive(soon()) for _ in range(3)]
     assert {beat["type"] for beat in beats} == {"beat"}
@@ -204,7 +198,7 @@ def test_what_only_a_worker_says_ends_it(joined):
 
 
 def test_a_group_that_is_given_up_before_its_doors_are_known():
-    with coordinator() as made:
+    with closing(Coordinator()) as made:
         made.hear("door")
         made.say("exit", failed=True)
         assert "expected 'doors' from the coordinator, got 'exit'" in made.hear("failed")["text"]
@@ -213,7 +207,7 @@ def test_a_group_that_is_given_up_before_its_doors_are_known():
 
 def test_a_group_that_is_given_up_while_its_members_meet():
     """It waits for the coordinator, which dials nobody and says something else."""
-    with coordinator() as made:
+    with closing(Coordinator()) as made:
         door = made.hear("door")["at"]
         nobody = DoorAddress(host="127.0.0.1", port=0)
         made.say("doors", by_name={NAMES[0]: nobody, NAMES[1]: door})
@@ -225,7 +219,7 @@ def test_a_group_that_is_given_up_while_its_members_meet():
 def test_a_worker_elsewhere_must_be_told_its_interface(monkeypatch):
     """To try it again would change nothing: this is an error of the one who started it."""
     monkeypatch.setattr(process, "interface_of", {"192.0.2.1": "eth7"}.get)
-    with coordinator(inherited=False, local_host="192.0.2.1", host="192.0.2.2") as made:
+    with closing(Coordinator(inherited=False, local_host="192.0.2.1", host="192.0.2.2")) as made:
         assert "as --bind eth7" in made.hear("failed")["text"]
         assert made.worker.result(LATEST_S) == EXIT_FAILED
 
@@ -234,7 +228,7 @@ def test_what_the_script_can_import_it_can(monkeypatch):
     before = [*sys.path]
     monkeypatch.setattr(sys, "path", [*before])
     folder = "/no/folder/of/this/machine"
-    with coordinator(path=[before[0], folder]) as made:
+    with closing(Coordinator(path=[before[0], folder])) as made:
         made.join()
         assert sys.path == [*before, folder]
 
