@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -16,26 +15,73 @@ import torch
 
 from support.deadlines import LATEST_S
 from support.device import standin
+from support.two_hosts import Child
 
 LOG = "STANDIN_TEST_LOG"
-"""The variable with the file in which the process aside writes what has happened."""
+"""The variable with the file to which the process aside writes what has happened."""
+
+_MARK = "aside: "
+"""With what its lines begin, which come between those of pytest."""
 
 
-@dataclass
-class Told:
-    """What the process aside has said of the tests of a file."""
+class Aside:
+    """The process aside of a file, which runs the tests of the session in their order."""
 
-    outcomes: dict[str, tuple[str, str]] = field(default_factory=dict)
-    running: str = ""
-    output: str = ""
+    def __init__(self, first: pytest.Item) -> None:
+        build()
+        items = [each for each in first.session.items if is_for_aside(each)]
+        chosen = first.config._tmp_path_factory.mktemp("aside") / "ids"
+        chosen.write_text("\n".join(each.nodeid for each in items if each.path == first.path))
+        is_long = any(each.get_closest_marker("stress") for each in items)
+        self._limit_s = 3600 if is_long else LATEST_S
+        # pytest catches what is written to the descriptors 1 and 2. The session has chosen the
+        # tests, by `-m` perhaps.
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-m", ""]
+        self._child = Child(
+            [
+                "sh",
+                "-c",
+                'exec "$@" 9>&1',
+                "sh",
+                *command,
+                f"--timeout={self._limit_s}",
+                f"@{chosen}",
+            ],
+            {**standin.environment(), LOG: "/dev/fd/9"},
+        )
+        first.config.add_cleanup(self._child.close)
+
+    def outcome_of(self, test: str) -> tuple[str, str]:
+        """Wait until a test has ended there; return its outcome, and what is to be said of it."""
+        try:  # the first one is behind an import of torch
+            self._child.wait_for(
+                _MARK + json.dumps({"test": test, "over": True}), 2 * self._limit_s
+            )
+        except AssertionError:
+            self._child.close()  # it has ended before, or does not go on
+        lines = [line for line in self._child.lines if line.startswith(_MARK)]
+        records = [json.loads(line.removeprefix(_MARK)) for line in lines]
+        if not any(each["test"] == test and "over" in each for each in records):
+            last = records[-1]["test"] if records else "its start"
+            said = "\n".join(line for line in self._child.lines if line not in ["", *lines])
+            return "gone", f"the process ended in {last}\n{said[-5000:]}"
+        for each in records:
+            if each["test"] == test and each.get("outcome", "passed") != "passed":
+                return each["outcome"], each["text"]
+        return "passed", ""
 
 
-KEY = pytest.StashKey[dict[Path, Told]]()
+KEY = pytest.StashKey[dict[Path, Aside]]()
 
 
 def is_aside() -> bool:
     """Say whether this process has the stand-in."""
     return hasattr(torch, standin.NAME)
+
+
+def is_for_aside(item: pytest.Item) -> bool:
+    """Say whether another process than this one runs a test."""
+    return not is_aside() and item.get_closest_marker("standin") is not None
 
 
 def build() -> None:
@@ -46,63 +92,26 @@ def build() -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def report(item: pytest.Function) -> None:
-    """Pass, fail or skip as the test did in the process aside."""
+def start(item: pytest.Item) -> None:
+    """Have the process aside for the file of a test, or skip the test."""
     if reason := standin.why_not():
         pytest.skip(reason)
-    told = item.session.stash.setdefault(KEY, {})
-    if item.path not in told:
-        told[item.path] = _run(item)
-    outcome, text = told[item.path].outcomes.get(item.nodeid, ("gone", ""))
+    running = item.session.stash.setdefault(KEY, {})
+    if item.path not in running:
+        running[item.path] = Aside(item)
+
+
+def report(item: pytest.Item) -> None:
+    """Pass, fail or skip as the test does in the process aside."""
+    outcome, text = item.session.stash[KEY][item.path].outcome_of(item.nodeid)
     if outcome == "skipped":
         pytest.skip(text)
-    if outcome == "gone":
-        last = told[item.path].running
-        pytest.fail(f"the process ended in {last}\n{told[item.path].output}", pytrace=False)
     if outcome != "passed":
         pytest.fail(text, pytrace=False)
 
 
-def note(record: dict[str, str]) -> None:
+def note(**record: str | bool) -> None:
     """Write what happens in the process aside, so that it is known if the next test ends it."""
     if path := os.environ.get(LOG):
-        with Path(path).open("a") as log:
-            log.write(json.dumps(record) + "\n")
-
-
-def _run(item: pytest.Function) -> Told:
-    build()
-    marked = [
-        each.nodeid
-        for each in item.session.items
-        if each.path == item.path and each.get_closest_marker("standin")
-    ]
-    folder = item.config._tmp_path_factory.mktemp("aside")
-    log = folder / "log"
-    log.touch()
-    (folder / "ids").write_text("\n".join(marked))
-    is_long = any(each.get_closest_marker("stress") for each in item.session.items)
-    limit_s = 3600 if is_long else LATEST_S
-    # The session has chosen them, by `-m` perhaps.
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-m", ""]
-    told = Told()
-    try:
-        done = subprocess.run(
-            [*command, "--timeout", str(limit_s), f"@{folder / 'ids'}"],
-            cwd=item.config.rootpath,
-            env={**standin.environment(), LOG: str(log)},
-            capture_output=True,
-            text=True,
-            timeout=2 * limit_s,
-        )
-        told.output = (done.stdout + done.stderr)[-5000:]
-    except subprocess.TimeoutExpired:
-        told.output = f"it was ended after {2 * limit_s} s"
-    for line in log.read_text().splitlines():
-        record = json.loads(line)
-        told.running = record["test"]
-        if "outcome" in record:
-            before = told.outcomes.get(record["test"], ("passed", ""))
-            if before[0] == "passed":
-                told.outcomes[record["test"]] = (record["outcome"], record["text"])
-    return told
+        with Path(path).open("a") as log:  # behind a dot of pytest's
+            log.write(f"\n{_MARK}{json.dumps(record)}\n")
