@@ -149,8 +149,10 @@ class PeerLinks:
             self._has_met(rank, talk.result())
         except BaseException:
             talk.cancel()
-            await asyncio.gather(talk, return_exceptions=True)
-            connection.close()
+            try:
+                await asyncio.gather(talk, return_exceptions=True)
+            finally:  # after an attempt that has failed this may be cancelled while it waits
+                connection.close()
             raise
 
     async def _shake_hands(self, rank: int, connection: socket.socket, address: Any) -> Stream:

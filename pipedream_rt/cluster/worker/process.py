@@ -68,7 +68,6 @@ _LAST_ACTION_S = 10.0
 _AT_THE_END_S = 1.0
 """Seconds for the stages to stop when the coordinator is dead."""
 
-
 _PATIENCE = 1.5
 """Factor by which a stage waits longer than the coordinator. In a stall the coordinator then gives
 up first, and can ask all stages what they wait for."""
@@ -117,14 +116,13 @@ def host_stage(
         with suppress(PeerLost):
             control.send({"type": "failed", "text": str(error)})
         return EXIT_FAILED if isinstance(error, ConfigError) else LIFE_AGAIN
-    generation = welcome["generation"]
     hosts = [
         StageHost(
             worker,
             title,
             stages,
-            generation,
-            Sender(transport, generation),
+            group.generation,
+            Sender(transport, group.generation),
             _PATIENCE * timeout,
             threads,
             announce=lambda action: control.send({"type": "doing", "action": action}),
@@ -139,8 +137,8 @@ def host_stage(
             transport.open(stage, host.inbox.put, host.inbox.close)
             endpoint.expose(stage, functools.partial(host.part, stage))
     assert transport.waiter is not None  # the links are there
-    serve = functools.partial(serve_together, hosts, threads, transport.waiter)
-    thread = threading.Thread(target=serve, name=hosts[0].name)
+    given = (hosts, threads, transport.waiter)
+    thread = threading.Thread(target=serve_together, args=given, name=hosts[0].name)
     thread.start()
     control.send({"type": "joined", "nearby": transport.nearby})
     beat = timedelta(seconds=welcome["beat_s"])
@@ -175,17 +173,20 @@ def _join(
 async def _unless_it_speaks(control: Control, meeting: Coroutine[Any, Any, T]) -> T:
     """Wait for a coroutine; end it if the coordinator says anything: it has given up then."""
     loop, task = asyncio.get_running_loop(), asyncio.ensure_future(meeting)
-    if control.has_come():
+
+    def give_up() -> None:
+        loop.remove_reader(control.fileno())  # it stays readable: each call would cancel once more
         task.cancel()
-    loop.add_reader(control.fileno(), task.cancel)
+
+    loop.add_reader(control.fileno(), give_up)
+    if control.has_come():
+        give_up()
     try:
         return await task
     except asyncio.CancelledError:
         raise PeerLost(
             "the coordinator gave up forming the group", peer="the coordinator"
         ) from None
-    finally:
-        loop.remove_reader(control.fileno())
 
 
 def _expect(control: Control, kind: str, deadline: Deadline) -> Record:

@@ -149,6 +149,8 @@ def test_it_ends_with_what_becomes_of_the_job(joined, failed, code):
     assert not any(thread.name == "stage-0" for thread in threading.enumerate())
     joined.say("exit", failed=failed)
     assert joined.worker.result(LATEST_S) == code
+    names = [thread.name for thread in threading.enumerate()]
+    assert names.count("links") == 1  # the coordinator's
 
 
 def test_a_stage_that_computes_without_end_is_left(monkeypatch, caplog):
@@ -206,11 +208,13 @@ def test_a_group_that_is_given_up_before_its_doors_are_known():
 
 
 def test_a_group_that_is_given_up_while_its_members_meet():
-    """It waits for the coordinator, which dials nobody and says something else."""
-    with closing(Coordinator()) as made:
-        door = made.hear("door")["at"]
-        nobody = DoorAddress(host="127.0.0.1", port=0)
-        made.say("doors", by_name={NAMES[0]: nobody, NAMES[1]: door})
+    """It dials the coordinator, which answers nothing there and says something else here."""
+    with closing(Coordinator()) as made, socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(LATEST_S)
+        own = made.hear("door")["at"]
+        door = DoorAddress(host="127.0.0.1", port=silent.getsockname()[1])
+        made.say("doors", by_name={NAMES[0]: door, NAMES[1]: own})
+        silent.accept()[0].close()  # it is there, and tries again
         made.say("stop")
         assert "gave up forming the group" in made.hear("failed")["text"]
         assert made.worker.result(LATEST_S) == LIFE_AGAIN
