@@ -159,7 +159,14 @@ def _join(
     host = None if welcome["host"] is None else _host_of_door(control, welcome["host"], bind)
     with opened_doors(host) as doors:
         control.send({"type": "door", "at": doors.address})
-        by_name = _expect(control, "doors", deadline)["by_name"]
+        said = control.receive(deadline)
+        if said["type"] != "doors":
+            raise PeerLost(
+                f"expected 'doors' from the coordinator, got {said['type']!r}: it gave up forming "
+                "the group",
+                peer="the coordinator",
+            )
+        by_name = said["by_name"]
         places = {rank: DoorAddress(*by_name[name]) for rank, name in enumerate(group.names)}
 
         async def meet() -> Connections:
@@ -187,18 +194,6 @@ async def _unless_it_speaks(control: Control, meeting: Coroutine[Any, Any, T]) -
         raise PeerLost(
             "the coordinator gave up forming the group", peer="the coordinator"
         ) from None
-
-
-def _expect(control: Control, kind: str, deadline: Deadline) -> Record:
-    """Wait for a record of a type."""
-    record = control.receive(deadline)
-    if record["type"] != kind:
-        raise PeerLost(
-            f"expected {kind!r} from the coordinator, got {record['type']!r}: it gave up forming "
-            "the group",
-            peer="the coordinator",
-        )
-    return record
 
 
 def _host_of_door(control: Control, host: str, bind: str | None) -> str:
