@@ -29,13 +29,20 @@ from torch import nn
 from pipedream_rt import (
     MessageTimeout,
     NonFiniteLoss,
+    PeerLost,
     PipelineClosed,
     RendezvousTimeout,
     StageFailed,
+    TransportError,
     WorkerLost,
 )
+from pipedream_rt.transport.rpc.endpoint import Endpoint, NoEndpoint
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("environment")]
+
+
+def throw(error):
+    raise error
 
 
 def alive(pid):
@@ -276,6 +283,21 @@ def test_a_worker_that_dies_before_it_joins():
 
     with pytest.raises(WorkerLost, match=r"worker 'worker-0' \(stage 0.*exit code 7"):
         open_pipe(nn.Sequential(Exits()), stages=1, optimizer=None)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (RuntimeError("no port"), TransportError, "joining the RPC group failed: no port"),
+        (PeerLost("worker 'w' is gone", peer="w"), PeerLost, "worker 'w' is gone"),
+    ],
+)
+def test_a_group_whose_torch_rpc_cannot_be_joined_ends(monkeypatch, error, kind, words):
+    """The workers, which have joined theirs by then or wait for it, end too."""
+    for each in (Endpoint, NoEndpoint):  # whichever this process may have
+        monkeypatch.setattr(each, "join", lambda endpoint, deadline: throw(error))
+    with pytest.raises(kind, match=words):
+        open_pipe(stages=1)
 
 
 def test_a_stall_tells_the_story_of_every_worker():
