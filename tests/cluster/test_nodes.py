@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from support import elastic
-from support.nodes import RUN, SCRIPT, calls_to, expected, nodes, own_environment
+from support.nodes import RUN, SCRIPT, below, calls_to, expected, nodes, own_environment
 from support.slurm import until
 from support.two_hosts import OTHER_SECRET, SECRET, Child
 
@@ -20,9 +20,14 @@ def job(tmp_path):
 
 
 def test_any_node_may_be_killed_and_the_bits_are_the_same(job):
-    """The script's own node too: the others wait, and it goes on from its newest checkpoint."""
+    """A worker alone, which its node starts again; a node; and that of the script.
+
+    The others wait for that, and it goes on from its newest checkpoint.
+    """
     first, *others = (job.start(rank) for rank in range(3))
     first.wait_for("step 100")
+    os.kill(below(others[1].pid)[-1], signal.SIGKILL)
+    others[1].wait_for("is started again")
     others[0].signal(signal.SIGKILL)
     others[0] = job.start(1)
     first.wait_for("step 220")
