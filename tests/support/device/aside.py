@@ -8,7 +8,9 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,42 +35,40 @@ class Aside:
         chosen = first.config._tmp_path_factory.mktemp("aside") / "ids"
         chosen.write_text("\n".join(each.nodeid for each in items if each.path == first.path))
         is_long = any(each.get_closest_marker("stress") for each in items)
-        self._limit_s = 3600 if is_long else LATEST_S
+        self._limit_s = 2000 if is_long else 2 * LATEST_S  # of one test; this process waits longer
         # pytest catches what is written to the descriptors 1 and 2. The session has chosen the
         # tests, by `-m` perhaps.
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-m", ""]
+        at_root = ["sh", "-c", 'cd "$0" && exec "$@" 9>&1', str(first.config.rootpath)]
         self._child = Child(
-            [
-                "sh",
-                "-c",
-                'exec "$@" 9>&1',
-                "sh",
-                *command,
-                f"--timeout={self._limit_s}",
-                f"@{chosen}",
-            ],
+            [*at_root, *command, f"--timeout={self._limit_s}", f"@{chosen}"],
             {**standin.environment(), LOG: "/dev/fd/9"},
         )
         first.config.add_cleanup(self._child.close)
 
     def outcome_of(self, test: str) -> tuple[str, str]:
         """Wait until a test has ended there; return its outcome, and what is to be said of it."""
-        try:  # the first one is behind an import of torch
-            self._child.wait_for(
-                _MARK + json.dumps({"test": test, "over": True}), 2 * self._limit_s
-            )
-        except AssertionError:
-            self._child.close()  # it has ended before, or does not go on
-        lines = [line for line in self._child.lines if line.startswith(_MARK)]
-        records = [json.loads(line.removeprefix(_MARK)) for line in lines]
-        if not any(each["test"] == test and "over" in each for each in records):
-            last = records[-1]["test"] if records else "its start"
-            said = "\n".join(line for line in self._child.lines if line not in ["", *lines])
-            return "gone", f"the process ended in {last}\n{said[-5000:]}"
+        while {"test": test, "over": True} not in (records := self._records()):
+            try:
+                self._child.wait_for(_MARK, 1.5 * self._limit_s)
+            except AssertionError:  # it has ended, or does not go on
+                self._child.close()
+                last = records[-1]["test"] if records else "its start"
+                said = "\n".join(line for line in self._child.lines if not line.startswith(_MARK))
+                return "gone", f"the process ended in {last}\n{said[-5000:]}"
         for each in records:
             if each["test"] == test and each.get("outcome", "passed") != "passed":
                 return each["outcome"], each["text"]
         return "passed", ""
+
+    def _records(self) -> list[dict[str, Any]]:
+        """What it has said of its tests."""
+        found = []
+        for line in self._child.lines:
+            with suppress(ValueError):  # the last one is not whole where it was killed
+                if line.startswith(_MARK):
+                    found.append(json.loads(line.removeprefix(_MARK)))
+        return found
 
 
 KEY = pytest.StashKey[dict[Path, Aside]]()
