@@ -90,15 +90,16 @@ class PeerLinks:
         lower = [rank for rank in self._group.others if rank < self._group.rank]
         dialling = [asyncio.ensure_future(self._dial(rank)) for rank in lower]
         try:
-            await until(self._changed, enough, self._deadline)
-        except BaseException:
+            try:
+                await until(self._changed, enough, self._deadline)
+            finally:
+                for dial in dialling:
+                    dial.cancel()
+                await asyncio.gather(*dialling, return_exceptions=True)
+                await reception.close()
+        except BaseException:  # also what cancels while this waits for the end of others
             self._close()
             raise
-        finally:
-            for dial in dialling:
-                dial.cancel()
-            await asyncio.gather(*dialling, return_exceptions=True)
-            await reception.close()
 
     def _missing(self) -> list[int]:
         return [rank for rank in self._group.others if rank not in self._met]

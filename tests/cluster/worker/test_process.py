@@ -34,7 +34,7 @@ NAMES = ("coordinator", "w")
 @pytest.fixture(autouse=True)
 def nothing_is_left(monkeypatch):
     """What a process would let go of by its end, where it does not leave its group."""
-    made, there = [], process.SocketTransport
+    made, there, before = [], process.SocketTransport, {*os.listdir("/proc/self/fd")}
 
     def noted(*arguments, **options):
         made.append(there(*arguments, **options))
@@ -47,6 +47,7 @@ def nothing_is_left(monkeypatch):
             thread.join(LATEST_S)
     for transport in made:
         transport.close()  # not while a stage waits for it
+    assert {*os.listdir("/proc/self/fd")} <= before
 
 
 class Coordinator:
@@ -54,11 +55,13 @@ class Coordinator:
 
     Attributes:
         worker: What `host_stage` returns at last.
+        threads_before: The threads of this process without the worker's and its own.
     """
 
     def __init__(
         self, beat_s=LATEST_S, *, inherited=True, local_host="", stages=(0,), host=None, **more
     ):
+        self.threads_before = {*threading.enumerate()}
         self._pool = ThreadPoolExecutor(1)
         near, far = socket.socketpair()
         self.control = Control(near, "w")
@@ -120,10 +123,15 @@ def joined():
         yield made
 
 
+def names():
+    """The names of all threads; a thread takes its own, without spaces, once it runs."""
+    return [thread.name.replace(" ", "-") for thread in threading.enumerate()]
+
+
 def test_it_says_that_it_joined_and_whose_memory_it_shares():
     with closing(Coordinator()) as made:
         assert made.join()["nearby"] == [0]
-        assert any(thread.name == "stage-0" for thread in threading.enumerate())
+        assert names().count("stage-0") == 1
 
 
 def test_it_answers_while_its_stages_wait(joined):
@@ -136,9 +144,8 @@ def test_it_answers_while_its_stages_wait(joined):
 def test_several_stages_share_a_thread_and_a_story():
     with closing(Coordinator(stages=(0, 1))) as made:
         made.join()
-        names = [thread.name for thread in threading.enumerate()]
-        assert names.count("worker-0") == 1
-        assert not {"stage-0", "stage-1"} & {*names}
+        assert names().count("worker-0") == 1
+        assert not {"stage-0", "stage-1"} & {*names()}
 
 
 @pytest.mark.parametrize(("failed", "code"), [(False, 0), (True, EXIT_COORDINATOR_LOST)])
@@ -146,11 +153,11 @@ def test_it_ends_with_what_becomes_of_the_job(joined, failed, code):
     """With the code for a lost coordinator a worker that persists joins the next generation."""
     joined.say("stop")
     joined.hear("stopped")
-    assert not any(thread.name == "stage-0" for thread in threading.enumerate())
+    assert "stage-0" not in names()
     joined.say("exit", failed=failed)
     assert joined.worker.result(LATEST_S) == code
-    names = [thread.name for thread in threading.enumerate()]
-    assert names.count("links") == 1  # the coordinator's
+    # The coordinator's links, and the thread that has run `host_stage`.
+    assert len({*threading.enumerate()} - joined.threads_before) == 2
 
 
 def test_a_stage_that_computes_without_end_is_left(monkeypatch, caplog):
@@ -218,6 +225,26 @@ def test_a_group_that_is_given_up_while_its_members_meet():
         made.say("stop")
         assert "gave up forming the group" in made.hear("failed")["text"]
         assert made.worker.result(LATEST_S) == LIFE_AGAIN
+
+
+def test_a_meeting_that_is_given_up_is_cancelled_once():
+    """What the coordinator has said is unread meanwhile, and the meeting has much to close."""
+    ended = []
+    near, far = socket.socketpair()
+    with closing(Control(near, "w")) as made, closing(Control(far, "the coordinator")) as control:
+
+        async def meeting():
+            made.send({"type": "stop"})
+            try:
+                await asyncio.sleep(LATEST_S)
+            finally:
+                for _ in range(5):
+                    await asyncio.sleep(0)
+                ended.append(True)
+
+        with pytest.raises(PeerLost, match="gave up forming the group"):
+            asyncio.run(process._unless_it_speaks(control, meeting()))
+    assert ended
 
 
 def test_a_worker_elsewhere_must_be_told_its_interface(monkeypatch):
