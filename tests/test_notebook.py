@@ -5,6 +5,7 @@ import signal
 
 import pytest
 import torch.nn.functional as F
+from support.deadlines import LATEST_S
 from support.models import mlp, regression
 from support.pinned import Flat as Pipeline
 from torch.optim import SGD
@@ -187,6 +188,6 @@ def test_in_a_real_shell(tmp_path):
     environment = {**os.environ, "IPYTHONDIR": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", script], env=environment, capture_output=True, text=True,
-        timeout=120,
+        timeout=LATEST_S,
     )  # fmt: skip
     assert done.stdout.split() == ["closed", "open", "True", "True"], done.stdout + done.stderr

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.deadlines import LATEST_S
 
 from pipedream_rt.schema import is_count, number, open_file, open_to_append, seconds, write_file
 
@@ -107,7 +108,7 @@ def test_what_a_process_has_open_is_written_on(to, shell, tmp_path):
     )
     path = tmp_path / "out"
     command = f'"$0" -c "$1" {shell.format(path)}'
-    subprocess.run(["sh", "-c", command, sys.executable, code], check=True, timeout=60)
+    subprocess.run(["sh", "-c", command, sys.executable, code], check=True, timeout=LATEST_S)
     assert path.read_text() == "first\nsecond\nthird\n"
 
 
@@ -119,7 +120,7 @@ def test_what_has_no_name_any_more_is_written_on_too(how):
         if how == "fd of another process":
             place = f"/proc/{pid}/fd/{fd}"
             code = f"from pipedream_rt.schema import write_file; write_file({place!r}, b'text')"
-            subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+            subprocess.run([sys.executable, "-c", code], check=True, timeout=LATEST_S)
         else:
             write_file(f"/proc/{pid}/{how.format(pid=pid)}/{fd}", b"text")
         assert os.pread(fd, 100, 0) == b"text"

@@ -202,7 +202,7 @@ def test_a_page_is_served_until_ctrl_c(tmp_path):
         with urllib.request.urlopen(address, timeout=LATEST_S) as answer:
             assert answer.status == 200
         os.kill(process.pid, signal.SIGINT)
-        assert process.wait(60) == 0
+        assert process.wait(LATEST_S) == 0
     finally:
         watchdog.cancel()
         watchdog.join()

@@ -7,6 +7,7 @@ import sys
 from contextlib import closing
 
 import pytest
+from support.deadlines import LATEST_S
 from support.recorded import begun, stepped, traced, whole_run
 
 from pipedream_rt import ConfigError, TraceError
@@ -168,7 +169,7 @@ def test_the_lock_ends_with_a_killed_process(tmp_path):
         "import os, sys; from pipedream_rt.observers.folder import RunFolder; "
         "RunFolder(sys.argv[1]); os.kill(os.getpid(), 9)"
     )
-    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False, timeout=60)
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False, timeout=LATEST_S)
     RunFolder(tmp_path).close()
 
 

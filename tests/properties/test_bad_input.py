@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from support.deadlines import LATEST_S
 from support.models import Raises, mlp, regression
 from support.pinned import Pipeline
 from torch import nn
@@ -450,7 +451,7 @@ def test_a_model_that_is_spread_over_processes_is_refused(tmp_path):
         "dist.destroy_process_group()\n"
     )
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", script], capture_output=True, text=True, timeout=120
+        [sys.executable, "-W", "ignore", script], capture_output=True, text=True, timeout=LATEST_S
     )
     assert "0.weight is a DTensor" in done.stdout, done.stdout + done.stderr
     assert "before parallelize_module" in done.stdout

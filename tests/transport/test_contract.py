@@ -155,7 +155,7 @@ def test_many_large_messages_in_both_directions_at_once(transport):
     for end in ends:
         found = {}
         while len(found) < 20:
-            arrived = end.arrived.get(timeout=60)
+            arrived = end.arrived.get(timeout=LATEST_S)
             found[arrived.number] = arrived.tensors[0]
         for index, tensor in found.items():
             assert torch.equal(tensor, large + index)

@@ -6,6 +6,7 @@ import sys
 
 import click
 import pytest
+from support.deadlines import LATEST_S
 
 from pipedream_rt.cluster.identity import Secret
 from pipedream_rt.cluster.worker import command
@@ -45,7 +46,7 @@ def test_a_level_of_the_log_that_is_none_does_no_harm():
     done = subprocess.run(
         [sys.executable, "-m", "pipedream_rt.workers", "127.0.0.1:1", "--timeout", "0.1"],
         env={**os.environ, "PIPEDREAM_RT_LOG": "loud", "PIPEDREAM_RT_SECRET": SECRET.text},
-        capture_output=True, text=True, timeout=240, check=False,
+        capture_output=True, text=True, timeout=LATEST_S, check=False,
     )  # fmt: skip
     assert done.returncode == 3
     assert "PIPEDREAM_RT_LOG is 'LOUD', which is no level: DEBUG" in done.stderr

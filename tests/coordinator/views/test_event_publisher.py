@@ -11,6 +11,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
+from support.deadlines import LATEST_S
 from support.inside import kill
 from support.models import mlp, regression
 from support.oracle import assert_same
@@ -278,7 +279,7 @@ def test_nothing_is_imported_for_a_run_that_nobody_watches():
         "       or name.endswith('.event_publisher') or name == 'prometheus_client'])\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=LATEST_S
     )
     assert json.loads(done.stdout.replace("'", '"')) == []
 
