@@ -167,9 +167,10 @@ def nothing_left_behind():
     torch.set_num_threads(1)
     threads_before, children_before = set(threading.enumerate()), own_children()
     yield
-    # transformers lets the threads go that have read a checkpoint, and does not wait for their end.
+    # transformers lets the threads go that have read a checkpoint, and the exporter of Prometheus
+    # those that have answered; neither waits for their end.
     for thread in set(threading.enumerate()) - threads_before:
-        if thread.name.startswith("ThreadPoolExecutor-"):  # ours have names
+        if "ThreadPoolExecutor-" in thread.name or "process_request" in thread.name:  # not ours
             thread.join(20)
     leaked = [t for t in threading.enumerate() if t not in threads_before and t.is_alive()]
     # A pipeline's threads are joined by close; only the thread that pytest-timeout owns may come.
