@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,30 +44,23 @@ class Aside:
             {**standin.environment(), LOG: "/dev/fd/9"},
         )
         first.config.add_cleanup(self._child.close)
+        self._said: list[dict[str, Any]] = []  # of its tests, until now
 
     def outcome_of(self, test: str) -> tuple[str, str]:
         """Wait until a test has ended there; return its outcome, and what is to be said of it."""
-        while {"test": test, "over": True} not in (records := self._records()):
+        while {"test": test, "over": True} not in self._said:
             try:
-                self._child.wait_for(_MARK, 1.5 * self._limit_s)
-            except AssertionError:  # it has ended, or does not go on
+                line = self._child.wait_for(_MARK, 1.5 * self._limit_s)
+                self._said.append(json.loads(line.removeprefix(_MARK)))
+            except (AssertionError, ValueError):  # it has ended, perhaps in a word; or hangs
                 self._child.close()
-                last = records[-1]["test"] if records else "its start"
+                last = self._said[-1]["test"] if self._said else "its start"
                 said = "\n".join(line for line in self._child.lines if not line.startswith(_MARK))
                 return "gone", f"the process ended in {last}\n{said[-5000:]}"
-        for each in records:
+        for each in self._said:
             if each["test"] == test and each.get("outcome", "passed") != "passed":
                 return each["outcome"], each["text"]
         return "passed", ""
-
-    def _records(self) -> list[dict[str, Any]]:
-        """What it has said of its tests."""
-        found = []
-        for line in self._child.lines:
-            with suppress(ValueError):  # the last one is not whole where it was killed
-                if line.startswith(_MARK):
-                    found.append(json.loads(line.removeprefix(_MARK)))
-        return found
 
 
 KEY = pytest.StashKey[dict[Path, Aside]]()
