@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from datetime import timedelta
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -39,10 +40,6 @@ from pipedream_rt import (
 from pipedream_rt.transport.rpc.endpoint import Endpoint, NoEndpoint
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("environment")]
-
-
-def throw(error):
-    raise error
 
 
 def alive(pid):
@@ -295,7 +292,7 @@ def test_a_worker_that_dies_before_it_joins():
 def test_a_group_whose_torch_rpc_cannot_be_joined_ends(monkeypatch, error, kind, words):
     """The workers, which have joined theirs by then or wait for it, end too."""
     for each in (Endpoint, NoEndpoint):  # whichever this process may have
-        monkeypatch.setattr(each, "join", lambda endpoint, deadline: throw(error))
+        monkeypatch.setattr(each, "join", Mock(side_effect=error))
     with pytest.raises(kind, match=words):
         open_pipe(stages=1)
 

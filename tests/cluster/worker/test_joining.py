@@ -1,7 +1,6 @@
 """How long a worker waits before it asks again for a place; who answers is in test_dial.py."""
 
 import socket
-from contextlib import closing
 
 import pytest
 from support.callers import soon
@@ -50,32 +49,23 @@ LAST_WORDS = [{"type": "stop"}, {"type": "exit", "failed": True}, None]
 
 
 @pytest.mark.parametrize("last", LAST_WORDS, ids=["stop", "exit", "none"])
-def test_a_worker_that_was_admitted_to_a_group_that_is_never_formed(last):
+def test_a_worker_that_was_admitted_to_a_group_that_is_never_formed(ends, last):
     """It may live again: the coordinator may try with others."""
-    near, far = socket.socketpair()
-    with (
-        closing(Control(near, "w")) as coordinator,
-        closing(Control(far, "the coordinator")) as control,
-    ):
-        coordinator.send({"type": "admitted", "secret": None})
-        if last is not None:
-            coordinator.send(last)
-        near.shutdown(socket.SHUT_WR)  # what it is told is all there before it asks
-        assert joining.serve(control, Worker("w", 1, SECRET)) == LIFE_AGAIN
-        said = [coordinator.receive(soon())["type"] for _ in range(2)]
-    assert said == ["hello", "ready"]
+    coordinator, control = ends
+    coordinator.send({"type": "admitted", "secret": None})
+    if last is not None:
+        coordinator.send(last)
+    coordinator._socket.shutdown(socket.SHUT_WR)  # all that it is told is there before it asks
+    assert joining.serve(control, Worker("w", 1, SECRET)) == LIFE_AGAIN
+    assert [coordinator.receive(soon())["type"] for _ in range(2)] == ["hello", "ready"]
 
 
-def test_an_answer_to_ready_that_cannot_be_read_is_no_place():
-    near, far = socket.socketpair()
-    with (
-        closing(Control(near, "w")) as coordinator,
-        closing(Control(far, "the coordinator")) as control,
-    ):
-        coordinator.send({"type": "admitted", "secret": None})
-        near.send(HEAD.pack(3) + b"xyz")
-        with pytest.raises(joining.NoPlace, match="the coordinator's answer to 'ready'"):
-            joining.serve(control, Worker("w", 1, SECRET))
+def test_an_answer_to_ready_that_cannot_be_read_is_no_place(ends):
+    coordinator, control = ends
+    coordinator.send({"type": "admitted", "secret": None})
+    coordinator._socket.send(HEAD.pack(3) + b"xyz")
+    with pytest.raises(joining.NoPlace, match="the coordinator's answer to 'ready'"):
+        joining.serve(control, Worker("w", 1, SECRET))
 
 
 def serve_at(persist, failures=0):

@@ -227,23 +227,22 @@ def test_a_group_that_is_given_up_while_its_members_meet():
         assert made.worker.result(LATEST_S) == LIFE_AGAIN
 
 
-def test_a_meeting_that_is_given_up_is_cancelled_once():
+def test_a_meeting_that_is_given_up_is_cancelled_once(ends):
     """What the coordinator has said is unread meanwhile, and the meeting has much to close."""
+    coordinator, control = ends
     ended = []
-    near, far = socket.socketpair()
-    with closing(Control(near, "w")) as made, closing(Control(far, "the coordinator")) as control:
 
-        async def meeting():
-            made.send({"type": "stop"})
-            try:
-                await asyncio.sleep(LATEST_S)
-            finally:
-                for _ in range(5):
-                    await asyncio.sleep(0)
-                ended.append(True)
+    async def meeting():
+        coordinator.send({"type": "stop"})
+        try:
+            await asyncio.sleep(LATEST_S)
+        finally:
+            for _ in range(5):
+                await asyncio.sleep(0)
+            ended.append(True)
 
-        with pytest.raises(PeerLost, match="gave up forming the group"):
-            asyncio.run(process._unless_it_speaks(control, meeting()))
+    with pytest.raises(PeerLost, match="gave up forming the group"):
+        asyncio.run(process._unless_it_speaks(control, meeting()))
     assert ended
 
 
