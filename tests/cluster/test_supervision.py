@@ -3,6 +3,7 @@
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 from support.callers import OTHER, SECRET, asked, calling, hello, soon
@@ -24,70 +25,75 @@ def listener():
 
 
 @pytest.fixture
+def address(listener):
+    """Where it listens, found out here: a thread would ask a listener that is closed meanwhile."""
+    return listener.getsockname()
+
+
+@pytest.fixture
 def thread():
     with ThreadPoolExecutor() as threads:
         yield threads.submit
 
 
-def life(listener, name, secret=SECRET):
+def life(address, name, secret=SECRET):
     """Be a worker; return the error that it ends with."""
-    host, port = listener.getsockname()
+    host, port = address
     place = DialOptions(f"{host}:{port}", LATEST_S, persist=False)
     with pytest.raises(PipelineError) as e:
         serve_at(place, Worker(name, 1, secret), JoinAttempts())
     return e.value
 
 
-def test_every_worker_hears_how_the_script_has_ended(listener, thread):
-    strangers = [socket.create_connection(listener.getsockname()) for _ in range(2)]
-    strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
-    ended = [thread(life, listener, name) for name in ("a-0", "b-1")]
-    refused = thread(life, listener, "c-0", OTHER)
-    assert announce_end(listener, SECRET, 7, 2, soon()) == 2
-    listener.close()  # so that whoever was not served in time hears it
-    for each in ended:
-        assert isinstance(each.result(LATEST_S), JobOver)
-        assert each.result().code == 7
-    assert isinstance(refused.result(LATEST_S), PipelineError)
-    assert not isinstance(refused.result(), JobOver)
-    for each in strangers:
-        each.close()
+def test_every_worker_hears_how_the_script_has_ended(listener, address, thread):
+    with ExitStack() as ends:
+        strangers = [ends.enter_context(socket.create_connection(address)) for _ in range(2)]
+        strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
+        telling = thread(announce_end, listener, SECRET, 7, 2, soon())
+        # While it is told: afterwards nobody is there who would refuse.
+        refused = life(address, "c-0", OTHER)
+        assert not isinstance(refused, JobOver)
+        ended = [thread(life, address, name) for name in ("a-0", "b-1")]
+        for each in ended:
+            assert isinstance(each.result(LATEST_S), JobOver)
+            assert each.result().code == 7
+        assert telling.result(LATEST_S) == 2
 
 
-def test_nodes_are_counted_and_not_their_workers(listener, thread):
+def test_nodes_are_counted_and_not_their_workers(listener, address, thread):
     telling = thread(announce_end, listener, SECRET, 0, 2, soon())
-    assert [life(listener, name).code for name in ("a-0", "a-1", "a-10")] == [0, 0, 0]
+    assert [life(address, name).code for name in ("a-0", "a-1", "a-10")] == [0, 0, 0]
     assert not telling.done()
-    assert life(listener, "b-0").code == 0
+    assert life(address, "b-0").code == 0
     assert telling.result(LATEST_S) == 2
 
 
-def test_a_worker_of_another_job_is_told_that_it_does_not_know_the_secret(listener, thread):
+def test_a_worker_of_another_job_is_told_that_its_secret_is_wrong(listener, address, thread):
     telling = thread(announce_end, listener, SECRET, 0, 1, soon())
-    error = life(listener, "a-0", OTHER)
+    error = life(address, "a-0", OTHER)
     assert isinstance(error, NoPlace)
     assert "one end does not know the secret" in str(error)
-    assert isinstance(life(listener, "a-0"), JobOver)
+    assert isinstance(life(address, "a-0"), JobOver)
     assert telling.result(LATEST_S) == 1
 
 
 @pytest.mark.parametrize("said", [{"version": 1}, {"software": "torch 1.13.0"}, {"job": "f" * 32}])
-def test_any_version_of_a_worker_is_told(listener, thread, said):
+def test_any_version_of_a_worker_is_told(listener, address, thread, said):
     telling = thread(announce_end, listener, SECRET, 3, 1, soon())
-    control = calling(listener.getsockname())
+    control = calling(address)
     assert asked(control, hello("a-0", **said)) == {"type": "over", "code": 3}
     assert telling.result(LATEST_S) == 1
     control.close()
 
 
-def test_a_name_that_is_none_does_not_count(listener, thread):
+def test_a_name_that_is_none_does_not_count(listener, address, thread):
     telling = thread(announce_end, listener, SECRET, 3, 1, soon())
-    control = calling(listener.getsockname())
+    control = calling(address)
     answer = asked(control, hello("\x1b[2J-0"))
     assert answer["type"] == "refused"
     assert "its hello makes no sense: its 'name' is" in answer["reason"]
     control.close()
-    assert isinstance(life(listener, "a-0"), JobOver)
+    assert isinstance(life(address, "a-0"), JobOver)
     assert telling.result(LATEST_S) == 1
 
 
@@ -95,12 +101,12 @@ def test_who_does_not_come_is_not_awaited_for_ever(listener):
     assert announce_end(listener, SECRET, 0, 1, soon(0.2)) == 0
 
 
-def test_strangers_who_keep_coming_do_not_put_off_the_end(listener):
+def test_strangers_who_keep_coming_do_not_put_off_the_end(listener, address):
     over = threading.Event()
 
     def come():
         while not over.is_set():
-            with socket.create_connection(listener.getsockname(), timeout=LATEST_S):
+            with socket.create_connection(address, timeout=LATEST_S):
                 pass
 
     stranger = threading.Thread(target=come)
