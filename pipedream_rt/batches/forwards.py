@@ -74,6 +74,8 @@ class Forwards(Protocol):
         takes_total: Whether its forward has the argument `TOTAL`.
         dtype: The coarsest dtype in which it computes.
         layers: The modules that stay whole, by name; empty for a sequence.
+        read: The values that the forward has read of modules while it was recorded, by the name of
+            the module and the attribute.
         definitions: The pickled programs that were recorded since the start, each with a part for
             every stage; their numbers follow those of the programs with which the stages begin.
     """
@@ -83,6 +85,7 @@ class Forwards(Protocol):
     takes_total: bool
     dtype: torch.dtype
     layers: dict[str, nn.Module]
+    read: dict[tuple[str, str], Any]
     definitions: list[bytes]
 
     @property
@@ -120,6 +123,7 @@ class SequenceForwards:
     takes_total: bool = False
     dtype: torch.dtype = torch.float32  # read only where the model computes its loss itself
     layers: dict[str, nn.Module] = field(default_factory=dict)
+    read: dict[tuple[str, str], Any] = field(default_factory=dict)
     definitions: list[bytes] = field(default_factory=list)
 
     @property

@@ -51,6 +51,7 @@ class RecordedForwards:
         self._model = model
         self._modes = modes
         self.layers = layers
+        self.read: dict[tuple[str, str], Any] = {}
         self.own_loss = own_loss
         self.takes_total = TOTAL in inspect.signature(model.forward).parameters
         self._autocast = autocast
@@ -108,6 +109,7 @@ class RecordedForwards:
             autocast=self._autocast,
             carried=carried,
             modes=self._modes,
+            read=self.read,
         )
         if mode.has_target and self.own_loss and not has_own_loss(program.output):
             raise ConfigError(

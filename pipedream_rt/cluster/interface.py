@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeAlias
@@ -39,7 +39,6 @@ class ClusterSpec:
         heartbeat: How long a worker process may be silent.
         threads: Number of threads for torch's own parallel loops in each worker started here.
         recovers: Whether the pipeline has had workers before.
-        around: Context in which stages of this process compute.
     """
 
     plan: Plan
@@ -52,7 +51,6 @@ class ClusterSpec:
     heartbeat: timedelta
     threads: int
     recovers: bool = False
-    around: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class Reference(Protocol):

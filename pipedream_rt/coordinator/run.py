@@ -114,7 +114,6 @@ def _start_cluster(
         start_timeout=recovery.start,
         threads=job.options.layout.threads,
         heartbeat=recovery.heartbeat,
-        around=job.script_values.stages_may_change_shared,
     )
     return generations.start(spec)
 
@@ -142,7 +141,7 @@ def attach(job: Job, group: WorkerGroup, publisher: EventPublisher | None) -> Ru
         recorder=recorder,
         fingerprint_every=options.observe.fingerprint_every,
         refuse=job.given.refuse_changes,
-        given=job.script_values.now,
+        script=job.script_values,
         first=_first(job),
         watch=watch,
         injected=None if publisher is None else publisher.injected,
@@ -163,6 +162,7 @@ def attach(job: Job, group: WorkerGroup, publisher: EventPublisher | None) -> Ru
         checkpointer,
         functools.partial(_identity, job.without_start_data, feeder),
         preemption,
+        job.script_values.own,
     )
     if preemption is not None:
         group.recovery.before_workers_end.append(preemption.close)

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from pipedream_rt.checkpoint import Manifest, checkpoints, newest_good, refuse_unsaveable, shapes
+from pipedream_rt.checkpoint.manifest import read_manifest
+from pipedream_rt.checkpoint.reading import weights_of
 from pipedream_rt.checkpoint.writing import write_tensors
 from pipedream_rt.coordinator.checkpointing.checkpointer import Checkpointer
 from pipedream_rt.coordinator.checkpointing.pipeline_fingerprint import Fingerprint, of_stages
@@ -26,6 +28,7 @@ from pipedream_rt.coordinator.recovery.group import WorkerGroup
 from pipedream_rt.coordinator.recovery.recovery import restore_argument
 from pipedream_rt.errors import CheckpointError, ConfigError, PipelineError
 from pipedream_rt.job.identity import Identity
+from pipedream_rt.job.own_model import OwnModel
 from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.messages.message import CommandName
 from pipedream_rt.messages.snapshot import UNFIT
@@ -34,6 +37,9 @@ from pipedream_rt.stage.hyper import set_hyper
 
 _log = logging.getLogger(__name__)
 
+
+_REMEMBERED = 8
+"""The number of checkpoints whose weights the script may have loaded into its model."""
 
 _VALUE = "value"
 """The metadata key, in a file of `Pipeline.keep_best`, of the value for which it was written."""
@@ -80,7 +86,11 @@ class RunState:
         checkpointer: Checkpointer,
         identity: Callable[[], Identity],
         preemption: Preemption | None,
+        own: OwnModel,
     ) -> None:
+        self._own = own
+        own.saved = self._saved
+        self._folders: list[Path] = []  # that were written or read, newest last
         self._identity = identity
         self._preemption = preemption
         self._group = group
@@ -108,7 +118,14 @@ class RunState:
         found: dict[str, Any] = {}
         for part in self._group.of_stages(self._group.command(CommandName.STATE, version)):
             found.update(part)
+        self._own.gave(found)
         return found
+
+    def _saved(self) -> Iterator[dict[str, Tensor]]:
+        """Yield the weights of the newest checkpoints that were written or read."""
+        for folder in reversed(self._folders[-_REMEMBERED:]):
+            with suppress(*UNFIT, CheckpointError):  # it may be gone
+                yield weights_of(folder, read_manifest(folder).files)
 
     def keep_best(self, path: Path, value: float, highest: bool) -> bool:
         """Write the weights of now if a value is the best so far; see `Pipeline.keep_best`."""
@@ -148,6 +165,7 @@ class RunState:
         self._feeder.flush()
         self.finish_checkpoint()
         self._group.command(CommandName.LOAD_STATE, dict(state_dict), Role.OWN)
+        self._own.gave(state_dict)
         self._floor = self._feeder.step
 
     # -- saving ---------------------------------------------------------------------------------
@@ -164,6 +182,7 @@ class RunState:
         self._checkpointer.begin(root, keep, self._manifest(extra), self._epochs.unseen())
         written = self._checkpointer.finish()
         assert written is not None
+        self._folders.append(written)
         return written
 
     def mini_batch_was_fed(self) -> None:
@@ -260,6 +279,7 @@ class RunState:
             with_optimizer=same_optimizer,
         )
         self._checkpointer.go_on(found.parent, manifest.run)
+        self._folders.append(found)
         self._group.feed.log.begin(here)
         self.resumed = manifest
         self._with_groups = same_optimizer and not {"hyper_parameters", "groups"} & {*accept}

@@ -31,8 +31,8 @@ from pipedream_rt.job.notices import DisabledFeatures, about_balance, about_choi
 from pipedream_rt.job.options import SPANS_KEPT, Options
 from pipedream_rt.job.process_assignment import ProcessAssignment, assignment_for
 from pipedream_rt.job.rules import compiling, correcting, recomputing, rule_options
-from pipedream_rt.job.script_values import ScriptValues
-from pipedream_rt.job.specs import pickled_specs
+from pipedream_rt.job.script_values import ScriptValues, script_values_of
+from pipedream_rt.job.specs import packed_stages
 from pipedream_rt.job.splitting import ForwardOptions, Split, split_model
 from pipedream_rt.job.unsplit_model import UnsplitModel, parameter_names
 from pipedream_rt.models import ties_of
@@ -48,7 +48,7 @@ class Job:
     """A run that was prepared.
 
     Attributes:
-        specs: By stage, its `StageSpec`, packed; see `pickled_specs`.
+        specs: By stage, its `StageSpec`, packed; see `packed_stages`.
         loss_fn: The loss function; None for a pipeline that only infers.
         optimizer: The optimizer that the script gave, taken apart; None without one.
         brought: The state that it already has, by name of its parameter.
@@ -149,7 +149,7 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
         devices=devices,
         settings=settings,
     )
-    specs, holders = pickled_specs(
+    packed = packed_stages(
         model,
         parts,
         common,
@@ -164,7 +164,7 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
         model=model,
         plan=plan,
         assignment=assignment,
-        specs=specs,
+        specs=[each.spec for each in packed],
         forwards=split.forwards,
         loss_fn=loss_fn,
         weighing=weighing,
@@ -174,7 +174,9 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
         optimizer=optimizer,
         brought=state_by_name(options.optimizer, model.names),
         names=parameter_names(model, parts),
-        script_values=ScriptValues(model, split.forwards.layers, holders, fixed),
+        script_values=script_values_of(
+            model, split.forwards, packed, fixed, kind, shared=options.workers == "serial"
+        ),
         changes_modes=any(map(changes_modes, parts)),
         settings=settings,
         chosen=about_choice(plan, corrections, left_out, kind) if kind else "",

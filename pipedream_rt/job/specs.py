@@ -6,13 +6,12 @@ import dataclasses
 import pickle
 from collections.abc import Collection, Iterator, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.job.script_values import holders_of
 from pipedream_rt.job.unsplit_model import UnsplitModel, module_named
 from pipedream_rt.models import (
     alias,
@@ -23,8 +22,9 @@ from pipedream_rt.models import (
     tensors_of,
     why_unpicklable,
 )
-from pipedream_rt.models.captures import Holder
 from pipedream_rt.models.cut import StageProgram
+from pipedream_rt.models.holders import Holder
+from pipedream_rt.models.parcel import Parcel, weights_in
 from pipedream_rt.models.preserving_state import MANUAL
 from pipedream_rt.models.settings import refuse_global_hooks
 from pipedream_rt.models.shipping import Range
@@ -35,7 +35,21 @@ from pipedream_rt.stage.parameters import GradientHook
 from pipedream_rt.stage.spec import LossFunction, StageSpec
 
 
-def pickled_specs(
+class PackedStage(NamedTuple):
+    """What is packed for a stage.
+
+    Attributes:
+        spec: Its `StageSpec`, pickled: the pickle, and the memory of each tensor in it.
+        parcel: All that the stage goes by.
+        holders: What holds values of the script in it, by the numbers that micro-batches name.
+    """
+
+    spec: tuple[Tensor, ...]
+    parcel: Parcel
+    holders: dict[int, Holder]
+
+
+def packed_stages(
     model: UnsplitModel,
     parts: Sequence[nn.Module],
     common: StageSpec,
@@ -44,8 +58,8 @@ def pickled_specs(
     recompute: Collection[int],
     programs: Sequence[tuple[StageProgram, ...]],
     compared: bool,
-) -> tuple[list[tuple[Tensor, ...]], list[dict[int, Holder]]]:
-    """Pickle the `StageSpec` of each stage; return also its holders of script values, by number."""
+) -> list[PackedStage]:
+    """Pickle the `StageSpec` of each stage."""
     refuse_global_hooks()
     shared, owners, weights = shared_buffers(parts), _owners(parts), _weights(model)
     made: list[tuple[StageSpec, list[tuple[str, object]]]] = []
@@ -72,13 +86,14 @@ def pickled_specs(
         if compared:
             spec = dataclasses.replace(spec, code=spec.own_code())
         made.append((spec, list(_pieces(spec, layers, loss))))
-    roots = [_roots(spec, pieces) for spec, pieces in made]
-    found = [each.found for each in holders_of(roots, model, compared)]
+    spared = weights_in(model.modules.values())
+    parcels = [Parcel(_roots(spec, pieces), spared) for spec, pieces in made]
+    found = [parcel.found for parcel in parcels]
     numbers: dict[Any, int] = {}  # a holder that several stages have gets one number
     for of_stage in found:
         for each in of_stage:
             numbers.setdefault(each, len(numbers))
-    pickled, holders = [], []
+    packed = []
     for stage, ((spec, pieces), of_stage) in enumerate(zip(made, found, strict=True)):
         along: set[int] = set()
         _dumped(spec, pieces, along=along)
@@ -100,9 +115,9 @@ def pickled_specs(
             raise ConfigError(_takes_along(pieces, owners, stage))
         if alias(tensors, weights):
             raise ConfigError(_lies_over(pieces, weights))
-        pickled.append(tuple(_copied(each) for each in (data, *(b.raw() for b in buffers))))
-        holders.append(mine)
-    return pickled, holders
+        memory = tuple(_copied(each) for each in (data, *(b.raw() for b in buffers)))
+        packed.append(PackedStage(memory, parcels[stage], mine))
+    return packed
 
 
 def _dumped(

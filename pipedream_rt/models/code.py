@@ -4,8 +4,9 @@ A class or a function that can be imported is pickled by its name, so a worker r
 The copy differs where the script has replaced a method (``Layer.forward = faster``), or where the
 worker has read another file of that name. Plain PyTorch would run the script's.
 
-So two things are compared: where each method and function was written, and the files of the user's
-own modules, without comments. What a tool or torch wraps around a function does not count.
+So two things are compared: where each method and function was written, those that the code of
+installed classes names among them, and the files of the user's own modules, without comments. What
+a tool or torch wraps around a function does not count.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import cloudpickle
 from torch import nn
 
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.models.code_reading import functions_called, names_in
 
 Code: TypeAlias = dict[str, str]
 """By name of a method or function, where it was written; by "the file of MODULE", a digest."""
@@ -34,6 +36,9 @@ Code: TypeAlias = dict[str, str]
 _FILE = "the file of "
 
 _INSTALLED = tuple({sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib", "stdlib")})
+_OWN = ("torch", "pipedream_rt", *sys.stdlib_module_names)
+"""Packages in whose functions nobody looks for others that they call."""
+
 _ALWAYS = ("torch.nn.functional",)
 """Installed modules that are compared too, because scripts replace functions in them."""
 
@@ -72,6 +77,7 @@ def code_of(things: Iterable[object], *, built: bool = False) -> Code:
                 elif f"{cls.__module__}.{cls.__qualname__}" not in found:
                     modules.add(cls.__module__)
                     found |= _methods(cls, built)
+                    found |= {name: written_at(value) for name, value in named_by(cls).items()}
     for name in _with_imported(modules):
         found |= _functions(sys.modules[name], built)
     return found
@@ -107,7 +113,7 @@ def _methods(cls: type, built: bool) -> Code:
     # torch puts a step into each class of optimizers when one is made, so bases count as well.
     inherited = {key: getattr_static(cls, key, None) for key in _COMPUTE}
     named = {**inherited, **({} if installed else vars(cls))}
-    counted = {key: _mark(v) for key, v in named.items() if built or key not in _NOT_COMPARED}
+    counted = {key: written_at(v) for key, v in named.items() if built or key not in _NOT_COMPARED}
     return {name: "", **{f"{name}.{key}": mark for key, mark in counted.items() if mark}}
 
 
@@ -115,7 +121,7 @@ def _functions(module: ModuleType, built: bool) -> Code:
     """Return where what is in a module was written, and the digest of its file."""
     name, found = module.__name__, Code()
     for key, value in list(vars(module).items()):
-        if mark := _mark(value):
+        if mark := written_at(value):
             found[f"{name}.{key}"] = mark
         if issubclass(type(value), type) and value.__module__ == name:
             found |= _methods(value, built)
@@ -126,7 +132,7 @@ def _functions(module: ModuleType, built: bool) -> Code:
     return found
 
 
-def _mark(value: Any) -> str:
+def written_at(value: Any) -> str:
     """Return where a function or class was written; empty for other values."""
     if type(value) in (staticmethod, classmethod):
         value = value.__func__
@@ -191,12 +197,57 @@ def _modules_in(namespace: Mapping[str, Any]) -> set[str]:
     return found
 
 
+def named_by(cls: type) -> dict[str, Any]:
+    """Return the methods, functions and classes that the code of an installed class names.
+
+    Also what these name, at any depth; by module and name. Nothing for a class of torch.
+    """
+    found: dict[str, Any] = {}
+    if not is_installed(cls.__module__) or cls.__module__.partition(".")[0] in _OWN:
+        return found
+    left = functions_called(cls)
+    for function in left:  # by its own name: the class may have another one under it
+        name = function.__name__
+        found[f"{cls.__module__}.{cls.__qualname__}.{name}"] = getattr_static(cls, name, None)
+    seen = {id(function) for function in left}
+    while left:
+        function = left.pop()
+        there, module = function.__globals__, function.__globals__["__name__"]
+        for name in names_in(function.__code__).globals & there.keys():
+            value = there[name]
+            if type(value) is not FunctionType and not isinstance(value, type):
+                continue
+            found[f"{module}.{name}"] = value
+            own = str(value.__module__).partition(".")[0] in _OWN
+            if type(value) is FunctionType and not own and id(value) not in seen:
+                seen.add(id(value))
+                left.append(value)
+    return found
+
+
 @functools.cache
 def is_installed(module: str) -> bool:
     """Whether a module is installed, Python's or ours, rather than the user's own."""
-    if module.partition(".")[0] in ("pipedream_rt", *sys.stdlib_module_names):
+    root = module.partition(".")[0]
+    if root in ("pipedream_rt", *sys.stdlib_module_names):
         return True
-    return str(getattr(sys.modules.get(module), "__file__", "") or "").startswith(_INSTALLED)
+    # By its package: modules inside of a compiled one have no file.
+    for there in (sys.modules.get(root), sys.modules.get(module)):
+        path = str(getattr(there, "__file__", "") or "")
+        if path:
+            levels = 1 if getattr(there, "__path__", None) is None else 2
+            return path.startswith(_INSTALLED) or _has_packages(str(Path(path).parents[levels - 1]))
+    return False
+
+
+@functools.cache
+def _has_packages(folder: str) -> bool:
+    """Whether packages are installed into a folder, as into a user's site or by ``--target``."""
+    if os.path.basename(folder) in ("site-packages", "dist-packages"):
+        return True
+    with suppress(OSError):
+        return any(name.endswith(".dist-info") for name in os.listdir(folder))
+    return False
 
 
 def is_by_name(thing: Any) -> bool:

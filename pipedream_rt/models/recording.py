@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipedream_rt.containers import opened
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.models.holders import OF_MODULES
 from pipedream_rt.models.layer_shapes import NotDense, changes_of, shapes_of, valued
 from pipedream_rt.models.modes import Modes
 from pipedream_rt.models.preserving_state import (
@@ -113,11 +114,13 @@ def record(
     autocast: torch.dtype | None = None,
     carried: Mapping[str, Any] = NONE_CARRIED,
     modes: Modes = Modes(),  # noqa: B008 - a tuple
+    read: dict[tuple[str, str], Any] | None = None,
 ) -> Program:
     """Record one forward of a model; the program's inputs are the tensors of ``(args, kwargs)``.
 
-    The model is afterwards as it was. The objects in ``carried`` are as after this forward, with
-    tensors without values.
+    ``read`` gets what the forward reads of modules, by the name of each and the attribute: a
+    program has read it once. The model is afterwards as it was. The objects in ``carried`` are as
+    after this forward, with tensors without values.
     """
     home = home_of(model)
     inputs: list[Tensor] = []
@@ -147,6 +150,9 @@ def record(
             recorder.begin(watch)
             output = called_with(model, args, {**kwargs, **carried})
         program = recorder.finish(output, at_first)
+    for (number, key), value in recorder.values.items():
+        if read is not None:
+            read.setdefault((recorder.all_names[number], key), value)
     # Constants of the program travel from the host; each worker moves them to its device.
     there: Program = program if home.type == "cpu" else on_device(program, torch.device("cpu"))
     return there
@@ -195,6 +201,8 @@ class _ForwardRecorder(TorchFunctionMode):
         paused: Above 0 in calls that are not the forward's own, which are not noted.
         drew: Whether the call that runs has drawn random numbers; `_Watch` sets it.
         sized: Whether it has made a shape that depends on values; `_Watch` sets it.
+        all_names: The names of all modules, by ``id``.
+        values: The attributes of modules that the forward itself reads, by ``id`` and key.
     """
 
     def __init__(
@@ -215,7 +223,11 @@ class _ForwardRecorder(TorchFunctionMode):
         self.drew = self.sized = False
         self._layers = layers
         self._names = {id(layer): name for name, layer in layers.items()}
-        self._all_names = {id(module): name for name, module in model.named_modules()}
+        self.all_names = {id(module): name for name, module in model.named_modules()}
+        # Not the modules that are taken apart: their code may go by their class.
+        self._modules = list(
+            {id(m): m for layer in layers.values() for m in layer.modules()}.values()
+        )
         self._calls: dict[str, int] = {}
         self._slots = 0
         self._inputs = inputs
@@ -226,6 +238,7 @@ class _ForwardRecorder(TorchFunctionMode):
         # Attributes of layers, by id: those that the forward reads, each with its line, and those
         # that calls of layers change.
         self._read: dict[tuple[int, str], str] = {}
+        self.values: dict[tuple[int, str], Any] = {}
         self._changed: set[tuple[int, str]] = set()
         # Objects that layers have returned and that are no tensors, by id, each with its layer.
         self._foreign: dict[int, tuple[str, Any]] = {}
@@ -321,7 +334,7 @@ class _ForwardRecorder(TorchFunctionMode):
 
     def _module(self, module: nn.Module) -> Any:
         """Return the stand-in of a module that is passed on, which stages then share."""
-        name = self._all_names.get(id(module))
+        name = self.all_names.get(id(module))
         if name is None:  # the forward has made it
             return module
         if any(layer == name or name.startswith(f"{layer}.") for layer in self._layers):
@@ -559,7 +572,7 @@ class _ForwardRecorder(TorchFunctionMode):
     @contextmanager
     def called(self) -> Iterator[None]:
         """In the body, record calls of layers by `_layer`, of autograd functions by `_function`."""
-        classes: dict[type, type] = {}
+        classes: dict[tuple[type, bool], type] = {}
         before = torch.autograd.Function.__dict__["apply"]
         recorder = self
 
@@ -578,12 +591,13 @@ class _ForwardRecorder(TorchFunctionMode):
                 recorder.paused -= 1
 
         # By subclasses, since Python looks up __call__ on the class, not on the object.
-        for layer in self._layers.values():
-            cls = type(layer)
-            if cls not in classes:
-                methods = {"__call__": self._stand_in(cls), "__getattribute__": self._noting(cls)}
-                classes[cls] = type(cls.__name__, (cls,), methods)
-            layer.__class__ = classes[cls]
+        for module in self._modules:
+            cls, is_layer = type(module), id(module) in self._names
+            if (cls, is_layer) not in classes:
+                methods = {"__getattribute__": self._noting(cls)}
+                methods |= {"__call__": self._stand_in(cls)} if is_layer else {}
+                classes[cls, is_layer] = type(cls.__name__, (cls,), methods)
+            module.__class__ = classes[cls, is_layer]
 
         def grad(*args: Any, **kwargs: Any) -> Any:
             if recorder.paused:
@@ -600,17 +614,24 @@ class _ForwardRecorder(TorchFunctionMode):
         finally:
             torch.autograd.grad = derived
             torch.autograd.Function.apply = before  # type: ignore[method-assign]
-            for layer in self._layers.values():
-                layer.__class__ = type(layer).__mro__[1]
+            for module in self._modules:
+                module.__class__ = type(module).__mro__[1]
 
     def _noting(self, cls: type[nn.Module]) -> Callable[..., Any]:
-        """Return a ``__getattribute__`` that notes the attributes of a layer that are read."""
+        """Return a ``__getattribute__`` that notes the attributes of a module that are read."""
         recorder = self
 
-        def read(layer: Any, name: str) -> Any:
-            value = cls.__getattribute__(layer, name)
-            if not recorder.paused and type(value) in _PLAIN_LEAVES:
-                recorder._read.setdefault((id(layer), name), line_now())
+        def read(module: Any, name: str) -> Any:
+            value = cls.__getattribute__(module, name)
+            if recorder.paused or name in OF_MODULES or hasattr(nn.Module, name):
+                return value
+            place = id(module), name
+            if type(value) in _PLAIN_LEAVES:
+                recorder.values.setdefault(place, value)
+                if place[0] in recorder._names:
+                    recorder._read.setdefault(place, line_now())
+            elif not callable(value) and name in object.__getattribute__(module, "__dict__"):
+                recorder.values.setdefault(place, value)
             return value
 
         return read

@@ -67,7 +67,7 @@ class SerialCluster(ClusterHere):
         self._draw = None if shuffle_seed is None else random.Random(shuffle_seed)
         self._shuffled = None if self._draw is None else ShuffledTransport(self._draw)
         self._life = Lifecycle("the cluster")
-        self._threads, self._around = spec.threads, spec.around
+        self._threads = spec.threads
         self._ready: deque[_Worker] = deque()
         self._takes_turns = False
         super().__init__(spec, self._shuffled or DirectTransport())
@@ -90,7 +90,7 @@ class SerialCluster(ClusterHere):
             self._takes_turns = True
             try:
                 self.check_settings_unchanged()
-                with _as_on_a_worker(self._threads), self._around():
+                with _as_on_a_worker(self._threads):
                     while self._life.is_open and self._go_on():
                         pass
             finally:

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.tree import Value, unflatten
 from pipedream_rt.models import dumps, loads
-from pipedream_rt.models.captures import Holder, Holders
+from pipedream_rt.models.holders import Holder
 from pipedream_rt.models.modes import Modes
+from pipedream_rt.models.parcel import Parcel
 from pipedream_rt.stage.parameters import VersionedParameters
 
 Metric: TypeAlias = Callable[[Any, Any], Any]
@@ -204,11 +205,10 @@ def _unpacked(packed: bytes) -> list[tuple[str, Metric, list[Holder]]]:
     metrics: dict[str, Metric] = loads(packed)
     found = []
     for name, metric in metrics.items():
-        holders = Holders()
-        holders.walk([("the metric", metric)])
-        for holder in holders.found.values():
+        holders = list(Parcel([("the metric", metric)]).found.values())
+        for holder in holders:
             holder.look()  # before the first pass: `measured` tells what a metric has changed
-        found.append((name, metric, list(holders.found.values())))
+        found.append((name, metric, holders))
     return found
 
 

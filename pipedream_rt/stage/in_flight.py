@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from pipedream_rt.messages.tree import Structure, Value, flatten, own, unflatten
-from pipedream_rt.models.captures import Given
+from pipedream_rt.models.holders import Given
 from pipedream_rt.stage.hyper import Hyper
 from pipedream_rt.stage.runner import Runner
 from pipedream_rt.stage.split_backward import SplitBackward

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.models.captures import GONE, PLAIN, Given, Holder
+from pipedream_rt.models.holders import GONE, PLAIN, Given, Holder
 from pipedream_rt.stage.hyper import unpack_hyper
 
 
@@ -36,7 +36,7 @@ class GivenValues:
         for (number, key), packed in wanted.items():
             place = (number, key)
             if place not in self._first:
-                self._first[place] = self._holders[number].content().get(key, _NOTHING)
+                self._first[place] = self._holders[number].raw().get(key, _NOTHING)
             if self._now.get(place, _NOTHING) != packed:
                 self._put(number, key, unpack_hyper(packed))
         # A backward may come after forwards that were fed with later values.

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from pipedream_rt.codecs.codec import GraphCodec
 from pipedream_rt.devices import HOST, Device
-from pipedream_rt.models.captures import Holder
 from pipedream_rt.models.code import Code, code_of
 from pipedream_rt.models.cut import StageProgram
+from pipedream_rt.models.holders import Holder
 from pipedream_rt.models.layer_spec import Blueprint
 from pipedream_rt.models.modes import Modes
 from pipedream_rt.models.pretrained import Pretrained

@@ -24,8 +24,8 @@ import torch
 from pipedream_rt.devices import HOST, DeferredScalar, Device
 from pipedream_rt.errors import ConfigError, NonFiniteLoss, ScheduleError
 from pipedream_rt.messages.tree import Value, unflatten
-from pipedream_rt.models.captures import Given
 from pipedream_rt.models.code import code_of, refuse_other_code
+from pipedream_rt.models.holders import Given
 from pipedream_rt.models.shipping import loads
 from pipedream_rt.optimizers.stepping import step
 from pipedream_rt.schedules import EdgeKind, Kind

@@ -23,8 +23,9 @@ from pipedream_rt.devices.randomness import kept_generator_state
 from pipedream_rt.dynamo import dynamo_spared
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.job import Job
-from pipedream_rt.models.captures import PLAIN, Holders, attributes_of
 from pipedream_rt.models.code import is_installed
+from pipedream_rt.models.holders import PLAIN, attributes_of
+from pipedream_rt.models.parcel import Parcel
 from pipedream_rt.models.preserving_state import drawn_outside, kept_outside, refill
 from pipedream_rt.models.tensors import named_tensors
 from pipedream_rt.torch_private import preserve_version_counter
@@ -50,9 +51,8 @@ def apart(job: Job) -> Iterator[None]:
     """Let the block compute as a worker does, and then put back what it shares with the script."""
     threads = torch.get_num_threads()
     roots = [job.model.whole, job.options.loss_fn, job.optimizer and job.optimizer.optimizer_class]
-    holders = Holders(t for _, t in named_tensors(job.model.whole))
-    holders.walk(("", root) for root in roots)
-    kept = _Kept(holders)
+    spared = [t for _, t in named_tensors(job.model.whole)]
+    kept = _Kept(Parcel([("", root) for root in roots], spared))
     try:
         with ExitStack() as stack:
             # Versions tell the runtime what the script has changed: it is not to see this.
@@ -74,12 +74,12 @@ def apart(job: Job) -> Iterator[None]:
 class _Kept:
     """What the script and the copies of its model share, as it was."""
 
-    def __init__(self, holders: Holders) -> None:
+    def __init__(self, parcel: Parcel) -> None:
         self.tensors: list[Tensor] = []
         self._undo: list[Callable[[], object]] = []
         self._size = 0
         left: deque[Any] = deque()
-        for holder in holders.found.values():
+        for holder in parcel.found.values():
             if not holder.travels:  # what travels is a copy already
                 held = dict(holder.raw())
                 self._undo.append(partial(holder.restore, held))

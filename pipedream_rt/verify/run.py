@@ -29,7 +29,7 @@ from pipedream_rt.job.job import Job, prepare
 from pipedream_rt.job.options import Layout, Observe, Options, Recovery
 from pipedream_rt.job.rules import scale_of
 from pipedream_rt.models.code import is_installed
-from pipedream_rt.models.code_reading import functions_called, globals_read
+from pipedream_rt.models.code_reading import functions_called, names_in
 from pipedream_rt.models.preserving_state import drawn_outside
 from pipedream_rt.schedules import Plan
 from pipedream_rt.stage.hyper import Hyper, set_hyper
@@ -570,7 +570,7 @@ def _communicates(module: nn.Module) -> bool:
         "distributed" in function.__code__.co_names
         or any(
             str(getattr(function.__globals__.get(name), "__name__", "")).startswith(_DISTRIBUTED)
-            for name in globals_read(function)
+            for name in names_in(function.__code__).globals
         )
         for function in functions_called(type(module))
         if not is_installed(function.__module__)

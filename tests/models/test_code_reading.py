@@ -1,17 +1,17 @@
-"""What the code of a function reads and changes."""
+"""What the code of a function names."""
 
 import functools
+import os
 
-import pytest
 import torch
 from torch import nn
 
 from pipedream_rt.models.code_reading import (
+    ENTRY,
     functions_called,
-    globals_read,
+    methods_named,
     names_in,
     names_used,
-    uses,
 )
 
 SEEN, TOTAL = [], 0
@@ -25,62 +25,31 @@ def reads_here_and_inside(x):
 
 
 def test_globals_are_those_of_functions_inside_too():
-    assert globals_read(reads_here_and_inside) == {"torch", "len", "SEEN"}
+    assert names_in(reads_here_and_inside.__code__).globals == {"torch", "len", "SEEN"}
 
 
-def appends(x):
-    SEEN.append(x)
-
-
-def stores(x):
+def changes_all_kinds(x):
+    global TOTAL
+    TOTAL = x.size
     SEEN[0] = x
+    x.label = os.environ["HOME"]
 
 
-def counts(x):
-    global TOTAL
-    TOTAL += x
+def test_what_is_set_is_told_by_kind_and_name():
+    assert names_in(changes_all_kinds.__code__).stored == {"TOTAL", "label", ENTRY}
 
 
-def counts_and_reads(x):
-    global TOTAL
-    TOTAL += x
-    return TOTAL
+def imports_late():
+    import json.decoder
+    from os.path import join
+
+    return join, json.decoder
 
 
-def reads(x):
-    return x * SEEN[0]
-
-
-def calls_another_method(x):
-    SEEN.sort()
-
-
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
-        (appends, {("SEEN", True)}),
-        (stores, {("SEEN", True)}),
-        (counts, {("TOTAL", True)}),
-        (counts_and_reads, {("TOTAL", False)}),
-        (reads, {("SEEN", False)}),
-        (calls_another_method, {("SEEN", False)}),
-    ],
-)
-def test_to_add_to_something_is_not_to_read_it(function, expected):
-    assert set(uses(function)) == expected
-
-
-def test_so_it_is_in_a_closure():
-    seen, total, own = [], 0, 1
-
-    def adds(x):
-        nonlocal total
-        total += own
-        seen.append(x)
-        mine = [x]
-        mine.append(own)
-
-    assert set(uses(adds)) == {("seen", True), ("total", True), ("own", False)}
+def test_imports_inside_of_a_function_are_named():
+    names = names_in(imports_late.__code__)
+    assert names.imported == {"json.decoder", "os.path"}
+    assert "join" in names.loaded
 
 
 def noted(function):
@@ -140,5 +109,15 @@ def test_other_methods_are_read_where_they_are_asked_for():
     assert names_used(Layer, "no_such_method") == (frozenset(), frozenset())
 
 
+def test_methods_of_a_class_itself_are_found_by_name():
+    found = methods_named(Layer, {"rate", "unused", "helper", "forward"})
+    assert {each.__name__ for each in found} == {"rate", "unused", "forward"}
+
+
+def two_words(self):
+    return self.a.b + "two words"
+
+
 def test_a_text_that_is_no_name_is_no_attribute():
-    assert names_in(lambda self: self.a.b + "two words") == ({"a", "b"}, set())
+    assert names_in(two_words.__code__).loaded == {"a", "b"}
+    assert "two words" in names_in(two_words.__code__).texts

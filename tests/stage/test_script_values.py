@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.models.captures import Holder
+from pipedream_rt.models.holders import Holder
 from pipedream_rt.stage.hyper import pack_hyper
 from pipedream_rt.stage.script_values import GivenValues
 

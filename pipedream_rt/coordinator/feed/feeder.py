@@ -34,9 +34,9 @@ from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
 from pipedream_rt.coordinator.recovery.group import WorkerGroup
 from pipedream_rt.coordinator.results import PendingStep, StepResult
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.job.script_values import ScriptValues
 from pipedream_rt.messages.message import CommandName, Head, Key, Loss, Mode
 from pipedream_rt.messages.tree import unflatten
-from pipedream_rt.models.captures import Given
 from pipedream_rt.models.settings import (
     Settings,
     refuse_contexts,
@@ -86,7 +86,7 @@ class Feeder:
         recorder: Recorder | None,
         fingerprint_every: int | None = None,
         refuse: Callable[[], None] = lambda: None,
-        given: Callable[[], list[Given]] = list,
+        script: ScriptValues,
         first: Callable[[Batch], object] = lambda batch: None,
         watch: Sequence[Callable[[StepResult], object]] = (),
         injected: Callable[[CutBatch, DistributedOptimizer], object] | None = None,
@@ -95,7 +95,7 @@ class Feeder:
         self._injected = injected
         self._watch = watch
         self._fingerprint_every = fingerprint_every  # in mini-batches
-        self._refuse, self._given = refuse, given
+        self._refuse, self._script = refuse, script
         self._settings = settings
         self.forwards = forwards
         self._group = group
@@ -145,7 +145,7 @@ class Feeder:
         refuse_no_grad()
         self._refuse_local_contexts()
         self._refuse()
-        given = self._given()
+        given = self._script.now()
         if not self.step:
             self._first(batch if isinstance(batch, Batch) else batch.parts[0])
         adds = isinstance(batch, Accumulated) and self._losses_add(batch)
@@ -184,6 +184,10 @@ class Feeder:
             self.watch_first = None  # not once more, if it raises
             self.watch_first = look if look(cut, pending) else None
         return pending
+
+    def end_epoch(self) -> None:
+        """Refuse what the script has changed and no stage has seen."""
+        self._script.end()
 
     def _losses_add(self, batch: Accumulated) -> bool:
         """Whether losses of micro-batches that are told the total add up to that of the whole."""
@@ -278,6 +282,7 @@ class Feeder:
 
     def flush(self) -> None:
         """Wait until nothing is in flight on any stage, and every update is applied."""
+        self._script.end()
         self._group.check_settings_unchanged()
         while self.pending:  # first, because the messages of an edge are taken by rising position
             self.collect_oldest()
@@ -435,7 +440,7 @@ class Feeder:
             program=part.program,
             version=version,
             cache=cache,
-            given=self._given(),
+            given=self._script.now(),
         )
         self._group.feed.micro_batch(head, part, metrics=metrics)
         self.passes += 1

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipedream_rt.models.captures import GONE, Holder
+from pipedream_rt.models.holders import GONE, Holder
 
 
 class Options:

@@ -1,0 +1,160 @@
+"""The net under what the script changes: the parcels are compared as a whole, now and then.
+
+At mini-batches 1, 2, 4, 8 and so on, at each end of an epoch and before each flush, all that was
+packed for the stages and all that their code names is walked through again (`models/parcel.py`).
+What differs, and does not travel, ends the run by name: the stages have trained without it. What
+may be harmless is said once. A walk costs its time, so the net waits until a hundred times of that
+have passed; only the first, if they are quick, are free.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from inspect import getattr_static
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.job.own_model import OwnModel
+from pipedream_rt.models.code_reading import names_used
+from pipedream_rt.models.holders import GONE, Holder, equal
+from pipedream_rt.models.parcel import Parcel, has_grown, is_plain_mark
+
+_log = logging.getLogger(__name__)
+
+_FREE_S = 0.25
+"""The seconds that walks may take before one waits."""
+
+_SHARE = 100
+"""Then a walk is made once so many times its own time has passed since the last one."""
+
+_TRAVELS = (
+    "workers have their own, and what is in flight would see it; keep it in an attribute of the "
+    "layer or the loss, from which it travels, give it as an input, or change it on the stages by "
+    "pipe.on_stages(function)"
+)
+_FIXED = "the stages have copies of it that nobody can reach"
+_RECORDED = (
+    "the forward between the layers was recorded with its value; give it to the model as an input, "
+    "or keep it in a layer that reads it, from which it travels"
+)
+
+
+class Net:
+    """Finds what the script has changed of all that its stages go by.
+
+    ``sent`` has the parcels of the stages, of which ``travelling`` holders are sent changes;
+    ``fixed`` has that of what no stage is sent changes of, and ``between`` that of what the forward
+    between the layers goes by. ``read`` has the attributes that this forward has read, by the name
+    of the module and their own. ``shared`` is whether stages in this process share with the script
+    what is pickled by name; ``cost`` is what a walk takes, in seconds.
+
+    Attributes:
+        waits: Whether a walk is due, and waits for its time.
+    """
+
+    def __init__(
+        self,
+        own: OwnModel,
+        sent: Sequence[Parcel],
+        travelling: Collection[Holder],
+        fixed: Parcel,
+        between: Parcel,
+        whole: nn.Module,
+        read: Mapping[tuple[str, str], Any],
+        *,
+        shared: bool,
+        cost: float = 0.0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._own, self._sent, self._fixed, self._between = own, sent, fixed, between
+        self._travelling = {id(holder): holder for holder in travelling}
+        self._whole, self._read, self._shared, self._clock = whole, read, shared, clock
+        self._spent, self._cost, self._since = 0.0, cost, clock()
+        self.waits = False
+        self._said: set[str] = set()
+
+    def cast(self) -> None:
+        """Walk, unless that would cost more than its share of the time."""
+        now = self._clock()
+        is_free = self._spent + self._cost <= _FREE_S
+        self.waits = not is_free and now - self._since < _SHARE * self._cost
+        if self.waits:
+            return
+        try:
+            self._compare()
+        finally:
+            self._since = self._clock()
+            self._cost = self._since - now
+            self._spent += self._cost
+
+    def say(self, what: str, why: str) -> None:
+        """Say once that the script has changed something, where that may be harmless."""
+        if what not in self._said:
+            self._said.add(what)
+            _log.warning("the script has changed %s since the pipeline was made: %s", what, why)
+
+    def _compare(self) -> None:
+        self._own.require_known()
+        for (name, key), before in self._read.items():
+            module = self._whole.get_submodule(name)
+            now = vars(module).get(key, getattr_static(type(module), key, before))
+            if now is not before and not equal(before, now):
+                refuse(f"{key!r} of {name or 'the model'}", _RECORDED)
+        for place, *_ in self._between.changes():
+            holder, key = self._between.holder(place)
+            # Of data, `dtype` and the like may be what the code reads of a tensor instead.
+            of_data = holder is not None and holder.kind == "object" and hasattr(Tensor, str(key))
+            if not of_data and _is_read(self._between, place):
+                refuse(self._between.name(place), _RECORDED)
+        for place, *_ in self._fixed.changes():
+            refuse(self._fixed.name(place), _FIXED)
+        for parcel in self._sent:
+            for change in parcel.changes():
+                self._judge(parcel, *change)
+
+    def _judge(self, parcel: Parcel, place: int, before: Any, now: Any) -> None:
+        """Refuse a change that no stage sees; leave out those that travel, or that nobody reads."""
+        holder, _ = parcel.holder(place)
+        # `ScriptValues` sends it, or has refused it; but for what changes inside of the value.
+        sent = id(holder) in self._travelling and not parcel.has_state(place)
+        if sent or not _is_read(parcel, place):
+            return
+        what = parcel.name(place)
+        if not self._may_be_harmless(parcel, place, before, now):
+            refuse(what, _TRAVELS)
+        if not self._shared and not (before is GONE and holder and holder.kind == "globals"):
+            self.say(what, f"if this is more than a cache, {_TRAVELS}")
+
+    def _may_be_harmless(self, parcel: Parcel, place: int, before: Any, now: Any) -> bool:
+        """Whether a call by the script itself may have made a change, as a cache that is filled."""
+        holder, key = parcel.holder(place)
+        kind = "" if holder is None else holder.kind
+        if has_grown(before, now) or parcel.is_sampled(place):
+            return True
+        if kind in ("class", "object", "globals") and key in parcel.stored:
+            return True  # code changes it itself
+        if before is GONE:
+            return kind != "object" or not is_plain_mark(now)
+        # Here the stages run that code too.
+        return self._shared and kind in ("dict", "list") and parcel.changes_entries
+
+
+def _is_read(parcel: Parcel, place: int) -> bool:
+    """Whether code may read the value at a place: those in objects and classes by their names."""
+    for at in parcel.above(place):
+        holder, key = parcel.holder(at)
+        if holder is not None and holder.kind in ("object", "class") and isinstance(key, str):
+            # What is counted as objects are made is no value: stages in this process make some too.
+            counted = holder.kind == "class" and key in names_used(holder.value, "__init__")[1]
+            if key not in parcel.named or counted:
+                return False
+    return True
+
+
+def refuse(what: str, why: str) -> NoReturn:
+    """Refuse a change of the script's."""
+    raise ConfigError(f"the script has changed {what} since the pipeline was made: {why}")

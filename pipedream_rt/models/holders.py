@@ -1,0 +1,320 @@
+"""Objects that hold values under keys, such as a layer its attributes or a function its globals.
+
+A plain value that the script changes in one of them travels with the next micro-batch, if a stage
+has a copy of the holder. To find such changes at each mini-batch must cost next to nothing, so
+`Look` compares all values at once, by identity.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from operator import attrgetter, getitem, is_
+from types import FunctionType
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pipedream_rt.models.code import is_installed
+
+Given: TypeAlias = list[Any]
+"""A value that the script has changed: the number of its holder, its key there, its packed form."""
+
+PLAIN = (type(None), bool, int, float, str)
+"""The values that travel when the script changes them."""
+
+WITH_STATE = (
+    Tensor, torch.Generator, np.ndarray, np.random.Generator, np.random.RandomState,
+    random.Random, itertools.count,
+)  # fmt: skip
+"""Objects whose changes show in no attribute."""
+
+OF_MODULES = {*vars(nn.Module())}
+"""The attributes that every module has for torch: its mode, its parts, its hooks."""
+
+LENGTH = "its length"
+"""The only key of a large container; its value is the length."""
+
+MOST = 4096
+"""Above so many entries, only the length of a container is compared at each mini-batch."""
+
+
+@dataclass(eq=False)
+class Holder:
+    """An object that holds values under keys.
+
+    Attributes:
+        kind: How it holds them: as an ``"object"``, a ``"class"``, a ``"dict"``, a ``"list"``, a
+            ``"cell"`` of a closure, the ``"globals"`` of a function, or as its own ``"state"``.
+        where: Where it was found, for messages.
+        names: The keys that count; None for all.
+        travels: Whether a stage has a copy of its own, which alone is changed.
+    """
+
+    value: Any
+    kind: str
+    where: str
+    names: set[str] | None = None
+    travels: bool = True
+    _seen: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without what it held, which a worker sees for itself.
+        return {**vars(self), "_seen": {}}
+
+    def raw(self) -> Mapping[Any, Any]:
+        """Return the values that it holds now, as they are."""
+        value, kind = self.value, self.kind
+        if kind == "globals":
+            held = value.__globals__ if isinstance(value, FunctionType) else vars(value)
+            return {n: held[n] for n in self.names or () if n in held}
+        if kind == "cell":
+            try:
+                return {"": value.cell_contents}
+            except ValueError:  # the cell is empty
+                return {}
+        if kind == "state":
+            return {"": state_of(value)}
+        if kind in ("dict", "list"):
+            if len(value) > MOST:
+                return {LENGTH: len(value)}
+            return value if kind == "dict" else dict(enumerate(value))
+        skipped = OF_MODULES if isinstance(value, nn.Module) else ()
+        held = attributes_of(value).items()
+        return {k: v for k, v in held if k not in skipped and not is_machinery(k, v)}
+
+    def look(self) -> None:
+        """Note what it holds now, for `changes` to compare with."""
+        self._seen = dict(self.raw())
+
+    def changes(self) -> Iterator[tuple[Any, Any, Any]]:
+        """Yield (key, value at `look`, value now) of each change; `GONE` where there is none."""
+        now, seen = self.raw(), self._seen
+        for key in [*seen, *(key for key in now if key not in seen)]:
+            one, other = seen.get(key, GONE), now.get(key, GONE)
+            if one is not other and not equal(one, other):
+                yield key, one, other
+
+    def put(self, key: Any, value: Any) -> None:
+        match self.kind:
+            case "cell":
+                self.value.cell_contents = value
+            case "globals":
+                self.value.__globals__[key] = value
+            case "dict" | "list":
+                self.value[key] = value
+            case _:
+                # Not by the __setattr__ of its class, which may refuse it, or do more.
+                object.__setattr__(self.value, key, value)
+
+    def restore(self, held: Mapping[Any, Any]) -> None:
+        """Put back what `raw` had returned."""
+        now = self.raw()
+        for key in [*held, *(key for key in now if key not in held)]:
+            before = held.get(key, GONE)
+            if now.get(key, GONE) is before or self.kind == "state":
+                continue
+            if self.kind == "cell" or isinstance(self.value, FunctionType):
+                self.put(key, before)
+            elif before is GONE:
+                delattr(self.value, key)
+            else:
+                setattr(self.value, key, before)
+
+    def called(self, key: Any) -> str:
+        """Return what messages call the value under a key."""
+        if self.kind in ("cell", "state"):
+            return self.where
+        return f"{key!r} of {self.where}"
+
+
+class Look:
+    """Tells at each mini-batch whether holders hold the very same values as before.
+
+    Whether nobody has written into some tensors, too. ``read`` has the attributes that code names:
+    others of an object are looked at only where the user's code, which names ``named``, reads
+    attributes by computed names.
+    """
+
+    def __init__(
+        self,
+        holders: Iterable[Holder],
+        read: Collection[str],
+        named: Collection[str],
+        tensors: Iterable[Tensor] = (),
+    ) -> None:
+        self._tensors = list(tensors)
+        self._names = None if _COMPUTED.intersection(named) else frozenset(read)
+        self._holders = list(holders)
+        self.note()
+
+    def note(self) -> None:
+        """Note what they hold now."""
+        self._maps: list[Any] = []
+        self._keys: list[Any] = []
+        self._lengths: list[Any] = []
+        self._lists: list[tuple[Any, list[Any]]] = []
+        self._cells: list[tuple[Holder, dict[Any, Any]]] = []
+        for holder in self._holders:
+            self._watch(holder, holder.value)
+        self._seen = [*map(getitem, self._maps, self._keys)]
+        self._total = sum(map(len, self._lengths))
+        self._versions = [*map(_VERSION, self._tensors)]
+
+    def _watch(self, holder: Holder, value: Any) -> None:
+        """Watch a holder in the cheapest way for its kind."""
+        kind, held = holder.kind, holder.raw()
+        if kind == "state":
+            return  # to compare the state of a generator takes long: the net does
+        if kind == "list" and isinstance(value, list) and len(value) <= MOST:
+            self._lists.append((value, list(value)))
+        elif kind == "object" and not slots_of(value.__class__):
+            keys = [key for key in held if self._names is None or key in self._names]
+            self._maps += [vars(value)] * len(keys)
+            self._keys += keys
+            # An attribute may come later, where its class has a default.
+            if not is_installed(type(value).__module__):
+                self._lengths.append(vars(value))
+        elif kind == "globals" or (kind == "dict" and len(value) <= MOST):
+            there = value.__globals__ if kind == "globals" else value
+            self._maps += [there] * len(held)
+            self._keys += held
+            if kind == "dict":
+                self._lengths.append(value)
+        else:
+            self._cells.append((holder, dict(held)))
+
+    def is_same(self) -> bool:
+        """Whether all hold the very same values as when they were noted."""
+        try:
+            same = all(map(is_, map(getitem, self._maps, self._keys), self._seen))
+        except (KeyError, RuntimeError):  # gone, or changed by another thread meanwhile
+            return False
+        return (
+            same
+            and [*map(_VERSION, self._tensors)] == self._versions
+            and sum(map(len, self._lengths)) == self._total
+            and all(
+                len(held) == len(seen) and all(map(is_, held, seen)) for held, seen in self._lists
+            )
+            and all(_holds(holder.raw(), seen) for holder, seen in self._cells)
+        )
+
+
+_VERSION = attrgetter("_version")
+
+_COMPUTED = {"getattr", "vars", "__dict__", "eval", "exec", "attrgetter", "__getattribute__"}
+"""What code names that reads attributes by computed names."""
+
+
+def _holds(held: Mapping[Any, Any], seen: Mapping[Any, Any]) -> bool:
+    """Whether a mapping has the very same objects, or equal marks, under the keys seen."""
+    return len(held) == len(seen) and all(
+        held.get(k, GONE) is v or equal(held.get(k, GONE), v) for k, v in seen.items()
+    )
+
+
+def state_of(value: Any) -> Any:
+    """Return what differs after an object of `WITH_STATE` was changed."""
+    match value:
+        case Tensor():
+            return fingerprint(value)
+        case torch.Generator():
+            return bytes(value.get_state())
+        case np.ndarray():
+            if value.dtype.hasobject:
+                return value.shape, repr(value)
+            flat = value.reshape(-1) if value.size <= _OF_TENSOR else value.flat
+            return value.shape, flat[:: 1 + value.size // _OF_TENSOR].tobytes()
+        case np.random.Generator():
+            return repr(value.bit_generator.state)
+        case np.random.RandomState():
+            return repr(value.get_state(legacy=True))
+        case random.Random():
+            return repr(value.getstate())
+    return repr(value)
+
+
+_OF_TENSOR = 4096
+"""Of larger tensors and arrays, about so many elements count, evenly spread."""
+
+
+def fingerprint(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what differs once the values of a tensor were changed; of a large one, in a sample."""
+    kind = str(tensor.dtype), tuple(tensor.shape)
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return (*kind, 0 if tensor.is_inference() else tensor._version)
+    try:
+        return (*kind, hash(_sample(tensor)))
+    except RuntimeError:  # a subclass without memory of its own
+        return kind
+
+
+def _sample(tensor: Tensor) -> bytes:
+    """Return the bytes of some elements of a tensor."""
+    with torch.no_grad():
+        some = tensor.detach()
+        if some.numel() > 4 * _OF_TENSOR:
+            # Over its memory, whatever the order of its dimensions: nothing is copied as a whole.
+            pairs = zip(some.shape, some.stride(), strict=True)
+            reach = 1 + sum((n - 1) * stride for n, stride in pairs)
+            step = 1 + reach // _OF_TENSOR
+            some = some.as_strided((1 + (reach - 1) // step,), (step,))
+        some = some.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+        return some.view(torch.uint8).numpy().tobytes()
+
+
+def attributes_of(value: Any) -> Mapping[str, Any]:
+    """Return the attributes of an object, those in ``__slots__`` too."""
+    held: Mapping[str, Any] = getattr(value, "__dict__", {})
+    cls: type = type(value)
+    if isinstance(value, type) or not (names := slots_of(cls)):
+        return held
+    return {**held, **{n: getattr(value, n) for n in names if hasattr(value, n)}}
+
+
+@functools.cache
+def slots_of(cls: type) -> tuple[str, ...]:
+    """Return the ``__slots__`` of a class of the user's and of its bases."""
+    if is_installed(cls.__module__):
+        return ()
+    own = (vars(each).get("__slots__", ()) for each in cls.__mro__)
+    return tuple(n for names in own for n in ((names,) if isinstance(names, str) else names))
+
+
+class _Gone:
+    """Stands for a value that is not there."""
+
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+GONE = _Gone()
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two values are plain and equal, where NaN equals NaN."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, PLAIN):
+        return bool(one == other) or (one != one and other != other)
+    return isinstance(one, tuple | bytes) and _is_plain(one) and one == other
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is plain, bytes, or a tuple of such."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, (*PLAIN, bytes))
+
+
+def is_machinery(key: Any, value: Any) -> bool:
+    """Whether an attribute is a method, a property or a special name, and so no value."""
+    return (isinstance(key, str) and key.startswith("__")) or isinstance(
+        value, FunctionType | property | staticmethod | classmethod
+    )
