@@ -22,6 +22,7 @@ import cloudpickle
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.utils.data import DataLoader
 
 from pipedream_rt.messages.wire import bytes_of, sendable
 from pipedream_rt.models.code import is_installed
@@ -87,6 +88,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
         if isinstance(value, tuple) and hasattr(type(value), "_make"):
             # A program has slots in place of tensors, which the own constructor may not bear.
             return _named_tuple, (type(value), tuple(value))
+        if isinstance(value, DataLoader) and value._iterator is not None:
+            # Its worker processes stay here; the copy starts its own.
+            reduced: Any = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            make, args, state, *rest = reduced
+            return make, args, {**state, "_iterator": None}, *rest
         if isinstance(value, nn.Module) and parametrize.is_parametrized(value):
             # Its class is made at run time, so no worker can import it.
             cls = parametrize.type_before_parametrizations(value)
@@ -228,16 +234,34 @@ def range_of(tensor: Tensor) -> Range:
     return start, start + (reach + 1) * tensor.element_size()
 
 
+class _Bounded(io.BytesIO):
+    """A file in memory that grows to a number of bytes at most."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def write(self, data: Any) -> int:
+        """Write bytes, or raise PicklingError."""
+        if self.tell() + memoryview(data).nbytes > self._most:
+            raise pickle.PicklingError(f"it takes more than {self._most >> 20} MiB")
+        return super().write(data)
+
+
 def dumps(
-    value: object, take: Take | None = None, along: set[int] | None = None
+    value: object,
+    take: Take | None = None,
+    along: set[int] | None = None,
+    most: int | None = None,
 ) -> tuple[bytes, dict[int, Range]]:
     """Pickle a value for a worker; return the bytes, and where each tensor in it lies, by ``id``.
 
     ``take`` gets the memory of each tensor, in the order in which `loads` needs it as ``buffers``;
     with None it is among the bytes. ``along`` gets the ``id`` of each object that was pickled.
+    ``most`` is how many bytes there may be; beyond it, PicklingError is raised.
     """
     _have_the_script_travel()
-    with io.BytesIO() as file:
+    with io.BytesIO() if most is None else _Bounded(most) as file:
         pickler = _Pickler(file, take)
         pickler.dump(value)
         tracked = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_CLASS", ())

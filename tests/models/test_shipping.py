@@ -1,9 +1,12 @@
 """What is pickled for a worker can be read where the script is not."""
 
+import pickle
 import sys
 import types
 
 import cloudpickle
+import pytest
+import torch
 from torch import nn
 
 from pipedream_rt.models import shipping
@@ -22,3 +25,18 @@ def test_classes_of_a_script_that_multiprocessing_has_spawned_travel(monkeypatch
         cloudpickle.unregister_pickle_by_value(script)
     monkeypatch.delitem(sys.modules, "__mp_main__")
     assert cloudpickle.loads(written).width == 3
+
+
+def test_worker_processes_of_a_loader_do_not_travel():
+    loader = torch.utils.data.DataLoader(range(4))
+    loader._iterator = iter(loader)
+    copied = shipping.loads(shipping.dumps(loader)[0])
+    assert copied._iterator is None
+    assert len(copied) == 4
+
+
+def test_pickling_ends_at_the_size_that_is_asked_for():
+    words = list(map(str, range(1 << 20)))
+    with pytest.raises(pickle.PicklingError, match="more than 1 MiB"):
+        shipping.dumps(words, most=1 << 20)
+    assert shipping.loads(shipping.dumps(words, most=1 << 24)[0]) == words
