@@ -8,7 +8,6 @@ cannot be copied, as one over a socket or an open file, is looked at itself, and
 from __future__ import annotations
 
 import logging
-import pickle
 import random
 from collections.abc import Iterable, Iterator
 from copy import copy
@@ -29,14 +28,11 @@ from pipedream_rt.devices.randomness import (
 )
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.models.preserving_state import drawn_outside, kept_outside
-from pipedream_rt.models.shipping import dumps, loads
+from pipedream_rt.models.shipping import copies_of
 
 _MOST_BYTES = 64 << 20
-"""How much of a loader is copied: of its tensors and arrays, the rest of which is shared with the
-copy; and of all else, beyond which the loader is looked at itself."""
-
-_MOST_TENSORS = 1 << 16
-"""How many tensors and arrays a loader that is copied may have: to pickle one takes 30 us."""
+"""How much of a loader is copied: of its tensors and arrays, the rest of which is shared; and of
+all else, beyond which the loader itself is looked at."""
 
 _log = logging.getLogger(__name__)
 
@@ -60,8 +56,9 @@ def looking(loader: Iterable[Any], count: int) -> list[Any]:
         return list(islice(loader, count))
     with kept_generator_state(), kept_outside():
         try:
-            # Worker processes end here, as nobody else refers to the copy.
-            return list(islice(_copy_of(loader), count))
+            if not (_is_key(loader) and loader in _LOOKED_AT):
+                # Worker processes end here, as nobody else refers to the copy.
+                return list(islice(copies_of(loader, _MOST_BYTES)(), count))
         except Exception as error:  # foreign classes may raise anything
             _log.info(
                 "the %s itself is looked at, since it cannot be copied: %s",
@@ -74,28 +71,6 @@ def begun(loader: Any, anew: bool = False) -> Iterator[Any]:
     """Begin to iterate over a loader; one that was looked at itself goes on, unless ``anew``."""
     looked = _LOOKED_AT.pop(loader, None) if _is_key(loader) else None
     return iter(loader) if anew or looked is None else _again(loader, *looked)
-
-
-# -- on a copy ------------------------------------------------------------------------------------
-
-
-def _copy_of(loader: Any) -> Any:
-    """Return a copy of a loader, which shares the largest of its tensors and arrays."""
-    if _is_key(loader) and loader in _LOOKED_AT:
-        raise pickle.PicklingError("some of its items were taken out before")
-    memory: list[Any] = []
-    left = _MOST_BYTES
-
-    def take(buffer: pickle.PickleBuffer) -> None:
-        nonlocal left
-        if len(memory) == _MOST_TENSORS:
-            raise pickle.PicklingError(f"it has more than {_MOST_TENSORS} tensors and arrays")
-        raw = buffer.raw()
-        is_copied = raw.nbytes <= left
-        left -= raw.nbytes if is_copied else 0
-        memory.append(bytearray(raw) if is_copied else raw)
-
-    return loads(dumps(loader, take, most=_MOST_BYTES)[0], memory)
 
 
 # -- on the loader itself -------------------------------------------------------------------------

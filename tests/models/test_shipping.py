@@ -5,6 +5,7 @@ import sys
 import types
 
 import cloudpickle
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -35,8 +36,24 @@ def test_worker_processes_of_a_loader_do_not_travel():
     assert len(copied) == 4
 
 
-def test_pickling_ends_at_the_size_that_is_asked_for():
+def test_copies_are_made_of_a_value_as_it_is_and_share_what_is_large():
+    small, large = torch.zeros(2), np.zeros(1 << 10)
+    copy = shipping.copies_of({"small": small, "large": large, "list": [1]}, 1 << 10)
+    for _ in range(2):
+        made = copy()
+        assert (made["small"].sum(), made["list"]) == (0, [1])
+        made["small"] += 1
+        made["large"] += 1
+        made["list"].append(2)
+    assert (small.sum(), large[0]) == (0, 2)
+
+
+def test_no_copies_are_made_of_too_much(monkeypatch):
     words = list(map(str, range(1 << 20)))
     with pytest.raises(pickle.PicklingError, match="more than 1 MiB"):
-        shipping.dumps(words, most=1 << 20)
-    assert shipping.loads(shipping.dumps(words, most=1 << 24)[0]) == words
+        shipping.copies_of(words, 1 << 20)
+    assert shipping.copies_of(words, 1 << 24)() == words
+    monkeypatch.setattr(shipping, "_MOST_BUFFERS", 1)
+    assert shipping.copies_of([torch.ones(1)], 1 << 10)() == [1]
+    with pytest.raises(pickle.PicklingError, match="more than 1 tensors and arrays"):
+        shipping.copies_of([torch.ones(1), torch.ones(1)], 1 << 10)
