@@ -28,7 +28,7 @@ from pipedream_rt.devices.randomness import (
 )
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.models.preserving_state import drawn_outside, kept_outside
-from pipedream_rt.models.shipping import copies_of
+from pipedream_rt.models.shipping import copying
 
 _MOST_BYTES = 64 << 20
 """How much of a loader is copied: of its tensors and arrays, the rest of which is shared; and of
@@ -58,7 +58,7 @@ def looking(loader: Iterable[Any], count: int) -> list[Any]:
         try:
             if not (_is_key(loader) and loader in _LOOKED_AT):
                 # Worker processes end here, as nobody else refers to the copy.
-                return list(islice(copies_of(loader, _MOST_BYTES)(), count))
+                return list(islice(copying(loader, _MOST_BYTES)(), count))
         except Exception as error:  # foreign classes may raise anything
             _log.info(
                 "the %s itself is looked at, since it cannot be copied: %s",

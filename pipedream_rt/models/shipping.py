@@ -278,7 +278,7 @@ def loads(data: Any, buffers: Iterable[Any] | None = None) -> Any:
                     type.__setattr__(cls, name, value)
 
 
-def copies_of(value: T, most: int) -> Callable[[], T]:
+def copying(value: T, most: int = 1 << 30) -> Callable[[], T]:
     """Return what makes copies of a value as it is now, each of which may be changed.
 
     They share what pickles by its name, and tensors and arrays beyond ``most`` bytes. PicklingError

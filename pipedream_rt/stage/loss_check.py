@@ -18,16 +18,13 @@ from pipedream_rt.devices.randomness import kept_generator_state
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.tree import Value, flatten, unflatten
 from pipedream_rt.models.preserving_state import kept_outside
-from pipedream_rt.models.shipping import copies_of
+from pipedream_rt.models.shipping import copying
 from pipedream_rt.stage.spec import LossFunction, total_of
 
 _log = logging.getLogger(__name__)
 
 _MOST_BYTES = 1 << 28
 """How large a mini-batch's outputs may be; of larger ones, two micro-batches are compared."""
-
-_MOST_COPIED = 1 << 30
-"""How many bytes of what a loss holds are copied; larger tensors of it are shared by its copies."""
 
 # By dtype, the relative rounding error that a loss may have.
 _ROUNDING = {torch.float64: 1e-7, torch.float32: 1e-4}
@@ -108,7 +105,7 @@ class LossCheck:
             self._give_up(_NOT_COMPARED, f"their {what} cannot be joined: {why}")
             return
         try:
-            copy = copies_of(self._loss, _MOST_COPIED)
+            copy = copying(self._loss)
         except Exception as error:  # what it holds may be of any class
             self._give_up(_NOT_COMPARED, f"it cannot be copied ({error})")
             return

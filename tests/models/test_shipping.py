@@ -38,7 +38,7 @@ def test_worker_processes_of_a_loader_do_not_travel():
 
 def test_copies_are_made_of_a_value_as_it_is_and_share_what_is_large():
     small, large = torch.zeros(2), np.zeros(1 << 10)
-    copy = shipping.copies_of({"small": small, "large": large, "list": [1]}, 1 << 10)
+    copy = shipping.copying({"small": small, "large": large, "list": [1]}, 1 << 10)
     for _ in range(2):
         made = copy()
         assert (made["small"].sum(), made["list"]) == (0, [1])
@@ -51,9 +51,9 @@ def test_copies_are_made_of_a_value_as_it_is_and_share_what_is_large():
 def test_no_copies_are_made_of_too_much(monkeypatch):
     words = list(map(str, range(1 << 20)))
     with pytest.raises(pickle.PicklingError, match="more than 1 MiB"):
-        shipping.copies_of(words, 1 << 20)
-    assert shipping.copies_of(words, 1 << 24)() == words
+        shipping.copying(words, 1 << 20)
+    assert shipping.copying(words, 1 << 24)() == words
     monkeypatch.setattr(shipping, "_MOST_BUFFERS", 1)
-    assert shipping.copies_of([torch.ones(1)], 1 << 10)() == [1]
+    assert shipping.copying([torch.ones(1)], 1 << 10)() == [1]
     with pytest.raises(pickle.PicklingError, match="more than 1 tensors and arrays"):
-        shipping.copies_of([torch.ones(1), torch.ones(1)], 1 << 10)
+        shipping.copying([torch.ones(1), torch.ones(1)], 1 << 10)
