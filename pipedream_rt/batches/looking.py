@@ -28,7 +28,7 @@ from pipedream_rt.devices.randomness import (
 )
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.models.preserving_state import drawn_outside, kept_outside
-from pipedream_rt.models.shipping import copying
+from pipedream_rt.models.shipping import classes_kept, copying
 
 _MOST_BYTES = 64 << 20
 """How much of a loader is copied: of its tensors and arrays, the rest of which is shared; and of
@@ -57,8 +57,10 @@ def looking(loader: Iterable[Any], count: int) -> list[Any]:
     with kept_generator_state(), kept_outside():
         try:
             if not (_is_key(loader) and loader in _LOOKED_AT):
-                # Worker processes end here, as nobody else refers to the copy.
-                return list(islice(copying(loader, _MOST_BYTES)(), count))
+                copy_of = copying(loader, _MOST_BYTES)
+                with classes_kept():
+                    # Worker processes end here, as nobody else refers to the copy.
+                    return list(islice(copy_of(), count))
         except Exception as error:  # foreign classes may raise anything
             _log.info(
                 "the %s itself is looked at, since it cannot be copied: %s",

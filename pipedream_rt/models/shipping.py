@@ -12,7 +12,8 @@ import io
 import pickle
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
 from typing import Any, TypeAlias, TypeVar, cast
@@ -265,9 +266,16 @@ def loads(data: Any, buffers: Iterable[Any] | None = None) -> Any:
     """Return what `dumps` has pickled; the classes of this process stay as they are."""
     # cloudpickle recognises a class that this process has pickled itself. It would give that class
     # the methods and attributes of the pickle, which are copies with other globals.
+    with classes_kept():
+        return cloudpickle.loads(data, buffers=buffers)
+
+
+@contextmanager
+def classes_kept() -> Iterator[None]:
+    """Give the classes that this process has pickled with their code their attributes back."""
     before = [(cls, dict(vars(cls))) for cls in list(_GIVEN_AWAY)]
     try:
-        return cloudpickle.loads(data, buffers=buffers)
+        yield
     finally:
         for cls, held in before:
             now = vars(cls)
@@ -281,8 +289,9 @@ def loads(data: Any, buffers: Iterable[Any] | None = None) -> Any:
 def copying(value: T, most: int = 1 << 30) -> Callable[[], T]:
     """Return what makes copies of a value as it is now, each of which may be changed.
 
-    They share what pickles by its name, and tensors and arrays beyond ``most`` bytes. PicklingError
-    is raised if all else takes more bytes, or if there are too many tensors and arrays.
+    They share all classes (see `classes_kept`), what pickles by its name, and tensors and arrays
+    beyond ``most`` bytes. PicklingError is raised if all else takes more, or if there are too many
+    tensors and arrays.
     """
     memory: list[memoryview] = []
     copied: list[bool] = []

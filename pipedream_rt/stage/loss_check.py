@@ -18,7 +18,7 @@ from pipedream_rt.devices.randomness import kept_generator_state
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.tree import Value, flatten, unflatten
 from pipedream_rt.models.preserving_state import kept_outside
-from pipedream_rt.models.shipping import copying
+from pipedream_rt.models.shipping import classes_kept, copying
 from pipedream_rt.stage.spec import LossFunction, total_of
 
 _log = logging.getLogger(__name__)
@@ -166,17 +166,17 @@ class _Losses(NamedTuple):
 def _losses(
     copy: Callable[[], LossFunction], parts: Sequence[_Pair], whole: _Pair, double: bool
 ) -> _Losses:
-    used = copy()
-    again = [_value(used, part, double) for part in (*parts[1:], parts[0])]
-    return _Losses(
-        _value(copy(), whole, double),
-        [_value(copy(), part, double) for part in parts],
-        _value(copy(), parts[0], double, seed=1),
-        again[-1],
-    )
+    def of(*given: _Pair, seed: int = 0) -> Tensor:
+        """Return the loss of the last of some outputs and targets, after those before it."""
+        with classes_kept():
+            loss = copy()
+            return [_value(loss, each, double, seed) for each in given][-1]
+
+    first, *others = parts
+    return _Losses(of(whole), [of(part) for part in parts], of(first, seed=1), of(*others, first))
 
 
-def _value(loss: LossFunction, given: _Pair, double: bool, seed: int = 0) -> Tensor:
+def _value(loss: LossFunction, given: _Pair, double: bool, seed: int) -> Tensor:
     """Return the loss of an output and a target, with the random numbers of a seed."""
     # Copies, since a loss may keep something or work in place.
     output, target = (

@@ -74,6 +74,17 @@ def numbering():
     return numbered
 
 
+def counting_class():
+    class Counted:
+        epoch = 0
+
+        def __iter__(self):
+            Counted.epoch += 1
+            return iter([Counted.epoch, 0, 0])
+
+    return Counted()
+
+
 def kinds():
     own, lock = np.random.default_rng(0), threading.Lock()
     seeded = torch.Generator().manual_seed(2)
@@ -90,6 +101,7 @@ def kinds():
         "draws of NumPy": DataLoader(Rows(np.random.random), 2),
         "a function with state": DataLoader(range(12), 2, collate_fn=numbering()),
         "a class of the script": Counting(),
+        "a class that counts": counting_class(),
         "a stream": DataLoader(Stream(), 2),
         "one that cannot be copied": Counting(lock),
         "a stream that cannot be copied": DataLoader(Stream(lock), 2),

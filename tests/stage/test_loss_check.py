@@ -250,12 +250,24 @@ def drawing_outside():
     return lambda output, y: output.mean() * np.random.random() * random.random(), is_unchanged
 
 
+def counting_in_its_class():
+    class Counted:
+        calls = 0
+
+        def __call__(self, output, y):
+            Counted.calls += 1
+            return output.mean() / Counted.calls
+
+    return Counted(), lambda: Counted.calls == 0
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (counting, ""),
         (partial_of_a_list, ""),
         (moving, ""),
+        (counting_in_its_class, ""),
         (module_around_a_function, ""),
         (dropping, "so it keeps a state (a count, a moving mean, a random generator of its own)"),
         (drawing_outside, "the loss draws random numbers"),
