@@ -100,8 +100,8 @@ class Pipeline:
             layers on the example, and chooses stages and slack for the workers of this machine, as
             `choose` does; with ``checkpoint``, the choice is kept in its folder for a run that
             resumes.
-        example: A mini-batch as the loader yields it, the input alone, or a ``DataLoader``, whose
-            first item is taken: a model that is no sequence of layers is run on it once, to find
+        example: A mini-batch as the loader yields it, the input alone, or the loader, at whose
+            first item is looked: a model that is no sequence of layers is run on it once, to find
             out what passes between its layers. Later mini-batches may have other shapes.
         loss_fn: A function ``(output, target) -> scalar tensor`` that returns a mean over samples,
             or over what ``weigh`` counts; it runs on the last stage. It may return a dict with the

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain, islice
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
-from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
 
+from pipedream_rt.batches.looking import is_loader, looking
 from pipedream_rt.devices.hosted import on_host
-from pipedream_rt.devices.randomness import kept_generator_state
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.models.preserving_state import kept_outside
 
 Prepare: TypeAlias = Callable[[Any], Any]
 """Turns an item of a loader into something that `batch_of` understands."""
@@ -79,53 +74,14 @@ def require_loader(loader: Any, what: str) -> None:
 
 def example_of(example: Any) -> Batch:
     """Return the mini-batch of the argument ``example`` of `Pipeline`."""
-    if isinstance(example, Tensor):
-        return on_host(Batch((example,), {}, None))
-    if isinstance(example, DataLoader):
-        items = looking(example, 1)
-        if not items:
-            raise ConfigError("the loader given as example yields nothing")
-        return batch_of(items[0])
-    return batch_of(example)
+    if not is_loader(example):
+        return input_of(example)
+    items = looking(example, 1)
+    if not items:
+        raise ConfigError("the loader given as example yields nothing")
+    return batch_of(items[0])
 
 
-_LOOKED_AT: WeakKeyDictionary[DataLoader[Any], Iterator[Any]] = WeakKeyDictionary()
-"""Iterators over streams whose first items were looked at; they begin with these once more."""
-
-
-def looking(loader: Iterable[Any], count: int) -> list[Any]:
-    """Peek at the first items of a loader, which yields the same items afterwards."""
-    if isinstance(loader, Iterator):
-        raise ConfigError(
-            f"a {type(loader).__name__} gives each item once, so to look at some would take them "
-            "out: give a list of them, or something that begins anew, as a DataLoader"
-        )
-    if not isinstance(loader, DataLoader):
-        with kept_generator_state(), kept_outside():
-            return list(islice(iter(loader), count))
-    # A sampler that shuffles draws from these, so a peek would change the order of the first epoch.
-    generators = [
-        found
-        for owner in (loader, getattr(loader, "sampler", None))
-        if isinstance(found := getattr(owner, "generator", None), torch.Generator)
-    ]
-    states = [generator.get_state() for generator in generators]
-    with kept_generator_state(), kept_outside():
-        items = begun(loader)
-        found = list(islice(items, count))
-        # A stream may yield each row only once, so `begun` goes on with this very iterator.
-        if isinstance(loader.dataset, IterableDataset):
-            _LOOKED_AT[loader] = chain(found, items)
-    for generator, state in zip(generators, states, strict=True):
-        generator.set_state(state)
-    return found
-
-
-def begun(loader: Any) -> Iterator[Any]:
-    """Begin to iterate over a loader; a stream begins with the items that were looked at."""
-    looked = _LOOKED_AT.pop(loader, None) if isinstance(loader, DataLoader) else None
-    if looked is None:
-        return iter(loader)
-    # iter(DataLoader) draws a seed. Drawn here too, else all later random numbers would differ.
-    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-    return looked
+def input_of(item: Any) -> Batch:
+    """Return the mini-batch of an item that may be an input alone."""
+    return on_host(Batch((item,), {}, None)) if isinstance(item, Tensor) else batch_of(item)

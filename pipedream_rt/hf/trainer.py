@@ -24,6 +24,7 @@ from transformers import Trainer, TrainingArguments
 from pipedream_rt.batches.cutting import samples_in
 from pipedream_rt.batches.forwards import TOTAL
 from pipedream_rt.batches.items import Accumulated, batch_of
+from pipedream_rt.batches.looking import looking
 from pipedream_rt.checkpoint import newest_good
 from pipedream_rt.cluster.forked_workers import prepare
 from pipedream_rt.coordinator.results import PendingStep
@@ -141,7 +142,7 @@ class PipelineMixin(Trainer):
         if self.train_dataset is None or isinstance(self.train_dataset, IterableDataset):
             raise ConfigError("the pipeline starts with the first mini-batch: train or evaluate")
         with _generators_kept():
-            first = self._fed(next(iter(self.get_train_dataloader())), None)
+            first = self._fed(looking(self.get_train_dataloader(), 1)[0], None)
             return self._settled(first)
 
     @property

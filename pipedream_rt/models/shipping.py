@@ -12,16 +12,18 @@ import io
 import pickle
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 from weakref import WeakSet
 
 import cloudpickle
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.utils.data import DataLoader
 
 from pipedream_rt.messages.wire import bytes_of, sendable
 from pipedream_rt.models.code import is_installed
@@ -35,6 +37,8 @@ from pipedream_rt.torch_private import (
     parts_of_operator,
 )
 
+T = TypeVar("T")
+
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
     """A pickler that notes tensors, and can pickle modules with parametrizations.
@@ -43,9 +47,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
         tensors: Where each tensor that came along lies in memory, by ``id``.
     """
 
-    def __init__(self, file: io.BytesIO, take: Take | None = None) -> None:
+    def __init__(self, file: io.BytesIO, take: Take | None = None, travels: bool = True) -> None:
         super().__init__(file, buffer_callback=take)
         self.tensors: dict[int, Range] = {}
+        self._travels = travels
         self._data_to_come: set[Range] = set()
 
     def persistent_id(self, value: object) -> None:
@@ -63,7 +68,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
 
     def reducer_override(self, value: Any) -> Any:
         """Pickle in another way what cloudpickle or torch cannot, or does slowly."""
-        if type(value) is Tensor and is_away(value):
+        if self._travels and type(value) is Tensor and is_away(value):
             # The worker moves it to the device on which it computes.
             value = _on_host(value)
         if type(value) is Tensor and _is_plain(value):
@@ -87,6 +92,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
         if isinstance(value, tuple) and hasattr(type(value), "_make"):
             # A program has slots in place of tensors, which the own constructor may not bear.
             return _named_tuple, (type(value), tuple(value))
+        if isinstance(value, DataLoader) and value._iterator is not None:
+            # Its worker processes stay here; the copy starts its own.
+            reduced: Any = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            make, args, state, *rest = reduced
+            return make, args, {**state, "_iterator": None}, *rest
         if isinstance(value, nn.Module) and parametrize.is_parametrized(value):
             # Its class is made at run time, so no worker can import it.
             cls = parametrize.type_before_parametrizations(value)
@@ -236,24 +246,36 @@ def dumps(
     ``take`` gets the memory of each tensor, in the order in which `loads` needs it as ``buffers``;
     with None it is among the bytes. ``along`` gets the ``id`` of each object that was pickled.
     """
-    _have_the_script_travel()
     with io.BytesIO() as file:
         pickler = _Pickler(file, take)
-        pickler.dump(value)
-        tracked = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_CLASS", ())
-        _GIVEN_AWAY.update(list(tracked))
+        _dump(pickler, value)
         if along is not None:
             along.update(pickler.memo.copy())
         return file.getvalue(), pickler.tensors
+
+
+def _dump(pickler: _Pickler, value: object) -> None:
+    """Pickle a value, and note the classes that are pickled with their code."""
+    _have_the_script_travel()
+    pickler.dump(value)
+    tracked = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_CLASS", ())
+    _GIVEN_AWAY.update(list(tracked))
 
 
 def loads(data: Any, buffers: Iterable[Any] | None = None) -> Any:
     """Return what `dumps` has pickled; the classes of this process stay as they are."""
     # cloudpickle recognises a class that this process has pickled itself. It would give that class
     # the methods and attributes of the pickle, which are copies with other globals.
+    with classes_kept():
+        return cloudpickle.loads(data, buffers=buffers)
+
+
+@contextmanager
+def classes_kept() -> Iterator[None]:
+    """Give the classes that this process has pickled with their code their attributes back."""
     before = [(cls, dict(vars(cls))) for cls in list(_GIVEN_AWAY)]
     try:
-        return cloudpickle.loads(data, buffers=buffers)
+        yield
     finally:
         for cls, held in before:
             now = vars(cls)
@@ -262,6 +284,55 @@ def loads(data: Any, buffers: Iterable[Any] | None = None) -> Any:
             for name, value in held.items():
                 if now.get(name) is not value:
                     type.__setattr__(cls, name, value)
+
+
+def copying(value: T, most: int = 1 << 30) -> Callable[[], T]:
+    """Return what makes copies of a value as it is now, each of which may be changed.
+
+    They share all classes (see `classes_kept`), what pickles by its name, and tensors and arrays
+    beyond ``most`` bytes. PicklingError is raised if all else takes more, or if there are too many
+    tensors and arrays.
+    """
+    memory: list[memoryview] = []
+    copied: list[bool] = []
+    left = most
+
+    def take(buffer: pickle.PickleBuffer) -> None:
+        if len(memory) == _MOST_BUFFERS:
+            raise pickle.PicklingError(f"it has more than {_MOST_BUFFERS} tensors and arrays")
+        nonlocal left
+        memory.append(buffer.raw())
+        copied.append(memory[-1].nbytes <= left)
+        left -= memory[-1].nbytes * copied[-1]
+
+    with _Bounded(most) as file:
+        _dump(_Pickler(file, take, travels=False), value)
+        data = file.getvalue()
+
+    def copy() -> T:
+        buffers = zip(memory, copied, strict=True)
+        made: T = loads(data, [bytearray(raw) if own else raw for raw, own in buffers])
+        return made
+
+    return copy
+
+
+_MOST_BUFFERS = 1 << 16
+"""How many tensors and arrays are copied at most: to pickle one takes 30 us."""
+
+
+class _Bounded(io.BytesIO):
+    """A file in memory that grows to a number of bytes at most."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def write(self, data: Any) -> int:
+        """Write bytes, or raise PicklingError."""
+        if self.tell() + memoryview(data).nbytes > self._most:
+            raise pickle.PicklingError(f"it takes more than {self._most >> 20} MiB")
+        return super().write(data)
 
 
 _GIVEN_AWAY: WeakSet[type] = WeakSet()

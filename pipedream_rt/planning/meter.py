@@ -109,9 +109,11 @@ class Meter:
                     for source, slots in program.takes.items()
                 }
             )
+            if last:
+                values[_TARGET] = target
             part = _ProfiledLayer(self._model, name, program, values, autocast)
             if last:
-                part.loss = lambda output: self._loss(output, target)
+                part.loss = self._loss
             made = part.outcome()
             yield self._costs(part, float(sum(t.nbytes for t in _tensors(made))))
             passed.update(made)
@@ -171,6 +173,10 @@ class Meter:
         return statistics.median(times), state
 
 
+_TARGET = -1
+"""The slot of the target among the values of the last part; those of programs count from 0."""
+
+
 class _ProfiledLayer:
     """A layer, with what is between it and the next one, and what came in.
 
@@ -189,7 +195,7 @@ class _ProfiledLayer:
         autocast: torch.dtype | None,
     ) -> None:
         self.name = name
-        self.loss: Callable[[Any], Any] = lambda output: output
+        self.loss: Callable[[Any, Any], Any] = lambda output, target: output
         self._program, self._values, self._autocast = program, values, autocast
         self._calls: list[tuple[Step, Any]] = [
             (step, step.target if step.layer is None else model.get_submodule(step.layer))
@@ -217,7 +223,7 @@ class _ProfiledLayer:
             leaves.append(tensor.detach().requires_grad_())
             return leaves[-1].clone()  # autograd refuses a change in place of a leaf
 
-        # Copies, as a layer may change its input in place.
+        # Copies, as a layer may change its input in place, and the loss its target.
         made = {slot: replaced(v, (Tensor,), fresh) for slot, v in self._values.items()}
         return made, leaves
 
@@ -232,7 +238,8 @@ class _ProfiledLayer:
                     put(step, call(*args, **kwargs), values)
             out = {s: values[s] for slots in self._program.gives.values() for s in slots}
             if self._program.output is not None:
-                out[-1] = self.loss(filled(self._program.output, values, self._held))
+                output = filled(self._program.output, values, self._held)
+                out[-1] = self.loss(output, values.get(_TARGET))
         return out
 
     def outcome(self) -> dict[int, Any]:

@@ -30,12 +30,14 @@ from pipedream_rt.job.splitting import ForwardOptions, split_model
 from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.messages.tree import flat_copy
 from pipedream_rt.models.cut import StageProgram
+from pipedream_rt.models.preserving_state import kept_outside
 from pipedream_rt.models.program import (
     Slot,
     Step,
     found,
     on_device,
 )
+from pipedream_rt.models.shipping import copying
 from pipedream_rt.models.tensors import home_of
 from pipedream_rt.planning import files
 from pipedream_rt.planning.meter import SETTLED_S, Meter, Optimizer
@@ -115,7 +117,7 @@ def profile(
         inputs = {0: example.args[0]}
     home = home_of(unsplit.whole)
     parts, inputs, target = on_device((parts, inputs, example.target), home)
-    meter = Meter(unsplit.whole, loss_fn, made, repeats, warm_up)
+    meter = Meter(unsplit.whole, _apart(loss_fn), made, repeats, warm_up)
     with _left_as_it_was(unsplit.whole, loss_fn):
         layers = list(meter.measure(parts, inputs, target, autocast))
     for text in about_unsettled(layers):
@@ -260,9 +262,18 @@ def _parts_of_sequence(names: list[str]) -> list[tuple[str, StageProgram]]:
     ]
 
 
+def _apart(loss_fn: LossFunction | None) -> LossFunction | None:
+    """Return a copy of a loss function, which may keep a state; a module is put back instead."""
+    if loss_fn is None or isinstance(loss_fn, nn.Module):
+        return loss_fn
+    with suppress(Exception):  # what cannot be copied is called itself
+        return copying(loss_fn)()
+    return loss_fn
+
+
 @contextmanager
 def _left_as_it_was(model: nn.Module, loss_fn: object) -> Iterator[None]:
-    """Put buffers, gradients and the random generator back at the end."""
+    """Put buffers, gradients and the random generators back at the end."""
     whole = [model, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
     modules = [module for each in whole for module in each.modules()]
     buffers = [
@@ -271,7 +282,7 @@ def _left_as_it_was(model: nn.Module, loss_fn: object) -> Iterator[None]:
         for name, buffer in module._buffers.items()
     ]
     gradients = [(parameter, parameter.grad) for m in whole for parameter in m.parameters()]
-    with kept_generator_state():
+    with kept_generator_state(), kept_outside():
         try:
             yield
         finally:

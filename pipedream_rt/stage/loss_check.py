@@ -7,9 +7,8 @@ train on something else.
 
 from __future__ import annotations
 
-import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -17,7 +16,9 @@ from torch import Tensor
 
 from pipedream_rt.devices.randomness import kept_generator_state
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.messages.tree import flatten, unflatten
+from pipedream_rt.messages.tree import Value, flatten, unflatten
+from pipedream_rt.models.preserving_state import kept_outside
+from pipedream_rt.models.shipping import classes_kept, copying
 from pipedream_rt.stage.spec import LossFunction, total_of
 
 _log = logging.getLogger(__name__)
@@ -34,6 +35,11 @@ RANDOM = (
 )
 """The warning about a loss that cannot be compared."""
 
+_STATE = (
+    "for the same micro-batch it is another one after it was computed of others, so it keeps a "
+    "state (a count, a moving mean, a random generator of its own)"
+)
+
 _NOT_COMPARED = (
     "the loss of a mini-batch was not compared with those of its micro-batches: %s. Training is "
     "right if the loss is a mean over samples, or over what weigh counts; Training(check_loss=0) "
@@ -41,6 +47,7 @@ _NOT_COMPARED = (
 )
 
 _Flat: TypeAlias = tuple[Any, Sequence[Tensor]]
+_Pair: TypeAlias = tuple[_Flat, _Flat]  # an output and a target
 
 
 class _KeptMicroBatch(NamedTuple):
@@ -56,25 +63,35 @@ class LossCheck:
     def __init__(self, loss: LossFunction) -> None:
         self._loss = loss
         self._parts: list[_KeptMicroBatch] = []
-        self._seen = 0
+        self._seen = self._of = self._enough = 0
         self._is_done = self._is_given_up = False
 
-    def look(self, output: Any, target: Any, share: float, parts: int, samples: int) -> None:
-        """Keep a micro-batch of `samples` samples; compare once all `parts` of them are here."""
+    def keep(self, output: Any, target: Value, share: float, parts: int, samples: int) -> None:
+        """Keep a micro-batch, one of `parts`, of `samples` samples, as its loss is to be given it.
+
+        The loss may then change both in place.
+        """
         if self._is_given_up or parts < 2:
             return
         structure, tensors = flatten(output)
         if not self._is_done:
             copied = unflatten(structure, [t.detach().clone() for t in tensors])
-            self._parts.append(_KeptMicroBatch(copied, target, share, samples))
-        enough = 2 if parts * sum(t.nbytes for t in tensors) > _MOST_BYTES else parts
-        if len(self._parts) == enough:
+            wanted = unflatten(target.structure, [t.clone() for t in target.tensors])
+            self._parts.append(_KeptMicroBatch(copied, wanted, share, samples))
+        large = parts * sum(t.nbytes for t in tensors) > _MOST_BYTES
+        self._enough, self._of = 2 if large else parts, parts
+
+    def compare(self) -> None:
+        """Compare once all micro-batches of the mini-batch are kept. Call it after each `keep`."""
+        if self._is_given_up or self._of < 2:
+            return
+        if len(self._parts) == self._enough:
             kept, self._parts, self._is_done = self._parts, [], True
             # The run must draw the same random numbers as without this comparison.
-            with kept_generator_state(), torch.no_grad():
+            with kept_generator_state(), kept_outside(), torch.no_grad():
                 self._compare(kept)
         self._seen += 1
-        if self._seen == parts:  # the next one is of another mini-batch
+        if self._seen == self._of:  # the next one is of another mini-batch
             self._seen, self._is_done = 0, False
 
     def _compare(self, parts: Sequence[_KeptMicroBatch]) -> None:
@@ -87,50 +104,90 @@ class LossCheck:
             why = "they differ in structure or shape, or have no dimension of samples"
             self._give_up(_NOT_COMPARED, f"their {what} cannot be joined: {why}")
             return
+        try:
+            copy = copying(self._loss)
+        except Exception as error:  # what it holds may be of any class
+            self._give_up(_NOT_COMPARED, f"it cannot be copied ({error})")
+            return
+        given = [(flatten(part.output), flatten(part.target)) for part in parts]
         failure: Exception | None = None
         # Double precision first: hardly anything of a difference is rounding there.
         for double in (True, False):
             try:
-                of_whole = self._value(whole, target, double)
-                first, *others = (
-                    (self._value(flatten(part.output), flatten(part.target), double), part.share)
-                    for part in parts
-                )
-                # Another seed: a loss that draws random numbers cannot be compared.
-                again = self._value(
-                    flatten(parts[0].output), flatten(parts[0].target), double, seed=1
-                )
+                found = _losses(copy, given, (whole, target), double)
             except Exception as error:  # the user's code, given more, or another dtype
                 failure = error
                 continue
-            rounding = rounding_of(of_whole.dtype)
-            difference = abs(float(again) - float(first[0]))
-            if difference > rounding * max(abs(float(again)), abs(float(first[0]))):
-                self._give_up(RANDOM)
-                return
-            weighed = [(float(value), share) for value, share in (first, *others)]
-            refuse_no_mean(float(of_whole), weighed, rounding)
+            self._judge(found, [part.share for part in parts])
             return
         self._give_up(_NOT_COMPARED, f"it cannot be computed of all of them ({failure})")
+
+    def _judge(self, found: _Losses, shares: Sequence[float]) -> None:
+        """Refuse a loss that is no mean; warn of one that cannot be compared."""
+        rounding = rounding_of(found.whole.dtype)
+        first = float(found.parts[0])
+
+        def differs(other: Tensor) -> bool:
+            return abs(float(other) - first) > rounding * max(abs(float(other)), abs(first))
+
+        if differs(found.reseeded):
+            self._give_up(RANDOM)
+            return
+        try:
+            weighed = [
+                (float(loss), share) for loss, share in zip(found.parts, shares, strict=True)
+            ]
+            refuse_no_mean(float(found.whole), weighed, rounding)
+        except ConfigError:
+            if not differs(found.later):
+                raise
+            self._give_up(_NOT_COMPARED, _STATE)
 
     def _give_up(self, text: str, *why: str) -> None:
         """Warn, and compare no more."""
         self._is_given_up = True
         _log.warning(text, *why)
 
-    def _value(self, output: _Flat, target: _Flat, double: bool, seed: int = 0) -> Tensor:
-        """Return the loss of an output and a target, with the random numbers of a seed."""
-        # Copies, since a loss may keep something or work in place.
-        given = [
-            unflatten(structure, [_in_double(t) if double else t.clone() for t in tensors])
-            for structure, tensors in (output, target)
-        ]
-        torch.manual_seed(seed)
-        loss = copy.deepcopy(self._loss)
-        if double and isinstance(loss, torch.nn.Module):
-            loss = loss.double()
-        total: Tensor = total_of(loss(*given))[0]
-        return total.detach().reshape(())
+
+class _Losses(NamedTuple):
+    """Losses of a mini-batch, each computed by a copy of the loss function as it is now.
+
+    Attributes:
+        reseeded: That of the first part with random numbers of another seed.
+        later: That of the first part by a copy that has computed those of all others.
+    """
+
+    whole: Tensor
+    parts: list[Tensor]
+    reseeded: Tensor
+    later: Tensor
+
+
+def _losses(
+    copy: Callable[[], LossFunction], parts: Sequence[_Pair], whole: _Pair, double: bool
+) -> _Losses:
+    def of(*given: _Pair, seed: int = 0) -> Tensor:
+        """Return the loss of the last of some outputs and targets, after those before it."""
+        with classes_kept():
+            loss = copy()
+            return [_value(loss, each, double, seed) for each in given][-1]
+
+    first, *others = parts
+    return _Losses(of(whole), [of(part) for part in parts], of(first, seed=1), of(*others, first))
+
+
+def _value(loss: LossFunction, given: _Pair, double: bool, seed: int) -> Tensor:
+    """Return the loss of an output and a target, with the random numbers of a seed."""
+    # Copies, since a loss may keep something or work in place.
+    output, target = (
+        unflatten(structure, [_in_double(t) if double else t.clone() for t in tensors])
+        for structure, tensors in given
+    )
+    torch.manual_seed(seed)
+    if double and isinstance(loss, torch.nn.Module):
+        loss = loss.double()
+    total: Tensor = total_of(loss(output, target))[0]
+    return total.detach().reshape(())
 
 
 def rounding_of(dtype: torch.dtype) -> float:

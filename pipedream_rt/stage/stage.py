@@ -23,7 +23,7 @@ import torch
 
 from pipedream_rt.devices import HOST, DeferredScalar, Device
 from pipedream_rt.errors import ConfigError, NonFiniteLoss, ScheduleError
-from pipedream_rt.messages.tree import Value, unflatten
+from pipedream_rt.messages.tree import Value
 from pipedream_rt.models.code import code_of, refuse_other_code
 from pipedream_rt.models.holders import Given
 from pipedream_rt.models.shipping import loads
@@ -177,6 +177,7 @@ class Stage:
         self.given.apply(given)
         values = flight.enter(runner, inputs, program)
         others = len(self._in_flight) > 1
+        check = self._loss_check if compared else None
         # Once is enough to warn of a mini-batch that is changed in place.
         told = runner.of_mini_batch(inputs) if micro_batch == 0 else None
         with (
@@ -189,15 +190,15 @@ class Stage:
         ):
             made = runner.train(program, values, micro_batch)
             if target is not None:
+                if check is not None:
+                    check.keep(made[0], target, share, *compared)
                 loss, parts = runner.loss(made[0], target)
                 flight.said = {**parts, **measured(metrics, made[0], target)}
         if target is None:
             return flight.leave(made)
-        if compared:
-            assert self._loss_check is not None
-            wanted = unflatten(target.structure, target.tensors)
+        if check is not None:
             with self.weights.reading(micro_batch), runner.casting():
-                self._loss_check.look(made[0], wanted, share, *compared)
+                check.compare()
         if not share:  # no backward: if all labels are ignored, their mean loss is NaN
             return runner.device.number(loss)
         reported = runner.device.number(loss, partial(self._check_finite, micro_batch))

@@ -23,9 +23,9 @@ from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.given_optimizer import OptimizerParts
 from pipedream_rt.job.job import Job
 from pipedream_rt.job.unsplit_model import UnsplitModel
-from pipedream_rt.messages.tree import Value, unflatten
+from pipedream_rt.messages.tree import Value, own, unflatten
 from pipedream_rt.models import dumps, loads
-from pipedream_rt.models.program import found
+from pipedream_rt.models.program import found, replaced
 from pipedream_rt.models.tensors import gradient_hooks, home_of, own_buffers
 from pipedream_rt.schedules.placement import LOSS_LAYER
 from pipedream_rt.stage.hyper import Hyper, set_hyper
@@ -338,7 +338,13 @@ def copy_of(value: Value) -> Any:
 
 
 def inputs_of(job: Job, batch: Batch) -> tuple[Any, Any]:
-    """Return what the model, or its first layer, takes of a mini-batch, and the target."""
+    """Return copies of what the model, or its first layer, takes of a mini-batch, and the target.
+
+    A forward or a loss may change them in place, and the mini-batch is the script's own.
+    """
     batch = unmarked(batch)
     given = batch.args[0] if job.model.sequence is not None else (batch.args, batch.kwargs)
-    return given, batch.target
+    copies: tuple[Any, Any] = replaced(
+        (given, batch.target), (Tensor,), functools.partial(own, copy=True)
+    )
+    return copies

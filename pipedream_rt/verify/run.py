@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from pipedream_rt.batches.cutting import unmarked
 from pipedream_rt.batches.forwards import Forwards
-from pipedream_rt.batches.items import Batch, Prepare, batch_of, looking, require_loader
+from pipedream_rt.batches.items import Batch, Prepare, batch_of, require_loader
+from pipedream_rt.batches.looking import looking
 from pipedream_rt.batches.micro_batches import CutBatch
 from pipedream_rt.batches.recorded_forwards import RecordedForwards
 from pipedream_rt.coordinator.results import PendingStep

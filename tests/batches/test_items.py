@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipedream_rt import ConfigError
-from pipedream_rt.batches.items import Batch, batch_of, begun, example_of, looking, require_loader
+from pipedream_rt.batches.items import Batch, batch_of, example_of, input_of, require_loader
 
 X, Y = torch.ones(2, 3), torch.zeros(2)
 
@@ -70,28 +70,23 @@ def test_a_loader_may_be_iterated_over_in_either_way():
     require_loader(Untouched(), "train_epoch")
 
 
+def test_an_item_to_predict_may_be_an_input_and_is_no_loader():
+    assert input_of(X) == Batch((X,), {}, None)
+    with pytest.raises(ConfigError, match="this item is a range"):
+        input_of(range(2))
+
+
 def test_an_example_may_be_an_input_or_a_loader():
     assert example_of(X) == Batch((X,), {}, None)
     assert example_of((X, Y)) == Batch((X,), {}, Y)
     loader = torch.utils.data.DataLoader([(X[0], Y[0]), (X[1], Y[1])], batch_size=2)
     assert torch.equal(example_of(loader).args[0], X)
+    of_class = torch.utils.data.BatchSampler(["x", "y"], 2, False)
+    assert example_of(of_class) == Batch(("x",), {}, "y")
+    with pytest.raises(ConfigError, match="a generator gives each item once"):
+        example_of((X, Y) for _ in range(2))
     with pytest.raises(ConfigError, match="the loader given as example yields nothing"):
         example_of(torch.utils.data.DataLoader([]))
-
-
-def test_who_looks_at_a_loader_changes_neither_its_order_nor_random_numbers():
-    def order_of(looks):
-        torch.manual_seed(3)
-        own = torch.Generator().manual_seed(5)
-        loader = torch.utils.data.DataLoader(range(12), 2, shuffle=True, generator=own)
-        if looks:
-            assert len(looking(loader, 2)) == 2
-        return [item.tolist() for item in begun(loader)], torch.rand(1).item()
-
-    assert order_of(looks=True) == order_of(looks=False)
-    assert looking([1, 2, 3], 2) == [1, 2]
-    with pytest.raises(ConfigError, match="a list_iterator gives each item once"):
-        looking(iter([1]), 1)
 
 
 class Rows(torch.utils.data.IterableDataset):

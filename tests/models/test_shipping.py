@@ -1,9 +1,13 @@
 """What is pickled for a worker can be read where the script is not."""
 
+import pickle
 import sys
 import types
 
 import cloudpickle
+import numpy as np
+import pytest
+import torch
 from torch import nn
 
 from pipedream_rt.models import shipping
@@ -22,3 +26,34 @@ def test_classes_of_a_script_that_multiprocessing_has_spawned_travel(monkeypatch
         cloudpickle.unregister_pickle_by_value(script)
     monkeypatch.delitem(sys.modules, "__mp_main__")
     assert cloudpickle.loads(written).width == 3
+
+
+def test_worker_processes_of_a_loader_do_not_travel():
+    loader = torch.utils.data.DataLoader(range(4))
+    loader._iterator = iter(loader)
+    copied = shipping.loads(shipping.dumps(loader)[0])
+    assert copied._iterator is None
+    assert len(copied) == 4
+
+
+def test_copies_are_made_of_a_value_as_it_is_and_share_what_is_large():
+    small, large = torch.zeros(2), np.zeros(1 << 10)
+    copy = shipping.copying({"small": small, "large": large, "list": [1]}, 1 << 10)
+    for _ in range(2):
+        made = copy()
+        assert (made["small"].sum(), made["list"]) == (0, [1])
+        made["small"] += 1
+        made["large"] += 1
+        made["list"].append(2)
+    assert (small.sum(), large[0]) == (0, 2)
+
+
+def test_no_copies_are_made_of_too_much(monkeypatch):
+    words = list(map(str, range(1 << 20)))
+    with pytest.raises(pickle.PicklingError, match="more than 1 MiB"):
+        shipping.copying(words, 1 << 20)
+    assert shipping.copying(words, 1 << 24)() == words
+    monkeypatch.setattr(shipping, "_MOST_BUFFERS", 1)
+    assert shipping.copying([torch.ones(1)], 1 << 10)() == [1]
+    with pytest.raises(pickle.PicklingError, match="more than 1 tensors and arrays"):
+        shipping.copying([torch.ones(1), torch.ones(1)], 1 << 10)

@@ -1,7 +1,9 @@
 """The profiler, with layers that move a clock of the tests."""
 
 import copy
+import random
 import re
+import threading
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from pipedream_rt.batches.items import batch_of
 from pipedream_rt.planning.cuts import cuts_of
 from pipedream_rt.planning.profile import LayerCosts
 from pipedream_rt.planning.profiling import about_unsettled, hash_of, optimizer_choice
+
+X = torch.ones(3, 4)
 
 
 class Up(nn.Linear):
@@ -140,6 +144,31 @@ def test_nothing_of_the_model_or_of_the_generator_changes(clock):
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
     assert torch.equal(model[0].weight.grad, torch.ones(4, 4))
     assert model[3].weight.grad is None
+
+
+def test_a_loss_that_changes_its_target_or_keeps_a_state_changes_copies(clock):
+    labels, calls = torch.arange(1, 4), []
+
+    def loss_fn(output, y):
+        y.sub_(1)  # a second time would make the least of them negative
+        calls.append(1)
+        return F.cross_entropy(output, y) * random.random()
+
+    before = random.getstate()
+    profile(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (X, labels), loss_fn=loss_fn)
+    assert labels.tolist() == [1, 2, 3]
+    assert not calls
+    assert random.getstate() == before
+
+
+def test_a_loss_that_cannot_be_copied_is_called_itself(clock):
+    held = threading.Lock()
+
+    def loss_fn(output, y):
+        assert not held.locked()
+        return F.mse_loss(output, y)
+
+    assert profile(nn.Sequential(nn.Linear(4, 4)), (X, X), loss_fn=loss_fn).layers
 
 
 def test_the_hash_tells_models_batches_and_optimizers_apart():

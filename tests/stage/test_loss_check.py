@@ -1,7 +1,11 @@
 """The loss of a whole mini-batch is compared with the mean of those of its micro-batches."""
 
+import functools
 import math
+import random
+import threading
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +13,7 @@ from support.labelled import Counts
 from torch import nn
 
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.messages.tree import flat_copy
 from pipedream_rt.stage.loss_check import LossCheck, joined, refuse_no_mean, rounding_of
 
 CLASSES, SAMPLES = 5, 8
@@ -62,7 +67,16 @@ def look(check, sizes, x, y, shares=None):
     shares = shares or [size / len(x) for size in sizes]
     parts = zip(x.split(sizes), y.split(sizes), shares, sizes, strict=True)
     for output, target, share, size in parts:
-        check.look(output, target, share, len(sizes), size)
+        look_at(check, output, target, share, len(sizes), size)
+
+
+def look_at(check, output, target, *numbers):
+    """Let a check look at a micro-batch, whose loss then changes output and target in place."""
+    output, target = output.clone(), flat_copy(target)
+    check.keep(output, target, *numbers)
+    for tensor in (output, *target.tensors):
+        tensor.zero_()
+    check.compare()
 
 
 @pytest.mark.parametrize("name", NO_MEANS)
@@ -120,32 +134,38 @@ def test_each_mini_batch_is_compared():
 
 def test_one_micro_batch_is_not_compared():
     check = LossCheck(lambda output, y: 1 / 0)
-    check.look(*data(), 1.0, 1, SAMPLES)
+    look_at(check, *data(), 1.0, 1, SAMPLES)
+
+
+def noting_sizes(output, y):
+    SIZES.append(len(output))  # copies share it, as they share what is imported
+    return output.mean()
+
+
+SIZES = []
 
 
 def test_of_large_outputs_two_micro_batches_are_compared(monkeypatch):
-    seen = []
-
-    def loss_fn(output, y):
-        seen.append(len(output))
-        return output.mean()
-
     x, y = data()
     monkeypatch.setattr("pipedream_rt.stage.loss_check._MOST_BYTES", x.nbytes - 1)
-    check = LossCheck(loss_fn)
+    monkeypatch.setitem(globals(), "SIZES", [])
+    check = LossCheck(noting_sizes)
     for _ in range(2):
         look(check, [2, 2, 2, 2], x, y)
-    assert max(seen) == 4
-    assert seen.count(4) == 2
+    assert max(SIZES) == 4
+    assert SIZES.count(4) == 2
 
 
-def test_what_is_kept_does_not_change_with_the_output():
-    x, y = data()
-    check = LossCheck(lambda output, y: output.mean())
-    output = x[:4].clone()
-    check.look(output, y[:4], 0.5, 2, 4)
-    output.fill_(100)
-    check.look(x[4:], y[4:], 0.5, 2, 4)
+def test_a_loss_is_compared_on_what_it_is_given_though_it_changes_that_in_place():
+    y = torch.arange(1, 9)
+
+    def loss_fn(output, y):
+        y.sub_(1)  # labels that count from one
+        return output.gather(1, y[:, None]).mean()
+
+    x = torch.rand(8, 8)
+    look(LossCheck(loss_fn), [4, 4], x, y)
+    assert y.tolist() == [*range(1, 9)]
 
 
 def test_a_loss_that_draws_is_told_once_and_compared_no_more(caplog):
@@ -154,6 +174,131 @@ def test_a_loss_that_draws_is_told_once_and_compared_no_more(caplog):
     for _ in range(2):
         look(check, [4, 4], x, y)
     assert caplog.text.count("the loss draws random numbers") == 1
+
+
+def counting():
+    """A loss in whose closure a count and a moving mean are."""
+    state = {"n": 0}
+
+    def loss_fn(output, y):
+        loss = output.pow(2).mean()
+        state["n"] += 1
+        state["mean"] = 0.9 * state.get("mean", loss.item()) + 0.1 * loss.item()
+        return loss / state["n"]
+
+    return loss_fn, lambda: state == {"n": 0}
+
+
+def partial_of_a_list():
+    calls = []
+    loss_fn = functools.partial(lambda calls, output, y: (calls.append(1), output.mean())[1], calls)
+    return loss_fn, lambda: not calls
+
+
+class Moving:
+    """A loss of a class, with arrays that it changes in place."""
+
+    def __init__(self):
+        self.tensor, self.array = torch.zeros(2), np.zeros(2)
+
+    def __call__(self, output, y):
+        self.tensor += 1
+        self.array += 1
+        return output.mean() * self.tensor.sum()
+
+
+def moving():
+    loss_fn = Moving()
+    return loss_fn, lambda: not loss_fn.tensor.any() and not loss_fn.array.any()
+
+
+class Around(nn.Module):
+    """A module that calls a function with a state."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, output, y):
+        return self.inner(output, y)
+
+
+def module_around_a_function():
+    inner, is_unchanged = counting()
+    return Around(inner), is_unchanged
+
+
+def dropping():
+    """A loss that draws from a generator of its own."""
+    own = torch.Generator().manual_seed(0)
+    before = own.get_state()
+
+    def loss_fn(output, y):
+        return (output * torch.rand(output.shape, generator=own)).mean()
+
+    return loss_fn, lambda: torch.equal(own.get_state(), before)
+
+
+def drawing_outside():
+    before = np.random.get_state()[1:3], random.getstate()
+
+    def is_unchanged():
+        (keys, position), python = before
+        now = np.random.get_state()
+        return (now[1] == keys).all() and now[2] == position and random.getstate() == python
+
+    return lambda output, y: output.mean() * np.random.random() * random.random(), is_unchanged
+
+
+def counting_in_its_class():
+    class Counted:
+        calls = 0
+
+        def __call__(self, output, y):
+            Counted.calls += 1
+            return output.mean() / Counted.calls
+
+    return Counted(), lambda: Counted.calls == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (counting, ""),
+        (partial_of_a_list, ""),
+        (moving, ""),
+        (counting_in_its_class, ""),
+        (module_around_a_function, ""),
+        (dropping, "so it keeps a state (a count, a moving mean, a random generator of its own)"),
+        (drawing_outside, "the loss draws random numbers"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_loss_with_a_state_keeps_it_and_is_no_loss_that_draws(make, words, caplog):
+    loss_fn, is_unchanged = make()
+    check = LossCheck(loss_fn)
+    for _ in range(2):
+        look(check, [2, 2, 4], *data())
+    assert is_unchanged()
+    assert caplog.text.count("WARNING") == bool(words)
+    assert words in caplog.text
+
+
+def test_a_sum_that_keeps_what_it_computed_is_refused_all_the_same():
+    kept = []
+
+    def loss_fn(output, y):
+        kept.append(output.pow(2).sum().item())
+        return output.pow(2).sum()
+
+    with pytest.raises(ConfigError, match="no mean over samples"):
+        look(LossCheck(loss_fn), [4, 4], *data())
+
+
+def test_a_loss_that_cannot_be_copied_is_told(caplog):
+    lock = threading.Lock()
+    look(LossCheck(lambda output, y: output.mean() + lock.locked()), [4, 4], *data())
+    assert "it cannot be copied (cannot pickle '_thread.lock' object" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -168,7 +313,7 @@ def test_what_cannot_be_compared_is_told(loss_fn, output, words, caplog):
     check, y = LossCheck(loss_fn), torch.zeros(8)
     parts = output if output.dim() == 1 else output.split(4)
     for part, target in zip(parts, y.split(4), strict=True):
-        check.look(part, target, 0.5, 2, 4)
+        look_at(check, part, target, 0.5, 2, 4)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert words in record.getMessage()

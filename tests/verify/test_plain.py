@@ -43,6 +43,16 @@ def no_hyper(job):
     return [{} for _ in job.optimizer.groups]
 
 
+def test_a_forward_or_a_loss_that_changes_a_mini_batch_in_place_changes_copies():
+    def loss_fn(output, y):
+        return F.mse_loss(output, y.clamp_(0.0, 0.5))
+
+    batch = Batch((torch.ones(4, 4),), {}, torch.ones(4, 4))
+    job = job_of(nn.Sequential(nn.Hardtanh(-2, -1, inplace=True), nn.Linear(4, 4)), loss_fn)
+    training_of(job).losses_of(cut_for(job, batch))
+    assert all(map(torch.equal, (batch.args[0], batch.target), (torch.ones(4, 4),) * 2))
+
+
 # -- what goes into layers and comes out of them --------------------------------------------------
 
 
@@ -218,7 +228,10 @@ def test_a_sequence_takes_its_input_and_another_model_its_arguments():
         def forward(self, x):
             return self.b(self.a(x))
 
-    assert inputs_of(job_of(), BATCH) == (BATCH.args[0], BATCH.target)
-    given, target = inputs_of(job_of(Net(), example=BATCH.args[0]), BATCH)
-    assert given == (BATCH.args, {})
-    assert target is BATCH.target
+    x, target = inputs_of(job_of(), BATCH)
+    (args, kwargs), again = inputs_of(job_of(Net(), example=BATCH.args[0]), BATCH)
+    assert torch.equal(x, BATCH.args[0])
+    assert torch.equal(*args, BATCH.args[0])
+    assert kwargs == {}
+    assert torch.equal(target, BATCH.target)
+    assert torch.equal(again, BATCH.target)

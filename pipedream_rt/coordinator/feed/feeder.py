@@ -25,9 +25,10 @@ from pipedream_rt.batches.items import (
     Batch,
     Prepare,
     batch_of,
-    example_of,
+    input_of,
     require_loader,
 )
+from pipedream_rt.batches.looking import begun
 from pipedream_rt.batches.micro_batches import CutBatch, Cutter, LossChecks, MicroBatch
 from pipedream_rt.batches.weighing import Samples, WeighedMean, Weighing
 from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
@@ -331,7 +332,7 @@ class Feeder:
         packed = packed_metrics(metrics or {})
         mode = Mode.EVALUATE_AND_KEEP if keep_buffers else Mode.EVALUATE
         means = {"loss": WeighedMean()}
-        batches = (batch_of(item, prepare) for item in loader)
+        batches = (batch_of(item, prepare) for item in begun(loader))
         clear, training = Samples(), self._group.feed.training
         parts = (
             self._cutter.part(each, mode, training, samples_of(each) or 1, clear)
@@ -406,7 +407,8 @@ class Feeder:
         """Yield the model's output for each item of a loader; see `Pipeline.predict`."""
         self._group.life.check()
         require_loader(loader, "predict")
-        batches = (example_of(item if prepare is None else prepare(item)) for item in loader)
+        items = begun(loader)
+        batches = (input_of(item if prepare is None else prepare(item)) for item in items)
         parts = (self._part(batch, Mode.INFER) for batch in batches)
         with closing(self._passed(Mode.INFER, parts, version)) as passed:
             for _, _, output in passed:

@@ -36,7 +36,7 @@ import torch
 # Not when training begins, as numpy would by itself: its import swallows a Ctrl-C meanwhile.
 from numpy import random as numpy_random
 
-from pipedream_rt.batches.items import begun
+from pipedream_rt.batches.looking import begun
 from pipedream_rt.coordinator.results import PendingStep
 from pipedream_rt.devices.randomness import set_states_there, states_there
 from pipedream_rt.errors import ConfigError
@@ -225,7 +225,7 @@ class Loading:
         # A loader that loads the state of the end of an epoch would begin the next epoch.
         length = len(loader) if stateful and isinstance(loader, Sized) else None
         ended = place is not None and length is not None and place["drawn"] >= length
-        self._items = iter(()) if ended else begun(loader)
+        self._items = iter(()) if ended else begun(loader, anew=stateful)
         self._drawn = 0
         self._first: str | None = None if place is None else place.get("first")
         # When the item in `fetched` was not drawn yet; None where no item draws random numbers.
