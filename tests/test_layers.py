@@ -179,6 +179,7 @@ def test_the_environment_is_read_at_the_face_alone():
     # processes that it makes hand the whole environment on.
     assert readers == {
         "pipedream_rt",  # takes what `pipedream-rt run` has put there for one process
+        "pipedream_rt.models.parcel",  # compares what the user's code reads of it
         "pipedream_rt.cli.doctor",
         "pipedream_rt.cli.profile",
         "pipedream_rt.cli.run",
