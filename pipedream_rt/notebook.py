@@ -101,10 +101,11 @@ def _may_hold() -> bool:
 
 
 def calmly(results: Generator[T, None, None]) -> Generator[T, None, None]:
-    """Yield what a generator yields; raise Ctrl-C between two items only."""
-    if not _may_hold():
-        yield from results
-        return
+    """Yield what a generator yields; in a notebook, raise Ctrl-C between two items only."""
+    return _held(results) if _may_hold() else results
+
+
+def _held(results: Generator[T, None, None]) -> Generator[T, None, None]:
     interrupts = Interrupts()
     try:
         while True:

@@ -104,7 +104,8 @@ class Cutter:
         program, labels, only_labels = self._forwards.follow(inputs, mode, training)
         if not mode.has_target:
             return MicroBatch(program, inputs, NOTHING)
-        weight = self._weighing.counted(batch, labels)
+        weighing = self._weighing
+        weight = weighing.counted(batch, labels) if weighing.counts else labels
         if weight is None and clear is not None:
             clear.require_clear(given)
         return MicroBatch(

@@ -29,7 +29,12 @@ _Counted: TypeAlias = Callable[[Any], "float | None"]
 
 
 class Weighing:
-    """Weighs batches by the user's function; else by the labels that count, if known."""
+    """Weighs batches by the user's function; else by the labels that count, if known.
+
+    Attributes:
+        is_given: Whether the user has given a function.
+        counts: Whether a batch is to be looked at; else its labels count, as the model tells.
+    """
 
     def __init__(self, weigh: Weigh | None, loss_fn: object = None) -> None:
         if weigh is not None and not callable(weigh):
@@ -40,6 +45,7 @@ class Weighing:
         self._weigh = weigh
         self._counted = _counted_by(loss_fn)
         self.is_given = weigh is not None
+        self.counts = self.is_given or self._counted is not None
 
     def counted(self, batch: Batch, labels: int | None) -> float | None:
         """Return what a micro-batch or a mini-batch weighs; None for its number of samples."""

@@ -140,7 +140,7 @@ def attach(job: Job, group: WorkerGroup, publisher: EventPublisher | None) -> Ru
         check_loss=options.training.check_loss,
         recorder=recorder,
         fingerprint_every=options.observe.fingerprint_every,
-        refuse=job.given.refuse_changes,
+        refuse=job.given.refuse_changes if job.given.is_there else None,
         script=job.script_values,
         first=_first(job),
         watch=watch,

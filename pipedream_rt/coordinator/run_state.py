@@ -190,9 +190,10 @@ class RunState:
         if self._preemption is not None and self._preemption.noted:
             self._end_with_checkpoint()
         checkpointer, step = self._checkpointer, self._feeder.step
-        checkpointer.finish_if_written()
+        if checkpointer.every is not None:
+            checkpointer.finish_if_written()
         self._group.recovery.grow()
-        if not checkpointer.due(step):
+        if checkpointer.every is None or not checkpointer.due(step):
             return
         if checkpointer.is_begun:
             # This one is left out. To wait would need a flush, which takes time; and where a layer

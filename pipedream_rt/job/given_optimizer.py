@@ -182,10 +182,14 @@ class GivenOptimizer:
     """The optimizer that the script gave to `Pipeline`, of which the stages have copies.
 
     A scheduler or a line that changes it later would have no effect, so that is refused.
+
+    Attributes:
+        is_there: Whether the script has given one, rather than a class.
     """
 
     def __init__(self, argument: OptimizerArgument) -> None:
         given = argument if isinstance(argument, torch.optim.Optimizer) else None
+        self.is_there = given is not None
         self._groups = [] if given is None else given.param_groups
         self._before = [pack_group(group) for group in self._groups]
 

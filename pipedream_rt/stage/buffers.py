@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 from torch import Tensor, nn
 
@@ -87,12 +87,14 @@ class ForwardBuffers:
             for holder, short, buffer in slots:
                 holder[short] = buffer
 
-    def kept_for_backward(self, others: bool) -> AbstractContextManager[None]:
-        """Guard a forward, the body; `others`: whether other micro-batches are in flight."""
-        return self._kept(others) if self._slots else nullcontext()
+    @property
+    def any(self) -> bool:
+        """Whether there are buffers that a backward may read."""
+        return bool(self._slots)
 
     @contextmanager
-    def _kept(self, others: bool) -> Iterator[None]:
+    def kept_for_backward(self, others: bool) -> Iterator[None]:
+        """Guard a forward, the body; `others`: whether other micro-batches are in flight."""
         # Autograd may have saved a buffer for a backward to come, which would find it changed in
         # place. So this forward changes a copy of each buffer that a forward was seen to change.
         if others:

@@ -22,7 +22,11 @@ _NAME = "is_first_microbatch"
 
 
 class FirstMicroBatch:
-    """Passes ``is_first_microbatch`` to those modules of one stage whose forward takes it."""
+    """Passes ``is_first_microbatch`` to those modules of one stage whose forward takes it.
+
+    Attributes:
+        asked: Whether there are any.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._said: bool | None = None
@@ -32,7 +36,7 @@ class FirstMicroBatch:
         asking = [each for each in module.modules() if _asks(each)]
         for each in asking:
             each.register_forward_pre_hook(self._tell, with_kwargs=True)
-        self._asked = bool(asking)
+        self.asked = bool(asking)
 
     def _tell(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -46,8 +50,6 @@ class FirstMicroBatch:
         self, micro_batch: int, read_by: Callable[[int], object]
     ) -> AbstractContextManager[None]:
         """Return the context of a training forward; `read_by` identifies the weights it reads."""
-        if not self._asked:
-            return nullcontext()
         read = read_by(micro_batch)
         free = self._kept not in self._in_flight.values()
         self._in_flight[micro_batch] = read
@@ -60,7 +62,7 @@ class FirstMicroBatch:
 
     def backward(self, micro_batch: int) -> AbstractContextManager[None]:
         """Return the context of a backward, which may recompute the forward."""
-        kept = self._asked and self._in_flight.get(micro_batch) == self._kept
+        kept = self._in_flight.get(micro_batch) == self._kept
         return self._saying(False) if kept else nullcontext()
 
     def forget(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ class Guards:
 
     Attributes:
         filled: The names of the buffers that were not None at the start.
+        always: Whether each forward is watched, as other stages have some of the buffers.
     """
 
     def __init__(self, spec: StageSpec, weights: Weights, given: GivenValues) -> None:
@@ -34,19 +35,17 @@ class Guards:
         self._weights, self._shared = weights, spec.shared
         # A schedule with flushes has one version, so that a change in place is as in plain PyTorch;
         # but other stages and replicas have copies.
+        self.always = bool(spec.shared)
         self._alone = spec.plan.flushes and spec.plan.replicas[spec.stage] == 1
         self._kinds = _kinds(self._module)
         self.filled = names_of_buffers(self._module)
 
-    def watching(self, micro_batch: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def watching(self, micro_batch: int) -> Iterator[None]:
         """Refuse a forward, the body, that changes weights or shared buffers."""
         # To compare all weights takes as long as to copy them, so only the micro-batches 0, 1, 2,
         # 4, 8 and so on are compared: a layer that changes its weights does so more than once.
         looks = micro_batch & (micro_batch - 1) == 0
-        return self._watching(micro_batch, looks) if looks or self._shared else nullcontext()
-
-    @contextmanager
-    def _watching(self, micro_batch: int, looks: bool) -> Iterator[None]:
         compared = frozenset(self._weights.tied) if self._alone else None
         owners = [weights for _, weights in self._weights.by_owner]
         before = [weights.copies(micro_batch, compared) if looks else [] for weights in owners]

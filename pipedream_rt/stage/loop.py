@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import chain
@@ -311,7 +312,8 @@ class Loop:
                     outgoing = stage.apply(update)
                 case Kind.TAKE:
                     stage.take(update)
-            hosted.saver.save_if_due()
+            if hosted.saver.saving is not None:
+                hosted.saver.save_if_due()
         hosted.give(action, outgoing)
 
     def _refuse_out_of_turn(self, stage: Stage, action: Action) -> None:
@@ -366,7 +368,8 @@ class Loop:
         gradients = hosted.gradients_of(messages)
         found: list[Gradients] = []
         outgoing: Outgoing = {}
-        with hosted.computing, hosted.saver.watching_buffers():
+        waits = hosted.saver.saving is not None
+        with hosted.computing, hosted.saver.watching_buffers() if waits else nullcontext():
             if kind is Kind.BACKWARD:
                 found = stage.backward(m, gradients)
             elif kind is Kind.INPUT:

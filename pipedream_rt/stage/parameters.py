@@ -392,13 +392,13 @@ class _Reading(AbstractContextManager[None]):
         leaves = self._leaves
         for slots, name, i in self._parameters._slots:
             slots[name] = leaves[i]  # type: ignore[assignment]  # a leaf in a Parameter's place
-        forbid_flattening(
-            self._parameters._recurrent
-        )  # no later version reaches leaves that were moved
+        if self._parameters._recurrent:  # no later version reaches leaves that were moved
+            forbid_flattening(self._parameters._recurrent)
 
     def __exit__(self, kind: object, *rest: object) -> None:
         parameters, leaves, replaced = self._parameters, self._leaves, None
-        allow_flattening(parameters._recurrent)
+        if parameters._recurrent:
+            allow_flattening(parameters._recurrent)
         for slots, name, i in parameters._slots:
             if slots.get(name) is not leaves[i]:
                 replaced = parameters._names[i]

@@ -202,12 +202,13 @@ class Runner:
     def loss(self, output: Any, target: Value) -> tuple[Tensor, dict[str, float]]:
         """Compute the loss that is trained on, and its named parts, which are only reported."""
         assert self.loss_fn is not None
-        loss, parts = total_of(self.loss_fn(output, unflatten(target.structure, target.tensors)))
+        found = self.loss_fn(output, unflatten(target.structure, target.tensors))
+        loss, parts = (found, {}) if isinstance(found, Tensor) else total_of(found)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             under = ' under "loss"' if parts else ""
             raise ConfigError(
-                f"loss_fn must return a tensor with one element{under}, it returned {found}; "
+                f"loss_fn must return a tensor with one element{under}, it returned {shape}; "
                 "reduce it, for instance with .mean()"
             )
         try:

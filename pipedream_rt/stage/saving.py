@@ -16,7 +16,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,7 @@ class StageSaver:
 
     Attributes:
         part: The folder of the checkpoint that was begun last; None if none was.
+        saving: The checkpoint that waits for its update; None if none does.
     """
 
     def __init__(self, stage: Stage, num_stages: int, tell: Tell) -> None:
@@ -82,7 +83,7 @@ class StageSaver:
         plan, address = stage.plan, stage.address
         self._count = plan.replicas[stage.index]
         self._replica = plan.replica_of(address)
-        self._saving: _Saving | None = None
+        self.saving: _Saving | None = None
         self.part: Path | None = None
         self._writer: ThreadPoolExecutor | None = None
 
@@ -95,19 +96,16 @@ class StageSaver:
         except ConfigError as error:
             self._tell(position, str(error))
             return
-        self._saving = _Saving(folder=Path(folder), step=step, position=position, begun=begun)
+        self.saving = _Saving(folder=Path(folder), step=step, position=position, begun=begun)
         self.save_if_due()
 
-    def watching_buffers(self) -> AbstractContextManager[None]:
-        """Give up a checkpoint that waits for its update if a backward, the body, sets buffers."""
-        return nullcontext() if self._saving is None else self._watching(self._saving)
-
     @contextmanager
-    def _watching(self, saving: _Saving) -> Iterator[None]:
-        before = self._buffers_now()
+    def watching_buffers(self) -> Iterator[None]:
+        """Give up a checkpoint that waits for its update if a backward, the body, sets buffers."""
+        saving, before = self.saving, self._buffers_now()
         yield
-        if before != self._buffers_now():
-            self._saving = None
+        if saving is not None and before != self._buffers_now():
+            self.saving = None
             self._tell(saving.position, _CHANGED_IN_BACKWARD)
 
     def _buffers_now(self) -> list[tuple[str, int, int]]:
@@ -117,13 +115,13 @@ class StageSaver:
     @torch.no_grad()
     def save_if_due(self) -> None:
         """Once the checkpoint's update is done, copy the rest and let the thread write it."""
-        saving, stage = self._saving, self._stage
+        saving, stage = self.saving, self._stage
         if saving is None:
             return
         if stage.whole_version < saving.step:
             self._copy_versions(saving)
             return
-        self._saving = None
+        self.saving = None
         try:
             state = stage_state.completed(stage, saving.begun, self._copy)
         except ConfigError as error:

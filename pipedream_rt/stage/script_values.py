@@ -13,7 +13,11 @@ from pipedream_rt.stage.hyper import unpack_hyper
 
 
 class GivenValues:
-    """One stage's copies, in holders by the number that micro-batches name."""
+    """One stage's copies, in holders by the number that micro-batches name.
+
+    Attributes:
+        differs: Whether the copies have other values than at the start.
+    """
 
     def __init__(self, stage: int, holders: Mapping[int, Holder], shared: Sequence[int]) -> None:
         self._stage, self._holders = stage, holders
@@ -23,13 +27,12 @@ class GivenValues:
             holder.look()
         # By (holder, key), the packed values that the copies have now.
         self._now: dict[tuple[int, Any], Any] = {}
+        self.differs = False
         # What stood there before the script changed it, as earlier micro-batches in flight read it.
         self._first: dict[tuple[int, Any], Any] = {}
 
     def apply(self, given: Sequence[Given]) -> None:
         """Give the copies the values that a micro-batch was fed with."""
-        if not given and not self._now:
-            return
         wanted = {(number, key): value for number, key, value in given if number in self._holders}
         if wanted == self._now:
             return
@@ -42,7 +45,7 @@ class GivenValues:
         # A backward may come after forwards that were fed with later values.
         for number, key in self._now.keys() - wanted.keys():
             self._put(number, key, self._first[number, key])
-        self._now = wanted
+        self._now, self.differs = wanted, bool(wanted)
 
     def _put(self, number: int, key: Any, value: Any) -> None:
         holder = self._holders[number]

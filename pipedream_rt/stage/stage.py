@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -59,6 +59,9 @@ from pipedream_rt.torch_private import run_backward
 R = TypeVar("R", bound=Rule)
 
 
+_NOTHING = nullcontext()
+
+
 class Stage:
     """One stage of the pipeline, all of whose methods run on the thread of its worker.
 
@@ -90,6 +93,9 @@ class Stage:
         self.passes = Passes(spec, self.runner, self.weights)
         self.kept = KeptVersions(self.module)
         self._first = FirstMicroBatch(self.module)
+        # What is asked at each micro-batch: a feature that this stage does not have costs nothing.
+        self._asks_first = self._first.asked
+        self._has_buffers = self.runner.buffers.any
         self.optimizer: StageOptimizer | None = None
         self.steps = 0
         # The name is the stage's own: two stages must not draw the same numbers in a backward.
@@ -174,18 +180,12 @@ class Stage:
         if inputs is None:  # a micro-batch without samples
             flight.empty = True
             return None
-        self.given.apply(given)
+        self._see(given)
         values = flight.enter(runner, inputs, program)
-        others = len(self._in_flight) > 1
         check = self._loss_check if compared else None
-        # Once is enough to warn of a mini-batch that is changed in place.
-        told = runner.of_mini_batch(inputs) if micro_batch == 0 else None
         with (
-            self.guards.watching(micro_batch),
-            telling_changed_inputs(told),
-            runner.buffers.kept_for_backward(others),
+            self._around_forward(micro_batch, inputs),
             self.weights.reading(micro_batch),
-            self._first.forward(micro_batch, self._read_by),
             runner.casting(),
         ):
             made = runner.train(program, values, micro_batch)
@@ -193,7 +193,8 @@ class Stage:
                 if check is not None:
                     check.keep(made[0], target, share, *compared)
                 loss, parts = runner.loss(made[0], target)
-                flight.said = {**parts, **measured(metrics, made[0], target)}
+                measures = measured(metrics, made[0], target) if metrics else {}
+                flight.said = {**parts, **measures}
         if target is None:
             return flight.leave(made)
         if check is not None:
@@ -216,6 +217,32 @@ class Stage:
             weighted = change(micro_batch // self.plan.per_update, weighted)
         flight.end_in(weighted)
         return reported
+
+    def _see(self, given: Sequence[Given]) -> None:
+        """Give the module the values of the script that a micro-batch was fed with."""
+        if given or self.given.differs:
+            self.given.apply(given)
+
+    def _around_forward(
+        self, micro_batch: int, inputs: Sequence[Value]
+    ) -> AbstractContextManager[object]:
+        """Return what some stages, and some micro-batches, need around a forward."""
+        looks = self.guards.always or not micro_batch & (micro_batch - 1)  # 0, 1, 2, 4, 8, ...
+        if not (looks or self._has_buffers or self._asks_first):
+            return _NOTHING
+        entered = ExitStack()
+        # Entered in this order, and left in the other.
+        if looks:
+            entered.enter_context(self.guards.watching(micro_batch))
+        if micro_batch == 0:  # once is enough to warn of a mini-batch that is changed in place
+            told = self.runner.of_mini_batch(inputs)
+            entered.enter_context(telling_changed_inputs(told))
+        if self._has_buffers:
+            others = len(self._in_flight) > 1
+            entered.enter_context(self.runner.buffers.kept_for_backward(others))
+        if self._asks_first:
+            entered.enter_context(self._first.forward(micro_batch, self._read_by))
+        return entered
 
     def said_of(self, micro_batch: int) -> dict[str, float | str]:
         """Return the parts of the loss of a micro-batch in flight, and its metrics, by name."""
@@ -244,7 +271,7 @@ class Stage:
         """Run a backward, given gradients by consumer; return those by input. `end` follows."""
         # It reads the version of its forward. Gradients of weights go to the pending update.
         flight = self._flight_of(micro_batch)
-        self.given.apply(flight.given)
+        self._see(flight.given)
         outputs, given = flight.begin(gradients)
         for roots in self._roots:
             for output, gradient in roots(micro_batch):
@@ -252,7 +279,7 @@ class Stage:
                 given.append(gradient)
         with (
             self.weights.accumulating(micro_batch, self._adjust(micro_batch)),
-            self._first.backward(micro_batch),
+            self._first.backward(micro_batch) if self._asks_first else _NOTHING,
         ):
             self.runner.seed(micro_batch, self._backward_name)
             if outputs:
@@ -269,7 +296,7 @@ class Stage:
     ) -> list[Gradients]:
         """Run the half of a backward that gives the gradients of the inputs."""
         flight = self._flight_of(micro_batch)
-        self.given.apply(flight.given)
+        self._see(flight.given)
         outputs, given = flight.begin(gradients)
         with self.weights.reading(micro_batch), self._first.backward(micro_batch):
             if outputs:
@@ -283,7 +310,7 @@ class Stage:
     def backward_weight(self, micro_batch: int) -> None:
         """Run the other half: add the gradients of weights to the pending update. `end` follows."""
         flight = self._flight_of(micro_batch)
-        self.given.apply(flight.given)
+        self._see(flight.given)
         with self.weights.accumulating(micro_batch, self._adjust(micro_batch)):
             self.runner.seed(micro_batch, self._backward_name)
             if flight.split is not None:
@@ -302,7 +329,8 @@ class Stage:
         for ended in self._ends:
             outgoing |= ended(micro_batch)
         flight = self._in_flight.pop(micro_batch)
-        self._first.end(micro_batch)
+        if self._asks_first:
+            self._first.end(micro_batch)
         self._hyper = flight.hyper
         self.ended = self.plan.next_own(self.address, micro_batch + 1)
         version = self.weights.end(micro_batch)

@@ -66,6 +66,7 @@ class Checkpointer:
     """The maker of checkpoints, one at a time.
 
     Attributes:
+        every: Mini-batches from one checkpoint that it makes by itself to the next; None for none.
         folder: Folder of the run; None if the script gives a folder each time.
         keep: Number of the newest checkpoints to keep; None to keep all.
         blocked_s: Seconds for which checkpoints have kept the coordinator from other work.
@@ -84,7 +85,7 @@ class Checkpointer:
         self._runs: dict[Path, str] = {}  # by folder, the run as which this one goes on there
         self._cleared_folders: set[Path] = set()  # folders that hold no checkpoint of another run
         self.folder = options.path if options else None
-        self._every = options.every if options else None
+        self.every = options.every if options else None
         self.keep = options.keep if options else None
         self._begun: _Begun | None = None
         self._attempts = options.attempts if options else None
@@ -95,7 +96,7 @@ class Checkpointer:
 
     def interrupted(self, step: int) -> None:
         """Say, after Ctrl-C, how far the run had come and what it can go on from."""
-        if self._every is None:
+        if self.every is None:
             return
         saved = self._group.feed.log.restore_points[-1].folder
         if saved is None:
@@ -129,7 +130,7 @@ class Checkpointer:
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is due after ``step`` mini-batches."""
-        return self._every is not None and step % self._every == 0
+        return self.every is not None and step % self.every == 0
 
     def begin(
         self,

@@ -86,7 +86,7 @@ class Feeder:
         check_loss: int,
         recorder: Recorder | None,
         fingerprint_every: int | None = None,
-        refuse: Callable[[], None] = lambda: None,
+        refuse: Callable[[], None] | None = None,
         script: ScriptValues,
         first: Callable[[Batch], object] = lambda batch: None,
         watch: Sequence[Callable[[StepResult], object]] = (),
@@ -145,7 +145,8 @@ class Feeder:
             raise ConfigError("training needs loss_fn and optimizer; give both to Pipeline")
         refuse_no_grad()
         self._refuse_local_contexts()
-        self._refuse()
+        if self._refuse is not None:
+            self._refuse()
         given = self._script.now()
         if not self.step:
             self._first(batch if isinstance(batch, Batch) else batch.parts[0])
