@@ -30,6 +30,7 @@ from pipedream_rt.coordinator.references.references import References
 from pipedream_rt.coordinator.results import StepResult
 from pipedream_rt.coordinator.run_state import RunState
 from pipedream_rt.coordinator.script_environment import profile_option
+from pipedream_rt.coordinator.script_settings import ScriptSettings
 from pipedream_rt.coordinator.views.speed_notices import BalanceNotice, SizeNotice
 from pipedream_rt.coordinator.views.trace_collection import TraceCollection
 from pipedream_rt.job.identity import (
@@ -161,8 +162,15 @@ def attach(job: Job, group: WorkerGroup, publisher: EventPublisher | None) -> Ru
         epochs,
         job.model,
         checkpointer,
-        functools.partial(_identity, job.without_start_data, feeder),
+        functools.partial(
+            # The loss as it is now: its values may change, and a script that resumes begins again.
+            _identity,
+            job.without_start_data,
+            feeder,
+            name_of_loss(job.loss_fn),
+        ),
         preemption,
+        ScriptSettings(group, feeder, job.script_values),
     )
     if preemption is not None:
         group.recovery.before_workers_end.append(preemption.close)
@@ -220,14 +228,14 @@ def _say_of_first(batch: Batch, job: Job) -> None:
         _log.warning("%s", text)
 
 
-def _identity(job: Job, feeder: Feeder) -> Identity:
+def _identity(job: Job, feeder: Feeder, loss: str) -> Identity:
     """Return what the script has given to `Pipeline`, with its present optimizer."""
     optimizer = feeder.optimizer
     identity = Identity(
         schedule=job.plan.title,
         seed=job.options.seed,
         threads=job.options.layout.threads,
-        loss=name_of_loss(job.loss_fn),
+        loss=loss,
         corrections=names_of(job.corrections),
         codecs=[f"{b} -> {e}: {text}" for (b, e), text in job.codecs.texts(names_of).items()],
     )

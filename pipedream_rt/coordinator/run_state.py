@@ -24,6 +24,7 @@ from pipedream_rt.coordinator.feed.feeder import Feeder
 from pipedream_rt.coordinator.recovery.feed_log import Role
 from pipedream_rt.coordinator.recovery.group import WorkerGroup
 from pipedream_rt.coordinator.recovery.recovery import restore_argument
+from pipedream_rt.coordinator.script_settings import ScriptSettings
 from pipedream_rt.errors import CheckpointError, ConfigError, PipelineError
 from pipedream_rt.job.identity import Identity
 from pipedream_rt.job.unsplit_model import UnsplitModel
@@ -80,9 +81,11 @@ class RunState:
         checkpointer: Checkpointer,
         identity: Callable[[], Identity],
         preemption: Preemption | None,
+        settings: ScriptSettings,
     ) -> None:
         self._identity = identity
         self._preemption = preemption
+        self._settings = settings
         self._group = group
         self._feeder = feeder
         self._epochs = epochs
@@ -221,6 +224,7 @@ class RunState:
             attached={name: copy.deepcopy(v.state_dict()) for name, v in self._attached.items()},
             slack=list(plan.shape.slack),
             identity=self._identity().plain(),
+            **self._settings.saved(),
         )
 
     # -- loading --------------------------------------------------------------------------------
@@ -244,6 +248,7 @@ class RunState:
             set_hyper({}, packed)  # raises for what is no packed value
         self._require_fit(found, manifest, accept)
         self._warn_of_other_slack(found, manifest)
+        self._settings.put_back_values(found, manifest, accept)
         self._feeder.flush()
         self.finish_checkpoint()
         same_optimizer = "optimizer" not in accept or (
@@ -252,6 +257,7 @@ class RunState:
         self._restore(found, manifest, same_optimizer)
         self._count_from(manifest)
         self._feeder.flush()  # the stages begin their orders anew, at the step of the checkpoint
+        self._settings.put_back_modes(found, manifest)
         here = dataclasses.replace(
             self._group.feed.restore_point(),
             folder=found,

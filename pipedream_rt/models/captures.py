@@ -409,7 +409,7 @@ class Holders:
         assert holder.names is not None
         holder.names |= there
         holder.loads |= names_in(function)[0]
-        for name in there:
+        for name in sorted(there):  # the same in each process, as checkpoints name what is found
             value = function.__globals__[name]
             if travels or isinstance(value, FunctionType | type | functools.partial):
                 yield f"the global {name!r}", value
