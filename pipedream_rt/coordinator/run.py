@@ -41,7 +41,12 @@ from pipedream_rt.job.identity import (
     require_acceptable,
 )
 from pipedream_rt.job.job import Job
-from pipedream_rt.job.notices import about_cores, about_micro_batches, about_workers
+from pipedream_rt.job.notices import (
+    about_cores,
+    about_micro_batches,
+    about_process_group,
+    about_workers,
+)
 from pipedream_rt.job.options import SPANS_KEPT, Options
 from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.messages.state_keys import optimizer_state
@@ -199,6 +204,8 @@ def notices_of(job: Job) -> list[str]:
     options, said = job.options, list(job.notices)
     if (cores := cores_for(options.workers)) > 0:
         said += about_cores(job.assignment.most, options.layout.threads, cores)
+    if options.workers != "serial":
+        said += about_process_group(job.model, job.plan.layers, job.loss_fn)
     said += about_workers(job.assignment.most, workers_of_run(options.workers))
     return said
 
