@@ -695,8 +695,9 @@ class Pipeline:
         in asynchronous ones the first micro-batches then read the newest weights instead of older
         ones, and a warning says so.
 
-        Objects given to `attach` get their state of that time. The next `train_epoch` restores the
-        random generators of this process, brings its loader to the place where it was (see
+        The plain values that the script changes while it trains (``loss.beta = 0.1``), the mode of
+        `train` and the objects given to `attach` are as they were. The next `train_epoch` restores
+        the random generators of this process, brings its loader to the place where it was (see
         `coordinator.feed.loading`), and first yields the results that the script had not seen.
 
         Args:

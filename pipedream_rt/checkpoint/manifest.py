@@ -131,7 +131,18 @@ _RESULT = schema.fields(
     },
     optional=("fingerprint", "metrics"),
 )
-_VALUES = schema.mapping(lambda key: isinstance(key, str | int), schema.anything)
+
+
+def _key(value: Any) -> bool:
+    """Whether a value can be the key of a value: a name, or a place in a list."""
+    return isinstance(value, str | int)
+
+
+_VALUES = schema.mapping(_key, schema.anything)
+# Where it is, the how-manieth of that name, its key, its value, and its first one if known.
+_OF_SCRIPT = schema.row(
+    schema.text(1 << 16), _COUNT, _key, schema.anything, schema.list_of(schema.anything, 1)
+)
 _PARTS = {
     "seed": lambda v: type(v) is int,
     "optimizer": schema.line(1 << 12),
@@ -184,6 +195,10 @@ class Manifest:
         identity: What a script that goes on must give again; see `pipedream_rt.job.identity`.
         fingerprints: Those of each stage; see `pipedream_rt.stage.fingerprint`.
         run: Identity of the run that made it, drawn when the run began; empty if not known.
+        values: The plain values that the script had changed; see `ScriptValues.kept`. None in a
+            checkpoint of an older version, which has no modes either.
+        training: The mode that all modules were set to (`Pipeline.train`); None if never.
+        modes: The mode of each layer whose stage was set to one by itself after that, by name.
     """
 
     step: Count
@@ -204,6 +219,9 @@ class Manifest:
     identity: Annotated[dict[str, Any], _IDENTITY] = field(default_factory=dict)
     fingerprints: list[Annotated[dict[str, Any], _FINGERPRINT]] = field(default_factory=list)
     run: Annotated[str, _run] = ""
+    values: Annotated[list[list[Any]] | None, schema.maybe(schema.list_of(_OF_SCRIPT))] = None
+    training: bool | None = None
+    modes: dict[Annotated[str, _NAME], bool] | None = None
 
 
 _FIELDS = schema.checks_of(Manifest)

@@ -30,6 +30,7 @@ from pipedream_rt.coordinator.references.references import References
 from pipedream_rt.coordinator.results import StepResult
 from pipedream_rt.coordinator.run_state import RunState
 from pipedream_rt.coordinator.script_environment import profile_option
+from pipedream_rt.coordinator.script_settings import ScriptSettings
 from pipedream_rt.coordinator.views.speed_notices import BalanceNotice, SizeNotice
 from pipedream_rt.coordinator.views.trace_collection import TraceCollection
 from pipedream_rt.job.identity import (
@@ -40,7 +41,12 @@ from pipedream_rt.job.identity import (
     require_acceptable,
 )
 from pipedream_rt.job.job import Job
-from pipedream_rt.job.notices import about_cores, about_micro_batches, about_workers
+from pipedream_rt.job.notices import (
+    about_cores,
+    about_micro_batches,
+    about_process_group,
+    about_workers,
+)
 from pipedream_rt.job.options import SPANS_KEPT, Options
 from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.messages.state_keys import optimizer_state
@@ -160,9 +166,15 @@ def attach(job: Job, group: WorkerGroup, publisher: EventPublisher | None) -> Ru
         epochs,
         job.model,
         checkpointer,
-        functools.partial(_identity, job.without_start_data, feeder),
+        functools.partial(
+            # The loss as it is now: its values may change, and a script that resumes begins again.
+            _identity,
+            job.without_start_data,
+            feeder,
+            name_of_loss(job.loss_fn),
+        ),
         preemption,
-        job.script_values.own,
+        ScriptSettings(group, feeder, job.script_values),
     )
     if preemption is not None:
         group.recovery.before_workers_end.append(preemption.close)
@@ -191,6 +203,8 @@ def notices_of(job: Job) -> list[str]:
     options, said = job.options, list(job.notices)
     if (cores := cores_for(options.workers)) > 0:
         said += about_cores(job.assignment.most, options.layout.threads, cores)
+    if options.workers != "serial":
+        said += about_process_group(job.model, job.plan.layers, job.loss_fn)
     said += about_workers(job.assignment.most, workers_of_run(options.workers))
     return said
 
@@ -220,14 +234,14 @@ def _say_of_first(batch: Batch, job: Job) -> None:
         _log.warning("%s", text)
 
 
-def _identity(job: Job, feeder: Feeder) -> Identity:
+def _identity(job: Job, feeder: Feeder, loss: str) -> Identity:
     """Return what the script has given to `Pipeline`, with its present optimizer."""
     optimizer = feeder.optimizer
     identity = Identity(
         schedule=job.plan.title,
         seed=job.options.seed,
         threads=job.options.layout.threads,
-        loss=name_of_loss(job.loss_fn),
+        loss=loss,
         corrections=names_of(job.corrections),
         codecs=[f"{b} -> {e}: {text}" for (b, e), text in job.codecs.texts(names_of).items()],
     )

@@ -26,9 +26,9 @@ from pipedream_rt.coordinator.feed.feeder import Feeder
 from pipedream_rt.coordinator.recovery.feed_log import Role
 from pipedream_rt.coordinator.recovery.group import WorkerGroup
 from pipedream_rt.coordinator.recovery.recovery import restore_argument
+from pipedream_rt.coordinator.script_settings import ScriptSettings
 from pipedream_rt.errors import CheckpointError, ConfigError, PipelineError
 from pipedream_rt.job.identity import Identity
-from pipedream_rt.job.own_model import OwnModel
 from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.messages.message import CommandName
 from pipedream_rt.messages.snapshot import UNFIT
@@ -86,13 +86,14 @@ class RunState:
         checkpointer: Checkpointer,
         identity: Callable[[], Identity],
         preemption: Preemption | None,
-        own: OwnModel,
+        settings: ScriptSettings,
     ) -> None:
-        self._own = own
-        own.saved = self._saved
+        self._own = settings.values.own
+        self._own.saved = self._saved
         self._folders: list[Path] = []  # that were written or read, newest last
         self._identity = identity
         self._preemption = preemption
+        self._settings = settings
         self._group = group
         self._feeder = feeder
         self._epochs = epochs
@@ -110,6 +111,7 @@ class RunState:
     def state_dict(self, version: int = 0) -> dict[str, Any]:
         """Flush, and return weights and buffers; see `Pipeline.state_dict`."""
         self.is_read = True
+        self._feeder.script.end()
         return self._model.in_order(self.gathered(version))
 
     def gathered(self, version: int = 0) -> dict[str, Any]:
@@ -183,6 +185,12 @@ class RunState:
         written = self._checkpointer.finish()
         assert written is not None
         self._folders.append(written)
+        try:
+            self._feeder.script.end()
+        except ConfigError as error:  # what was trained so far is not lost by that
+            _log.warning(
+                "%s was saved, and the next mini-batch will be refused: %s", written, error
+            )
         return written
 
     def mini_batch_was_fed(self) -> None:
@@ -241,6 +249,7 @@ class RunState:
             attached={name: copy.deepcopy(v.state_dict()) for name, v in self._attached.items()},
             slack=list(plan.shape.slack),
             identity=self._identity().plain(),
+            **self._settings.saved(),
         )
 
     # -- loading --------------------------------------------------------------------------------
@@ -264,6 +273,7 @@ class RunState:
             set_hyper({}, packed)  # raises for what is no packed value
         self._require_fit(found, manifest, accept)
         self._warn_of_other_slack(found, manifest)
+        self._settings.put_back_values(found, manifest, accept)
         self._feeder.flush()
         self.finish_checkpoint()
         same_optimizer = "optimizer" not in accept or (
@@ -272,6 +282,7 @@ class RunState:
         self._restore(found, manifest, same_optimizer)
         self._count_from(manifest)
         self._feeder.flush()  # the stages begin their orders anew, at the step of the checkpoint
+        self._settings.put_back_modes(found, manifest)
         here = dataclasses.replace(
             self._group.feed.restore_point(),
             folder=found,

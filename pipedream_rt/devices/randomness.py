@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pipedream_rt.devices.choice import module_in_use
+from pipedream_rt.models.preserving_state import drawing_alone
 from pipedream_rt.models.tensors import accelerator_here
 
 
@@ -55,8 +56,10 @@ def has_drawn(since: Sequence[Tensor]) -> bool:
 @contextmanager
 def kept_generator_state() -> Iterator[None]:
     """Restore the states of torch's generators after a body that seeds or draws."""
-    state = random_state()
+    with drawing_alone():  # else these may be the states in which another thread has seeded them
+        state = random_state()
     try:
         yield
     finally:
-        set_random_state(state)
+        with drawing_alone():
+            set_random_state(state)

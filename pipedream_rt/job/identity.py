@@ -38,8 +38,8 @@ _LOGGED = {
     "threads": "the bits may be others",
     "torch": "the bits may be others",
 }
-ACCEPTABLE = (*_REFUSED, *_LOGGED)
-"""The names of what can be accepted to differ."""
+ACCEPTABLE = (*_REFUSED, *_LOGGED, "values")
+"""The names of what can be accepted to differ; values of the script stand beside its identity."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class Identity:
     def compare(self, saved: dict[str, Any], where: object, accept: Collection[str]) -> None:
         """Refuse or log what differs from the script that made a checkpoint, unless accepted."""
         mine = self.plain()
-        for name in ACCEPTABLE:
+        for name in (*_REFUSED, *_LOGGED):
             # What an older checkpoint did not save cannot be compared.
             if name in accept or name not in saved or _are_same(name, saved[name], mine[name]):
                 continue

@@ -1,7 +1,8 @@
 """The net under what the script changes: the parcels are compared as a whole, now and then.
 
-At mini-batches 1, 2, 4, 8 and so on, at each end of an epoch and before each flush, all that was
-packed for the stages and all that their code names is walked through again (`models/parcel.py`).
+At mini-batches 1, 2, 4, 8 and so on, at each end of an epoch, before each evaluation or state dict
+and after each save, all that was packed for the stages, and all that their code names, is walked
+through again (`models/parcel.py`).
 What differs, and does not travel, ends the run by name: the stages have trained without it. What
 may be harmless is said once. A walk costs its time, so the net waits until a hundred times of that
 have passed; only the first, if they are quick, are free.
@@ -110,11 +111,13 @@ class Net:
             of_data = holder is not None and holder.kind == "object" and hasattr(Tensor, str(key))
             if not of_data and _is_read(self._between, place):
                 refuse(self._between.name(place), _RECORDED)
+        self._between.settle()
         for place, *_ in self._fixed.changes():
             refuse(self._fixed.name(place), _FIXED)
         for parcel in self._sent:
             for change in parcel.changes():
                 self._judge(parcel, *change)
+            parcel.settle()
 
     def _judge(self, parcel: Parcel, place: int, before: Any, now: Any) -> None:
         """Refuse a change that no stage sees; leave out those that travel, or that nobody reads."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from textwrap import fill
 
+import torch.distributed as dist
 from torch import nn
 
 from pipedream_rt.batches.cutting import micro_batch_sizes
@@ -17,6 +18,7 @@ from pipedream_rt.corrections import Correction
 from pipedream_rt.corrections.advice import samples_taken
 from pipedream_rt.job.defaults import ASYNCHRONOUS, time_of_flush
 from pipedream_rt.job.unsplit_model import UnsplitModel, inside_of_layers, module_named
+from pipedream_rt.models.communication import communicates
 from pipedream_rt.schedules import Plan
 from pipedream_rt.schedules.recipes import RECIPES
 from pipedream_rt.torch_private import BatchNorm
@@ -149,6 +151,30 @@ def about_cores(workers: int, threads: int, cores: int) -> list[str]:
         f"{workers} workers{of_each} share {cores} core{'s' * (cores > 1)} of this machine, so no "
         f"more than {max(1, cores // threads)} of them compute at a time; fewer stages would be as "
         "fast"
+    ]
+
+
+def about_process_group(
+    model: UnsplitModel, layers: Sequence[Sequence[str]], loss_fn: object
+) -> list[str]:
+    """Say if layers or the loss ask torch.distributed, where the script has a process group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    named = {name: module_named(model.whole, name) for of_stage in layers for name in of_stage}
+    inside = loss_fn.modules() if isinstance(loss_fn, nn.Module) else (loss_fn,)
+    asking = [
+        f"layer {where}, a {type(each).__name__}"
+        for name, layer in named.items()
+        for where, each in ([] if layer is None else layer.named_modules(prefix=name))
+        if communicates(each)
+    ] + ["the loss"] * any(map(communicates, inside))
+    if not asking:
+        return []
+    return [
+        f"{_some(asking)} may ask torch.distributed, which says rank {dist.get_rank()} of "
+        f"{dist.get_world_size()} in this script. Worker processes have no process group, or under "
+        "torchrun another rank, so the code may go another way there: ask in the script, and keep "
+        'the answer in an attribute; or take workers="serial"'
     ]
 
 

@@ -291,10 +291,11 @@ class Checkpoints:
             None: yes under `pipedream-rt run --resume`, and where torchrun starts a job again.
         accept: What may differ between the script that made the checkpoint and the one that goes
             on, of ``"seed"``, ``"optimizer"``, ``"groups"``, ``"loss"``, ``"hyper_parameters"``,
-            ``"schedule"``, ``"corrections"``, ``"codecs"``, ``"threads"`` and ``"torch"``.
-            Another seed, optimizer or grouping is refused otherwise, and the others are logged with
-            both values. With another optimizer accepted, its state starts empty; with other
-            hyper-parameters, those of the script hold.
+            ``"values"``, ``"schedule"``, ``"corrections"``, ``"codecs"``, ``"threads"`` and
+            ``"torch"``. Another seed, optimizer or grouping is refused otherwise, and the others
+            are logged with both values. With another optimizer accepted, its state starts empty;
+            with other hyper-parameters, or plain values that the script changes while it trains,
+            those of the script hold.
         attempts: Number of checkpoints in a row that may fail to be written; the last of them ends
             the loop with its `CheckpointError`. None to go on for ever.
         grace: With ``every``, how long SIGTERM waits for a checkpoint: the run makes one after the

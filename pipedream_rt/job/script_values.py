@@ -9,7 +9,9 @@ every schedule. For all else there is a net (`job/net.py`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,7 +26,8 @@ from pipedream_rt.models.code_reading import names_used
 from pipedream_rt.models.holders import GONE, LENGTH, Given, Holder, Look
 from pipedream_rt.models.parcel import Parcel, weights_in
 from pipedream_rt.models.preserving_state import modules_inside
-from pipedream_rt.stage.hyper import pack_hyper
+from pipedream_rt.stage.hyper import pack_hyper, unpack_hyper
+from pipedream_rt.stage.script_values import remove
 
 
 class ScriptValues:
@@ -60,6 +63,7 @@ class ScriptValues:
         self._look = Look(self._holders.values(), self._loaded, named, own.versioned)
         self._calls = 0
         self._changed: dict[tuple[int, Any], Any] = {}
+        self._first: dict[tuple[int, Any], Any] = {}  # of these, what was there at the start
         self._given: list[Given] = []
 
     def now(self) -> list[Given]:
@@ -73,9 +77,70 @@ class ScriptValues:
         return self._given
 
     def end(self) -> None:
-        """Compare all that the stages go by, at the end of an epoch or before a flush."""
+        """Compare all that the stages go by, at the end of an epoch and the like."""
         if self._calls:
             self._net.cast()
+
+    # -- in checkpoints -------------------------------------------------------------------------
+
+    def kept(self) -> list[list[Any]]:
+        """Return the values that travel: where each is, its key, its value, and its first one."""
+        with suppress(ConfigError):  # the next mini-batch is refused, which is no reason to lose it
+            self._note_changes()
+        places = self._places()
+        return [
+            [*places[number], key, value, _packed(self._first[number, key])]
+            for (number, key), value in self._changed.items()
+        ]
+
+    def put_back(self, kept: Sequence[list[Any]]) -> tuple[list[str], list[str]]:
+        """Set the script's values to those of a checkpoint, from which they travel again.
+
+        Return the names that this script does not have, and in words those that the script of the
+        checkpoint had begun with another value.
+        """
+        # All are unpacked first: what is no packed value raises before anything is changed.
+        values = [(unpack_hyper(value), *map(unpack_hyper, first)) for *_, value, first in kept]
+        self._undo()
+        numbers = {place: number for number, place in self._places().items()}
+        unknown, others = [], []
+        for (where, nth, key, _, first), (value, *was) in zip(kept, values, strict=True):
+            holder = self._holders.get(numbers.get((where, nth), -1))
+            if holder is None or not _has_place(holder, key, first):
+                unknown.append(f"{key!r} of {where}" if key != "" else where)
+                continue
+            mine = holder.raw().get(key, GONE)
+            if _packed(mine) != first:
+                said = f"{was[0]!r}" if was else "something else"
+                others.append(f"{holder.called(key)} was {said} at first, and is {mine!r:.40} here")
+            holder.put(key, value)  # `now` finds it, as a change by the script
+        return unknown, others
+
+    def _undo(self) -> None:
+        """Set all values that the script has changed to what they were at first."""
+        self._note_changes()  # what is not noted yet too
+        for (number, key), first in self._first.items():
+            holder = self._holders[number]
+            if first is not GONE:
+                holder.put(key, first)
+            else:
+                remove(holder, key)
+            holder.look()
+        self._look.note()
+        self._changed.clear()
+        self._given = []
+
+    def _places(self) -> dict[int, tuple[str, int]]:
+        """Return by number where each holder is, which another process calls the same.
+
+        The numbers of holders depend on the split, and on the order of names in sets.
+        """
+        seen: Counter[str] = Counter()
+        places = {}
+        for number, holder in self._holders.items():
+            places[number] = (holder.where, seen[holder.where])
+            seen[holder.where] += 1
+        return places
 
     @property
     def weights_moved(self) -> bool:
@@ -113,6 +178,7 @@ class ScriptValues:
         grown = holder.kind == "list" and GONE in (before, value)
         if type(key) in (str, int) and _can_be_sent(value) and not (whole or grown):
             self._changed[number, key] = pack_hyper(value, str(key))
+            self._first.setdefault((number, key), before)
         elif holder.kind != "object" or key in (
             read if isinstance(holder.value, nn.Module) else self._loaded
         ):
@@ -169,3 +235,15 @@ def _can_be_sent(value: Any) -> bool:
     except ConfigError:
         return False
     return not isinstance(value, Tensor | list | dict) and value is not GONE
+
+
+def _packed(value: Any) -> list[Any]:
+    """Return a value packed, in a list; an empty one for a value that does not travel."""
+    return [pack_hyper(value, "")] if _can_be_sent(value) else []
+
+
+def _has_place(holder: Holder, key: Any, first: list[Any]) -> bool:
+    """Whether a holder has a value under a key, or had none at first and can get one."""
+    if holder.kind == "state":
+        return False
+    return key in holder.raw() or (not first and holder.kind in ("object", "dict"))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipedream_rt.devices.randomness import kept_generator_state
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.models import (
     Layers,
@@ -26,6 +27,7 @@ from pipedream_rt.models import (
 )
 from pipedream_rt.models.layer_spec import Blueprint
 from pipedream_rt.models.modes import Modes, modes_of
+from pipedream_rt.models.preserving_state import drawing_alone
 from pipedream_rt.models.pretrained import (
     Pretrained,
     find_pretrained,
@@ -202,7 +204,8 @@ class UnsplitModel:
     def copy_with(self, state_dict: dict[str, Tensor]) -> nn.Module:
         """Return a copy of the model with the weights and buffers of a state dict."""
         if self.blueprint.specs:
-            built = self.blueprint.build(list(self.blueprint.specs))
+            with drawing_alone(), kept_generator_state():  # the script draws on as before
+                built = self.blueprint.build(list(self.blueprint.specs))
             elements = [
                 built[n] if n in built else _copy_of(m)
                 for n, m in self.whole._modules.items()

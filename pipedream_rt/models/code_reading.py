@@ -29,6 +29,11 @@ class Names(NamedTuple):
     imported: frozenset[str]
     texts: frozenset[str]
 
+    @property
+    def all(self) -> frozenset[str]:
+        """All names but the texts."""
+        return self.globals | self.loaded | self.stored | self.imported
+
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
     """Yield the code of a function, and of functions inside it."""
@@ -79,7 +84,7 @@ def functions_called(cls: type, *methods: str) -> list[FunctionType]:
         if name in seen:
             continue
         seen.add(name)
-        function = _method(cls, name)
+        function = function_of(getattr_static(cls, name, None))
         if function is None or function.__module__ == nn.Module.__module__:
             continue
         found.append(function)
@@ -90,18 +95,17 @@ def functions_called(cls: type, *methods: str) -> list[FunctionType]:
 
 def methods_named(cls: type, names: Iterable[str]) -> Iterator[FunctionType]:
     """Yield the methods and properties of a class itself that have one of some names."""
-    for name in vars(cls).keys() & names:
-        function = _method(cls, name)
+    for name in sorted(vars(cls).keys() & names):  # in each process in the same order
+        function = function_of(vars(cls)[name])
         if function is not None:
             yield function
 
 
-def _method(cls: type, name: str) -> FunctionType | None:
-    """Return the function of a method, a property or what is around one."""
-    function: Any = getattr_static(cls, name, None)
-    function = getattr(function, "fget", None) or getattr(function, "__func__", function)
-    function = getattr(function, "__wrapped__", function)
-    return function if isinstance(function, FunctionType) else None
+def function_of(value: Any) -> FunctionType | None:
+    """Return the function of a method, a property or a wrapper; None for everything else."""
+    value = getattr(value, "fget", None) or getattr(value, "__func__", value)
+    value = getattr(value, "__wrapped__", value)
+    return value if isinstance(value, FunctionType) else None
 
 
 _CALLED = ("forward", "__call__", "backward", "setup_context")

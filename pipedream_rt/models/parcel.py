@@ -34,7 +34,6 @@ from pipedream_rt.models.code_reading import ENTRY, functions_called, methods_na
 from pipedream_rt.models.holders import (
     GONE,
     MOST,
-    OF_MODULES,
     WITH_STATE,
     Holder,
     slots_of,
@@ -91,7 +90,7 @@ class Parcel:
         self._spared = {id(each): each for each in spared}
         self._holders: dict[int, Holder] = {}  # by place
         began = time.perf_counter()
-        self.marks = self.cast(first=True)
+        self.marks = self._now = self.cast(first=True)
         self.took = time.perf_counter() - began
 
     def place(self, parent: int, key: Any, name: Name) -> int:
@@ -135,14 +134,18 @@ class Parcel:
         return any(_size_of(mark) > MOST for mark in marks)
 
     def changes(self) -> list[tuple[int, Mark, Mark]]:
-        """Return each place whose mark has changed since it was asked last, and both marks."""
+        """Return each place whose mark has changed since `settle`, and both marks."""
         before, now = self.marks, self.cast()
-        self.marks = now
+        self._now = now
         if before == now:
             return []
         places = [*before, *(place for place in now if place not in before)]
         pairs = ((place, before.get(place, GONE), now.get(place, GONE)) for place in places)
         return [each for each in pairs if each[1] != each[2]]
+
+    def settle(self) -> None:
+        """Take what `changes` has found for what is there."""
+        self.marks = self._now
 
     def cast(self, first: bool = False) -> dict[int, Mark]:
         """Walk, and return the mark of each place."""
@@ -272,8 +275,7 @@ class _Walk:
         where = self._parcel.name(place)
         inner = (((".", name), each) for name, each in module._modules.items())
         self._push(place, inner, lambda key: f"{where}.{key[1]}".strip("."))
-        for key in OF_MODULES:
-            held = vars(module).get(key)
+        for key, held in vars(module).items():
             if key.endswith("_hooks") and isinstance(held, dict):
                 at = self._parcel.place(place, key, lambda _: f"a hook of {where}")
                 self._push(at, held.items())

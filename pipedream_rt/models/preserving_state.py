@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from pipedream_rt.errors import ConfigError
+from pipedream_rt.errors import ConfigError, PipelineError
 from pipedream_rt.models.modes import Modes
 from pipedream_rt.models.split import has_hooks
 
@@ -106,6 +109,41 @@ def drawn_outside() -> tuple[Any, ...]:
     return random.getstate(), str(np.random.get_state())
 
 
+_LONGEST = timedelta(hours=1)
+"""How long a thread waits for others that compute stages; longer is taken for a deadlock."""
+
+_computing = threading.RLock()
+"""Held by the thread that seeds torch's one default generator, of which dropout draws."""
+
+
+@contextmanager
+def drawing_alone() -> Iterator[None]:
+    """Keep out of the body other threads that seed or set torch's generators through this library.
+
+    The body may compute, and must wait for nothing that another thread of the script does.
+    """
+    lock = _computing  # a fork in the body gives the child another
+    if not lock.acquire(timeout=_LONGEST.total_seconds()):
+        raise PipelineError(
+            f"another thread of this process has computed stages for {_LONGEST}, and this one "
+            "cannot meanwhile, as torch has one random generator for all threads. If a layer, a "
+            'loss or a hook waits for this thread, give one of the pipelines workers="local"'
+        )
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _forget() -> None:
+    """Let a forked child compute: the thread that held the lock is not there."""
+    global _computing
+    _computing = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
 @contextmanager
 def kept_outside() -> Iterator[None]:
     """Restore the random generators of Python and NumPy after the body."""
@@ -145,6 +183,12 @@ def as_it_was(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[Non
     Refuse a body that has changed modules outside of the layers, has seeded torch, or has drawn
     random numbers of Python or NumPy.
     """
+    with drawing_alone():
+        yield from _as_it_was(model, layers)
+
+
+def _as_it_was(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Do what `as_it_was` says, in a thread that draws alone."""
     inside = modules_inside(layers)
     before = [
         (name, module, dict(vars(module)), {k: dict(vars(module)[k]) for k in _DICTS})

@@ -20,6 +20,7 @@ from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.conflicts import Facts, facts_of_model, may_replicate
 from pipedream_rt.job.options import Options
 from pipedream_rt.job.unsplit_model import UnsplitModel
+from pipedream_rt.models.preserving_state import drawing_alone
 from pipedream_rt.planning.alternatives import partition_text
 from pipedream_rt.planning.cuts import cuts_of
 from pipedream_rt.planning.machines import Machines, Worker
@@ -186,9 +187,10 @@ def _read(path: Path) -> Chosen | None:
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
     """Let torch have ``count`` threads within the block."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    with drawing_alone():  # the body draws too
+        before = torch.get_num_threads()
+        torch.set_num_threads(count)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)

@@ -30,7 +30,7 @@ from pipedream_rt.job.splitting import ForwardOptions, split_model
 from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.messages.tree import flat_copy
 from pipedream_rt.models.cut import StageProgram
-from pipedream_rt.models.preserving_state import kept_outside
+from pipedream_rt.models.preserving_state import drawing_alone, kept_outside
 from pipedream_rt.models.program import (
     Slot,
     Step,
@@ -282,7 +282,7 @@ def _left_as_it_was(model: nn.Module, loss_fn: object) -> Iterator[None]:
         for name, buffer in module._buffers.items()
     ]
     gradients = [(parameter, parameter.grad) for m in whole for parameter in m.parameters()]
-    with kept_generator_state(), kept_outside():
+    with drawing_alone(), kept_generator_state(), kept_outside():
         try:
             yield
         finally:

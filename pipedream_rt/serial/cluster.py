@@ -20,6 +20,7 @@ from pipedream_rt.devices.randomness import kept_generator_state
 from pipedream_rt.lifecycle import Lifecycle
 from pipedream_rt.messages.inbox import Reason
 from pipedream_rt.messages.message import Message
+from pipedream_rt.models.preserving_state import drawing_alone
 from pipedream_rt.models.settings import refuse_contexts
 from pipedream_rt.serial.in_process import ClusterHere
 from pipedream_rt.serial.transport import DirectTransport, ShuffledTransport
@@ -136,8 +137,11 @@ class SerialCluster(ClusterHere):
 @contextmanager
 def _as_on_a_worker(threads: int) -> Iterator[None]:
     """Give the body a worker's modes of autograd, random state and threads, not the script's."""
-    before = torch.get_num_threads()
-    with torch.inference_mode(False), torch.enable_grad(), kept_generator_state():
+    # Workers wait for nothing within their turns, so other threads of the script get theirs.
+    with (
+        drawing_alone(), kept_generator_state(), torch.inference_mode(False), torch.enable_grad()
+    ):  # fmt: skip
+        before = torch.get_num_threads()
         if threads != before:
             torch.set_num_threads(threads)
         try:

@@ -50,7 +50,7 @@ class GivenValues:
     def _put(self, number: int, key: Any, value: Any) -> None:
         holder = self._holders[number]
         if value is _NOTHING:
-            vars(holder.value).pop(key, None)
+            remove(holder, key)
         else:
             holder.put(key, value)
         holder.look()  # else `refuse_parted` takes it for a change by the stage
@@ -75,6 +75,16 @@ class GivenValues:
                     "would not reach the other stages. Keep the layers that share it in one stage, "
                     "by stages=[first layers], or pass the value along"
                 )
+
+
+def remove(holder: Holder, key: Any) -> None:
+    """Remove a value that was not there at first, if it is there."""
+    if key not in holder.raw():
+        return
+    if holder.kind == "dict":
+        del holder.value[key]
+    else:
+        object.__delattr__(holder.value, key)  # its class may refuse it, or do more
 
 
 def _fills(one: Any, other: Any) -> bool:

@@ -25,9 +25,13 @@ from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.job import Job
 from pipedream_rt.models.code import is_installed
 from pipedream_rt.models.holders import PLAIN, attributes_of
-from pipedream_rt.models.parcel import Parcel
-from pipedream_rt.models.preserving_state import drawn_outside, kept_outside, refill
-from pipedream_rt.models.tensors import named_tensors
+from pipedream_rt.models.parcel import Parcel, weights_in
+from pipedream_rt.models.preserving_state import (
+    drawing_alone,
+    drawn_outside,
+    kept_outside,
+    refill,
+)
 from pipedream_rt.torch_private import preserve_version_counter
 
 LIMIT = 64 << 20
@@ -49,26 +53,23 @@ _CONSTANT = (
 @contextmanager
 def apart(job: Job) -> Iterator[None]:
     """Let the block compute as a worker does, and then put back what it shares with the script."""
-    threads = torch.get_num_threads()
     roots = [job.model.whole, job.options.loss_fn, job.optimizer and job.optimizer.optimizer_class]
-    spared = [t for _, t in named_tensors(job.model.whole)]
-    kept = _Kept(Parcel([("", root) for root in roots], spared))
-    try:
-        with ExitStack() as stack:
-            # Versions tell the runtime what the script has changed: it is not to see this.
-            for tensor in kept.tensors:
-                stack.enter_context(preserve_version_counter(tensor))
-            # Runs before those contexts end, so what it writes does not count as a change either.
-            stack.callback(kept.put_back)
-            stack.enter_context(kept_generator_state())
-            stack.enter_context(kept_outside())
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(dynamo_spared())
-            torch.set_num_threads(job.options.layout.threads)
-            yield
-    finally:
-        torch.set_num_threads(threads)
+    kept = _Kept(Parcel([("", root) for root in roots], weights_in([job.model.whole])))
+    with ExitStack() as stack:
+        stack.enter_context(drawing_alone())
+        # Versions tell the runtime what the script has changed: it is not to see this.
+        for tensor in kept.tensors:
+            stack.enter_context(preserve_version_counter(tensor))
+        # Runs before those contexts end, so what it writes does not count as a change either.
+        stack.callback(kept.put_back)
+        stack.enter_context(kept_generator_state())
+        stack.enter_context(kept_outside())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(dynamo_spared())
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(job.options.layout.threads)
+        yield
 
 
 class _Kept:

@@ -29,8 +29,7 @@ from pipedream_rt.job.given_optimizer import GivenOptimizer, OptimizerParts
 from pipedream_rt.job.job import Job, prepare
 from pipedream_rt.job.options import Layout, Observe, Options, Recovery
 from pipedream_rt.job.rules import scale_of
-from pipedream_rt.models.code import is_installed
-from pipedream_rt.models.code_reading import functions_called, names_in
+from pipedream_rt.models.communication import communicates
 from pipedream_rt.models.preserving_state import drawn_outside
 from pipedream_rt.schedules import Plan
 from pipedream_rt.stage.hyper import Hyper, set_hyper
@@ -68,7 +67,6 @@ _WORKERS = (
     "themselves, another environment, other software, or a file that they read"
 )
 
-_DISTRIBUTED = "torch.distributed"
 
 _log = logging.getLogger(__name__)
 
@@ -560,22 +558,10 @@ def why_not(job: Job) -> str:
         return "as it is compiled, or computed by another device"
     if job.options.layout.codecs is not None:
         return "as codecs change values"
-    if any(_communicates(m) for part in model.modules.values() for m in part.modules()):
+    modules = (m for part in model.modules.values() for m in part.modules())
+    if any(map(communicates, (*modules, job.loss_fn))):
         return "as its layers communicate with other processes"
     return ""
-
-
-def _communicates(module: nn.Module) -> bool:
-    """Whether the code of a module names torch.distributed: its calls wait for other processes."""
-    return any(
-        "distributed" in function.__code__.co_names
-        or any(
-            str(getattr(function.__globals__.get(name), "__name__", "")).startswith(_DISTRIBUTED)
-            for name in names_in(function.__code__).globals
-        )
-        for function in functions_called(type(module))
-        if not is_installed(function.__module__)
-    )
 
 
 def explained(job: Job) -> str:

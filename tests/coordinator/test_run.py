@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from support.models import mlp, regression
 from support.pinned import Flat as Pipeline
@@ -61,6 +62,23 @@ def test_nothing_is_said_of_a_run_that_only_measures(monkeypatch):
     assert any("no two workers compute at once" in text for text in notices_of(job))
     monkeypatch.setattr("pipedream_rt.coordinator.run.profile_option", lambda: "profile.json")
     assert notices_of(job) == []
+
+
+class Ranked(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * (1 + dist.get_rank())
+
+
+@pytest.mark.parametrize(("workers", "told"), [("local", 1), ("serial", 0)])
+def test_a_process_group_that_only_the_script_has_is_told_of(workers, told):
+    """Serial stages see that of the script."""
+    model = UnsplitModel(nn.Sequential(Ranked(8, 8), nn.Linear(8, 8)), F.mse_loss)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        said = notices_of(prepare(model, Options(**OPTIONS, workers=workers)))
+    finally:
+        dist.destroy_process_group()
+    assert len([text for text in said if "layer 0, a Ranked may ask" in text]) == told
 
 
 def test_a_checkpoint_knows_the_optimizer_that_was_assigned_later(tmp_path):

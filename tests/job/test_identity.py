@@ -55,7 +55,7 @@ def compare(accept=(), saved=None, **changes):
 
 def test_every_part_of_an_identity_has_its_case_and_can_be_accepted():
     names = {field.name for field in dataclasses.fields(Identity)}
-    assert names == set(ACCEPTABLE) == {case[0] for case in REFUSED + TOLD}
+    assert names == {*ACCEPTABLE} - {"values"} == {case[0] for case in REFUSED + TOLD}
 
 
 def test_the_same_script_goes_on_without_a_word(caplog):

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from pipedream_rt.corrections import ErrorFeedback, Extrapolation
@@ -14,6 +15,7 @@ from pipedream_rt.job.notices import (
     about_cores,
     about_micro_batches,
     about_plan,
+    about_process_group,
     about_workers,
 )
 from pipedream_rt.job.unsplit_model import UnsplitModel
@@ -146,3 +148,41 @@ def test_micro_batches_that_stay_empty_are_told_of():
     (said,) = about_micro_batches({"": nn.Linear(2, 2)}, samples=3, per_update=8)
     assert "3 samples leaves 5 of 8 micro-batches empty; micro_batches=3 does the same" in said
     assert about_micro_batches({"": nn.Linear(2, 2)}, samples=8, per_update=8) == []
+
+
+# -- a process group in the script ---------------------------------------------------------------
+
+
+class Ranked(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + dist.get_rank()
+
+
+def ranked_loss(output, target):
+    return (output - target).sum() * dist.get_world_size()
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def asked(loss_fn=None):
+    model = UnsplitModel(nn.Sequential(nn.Linear(2, 2), nn.Sequential(Ranked(2, 2)), Ranked(2, 2)))
+    return about_process_group(model, [["0", "1"], ["2"]], loss_fn)
+
+
+def test_layers_that_ask_for_a_process_group_are_named_where_the_script_has_one(group):
+    (said,) = asked(ranked_loss)
+    assert said.startswith("layer 1.0, a Ranked and 2 more may ask torch.distributed, which says ")
+    assert "rank 0 of 1 in this script" in said
+    model = UnsplitModel(nn.Sequential(nn.Linear(2, 2)))
+    (said,) = about_process_group(model, [["0"]], ranked_loss)
+    assert said.startswith("the loss may ask torch.distributed")
+    assert about_process_group(model, [["0"]], nn.MSELoss()) == []
+
+
+def test_without_a_process_group_in_the_script_nothing_is_said():
+    assert asked(ranked_loss) == []

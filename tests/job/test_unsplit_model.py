@@ -8,6 +8,7 @@ from torch import nn
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.unsplit_model import UnsplitModel
+from pipedream_rt.models.layer_spec import LayerSpec
 
 
 class Counts(nn.Module):
@@ -170,3 +171,10 @@ def test_a_copy_of_a_list_is_a_sequential():
     made = UnsplitModel(model).copy_with({"0.weight": torch.eye(2), "0.bias": torch.ones(2)})
     assert type(made) is nn.Sequential
     assert made(torch.zeros(1, 2)).tolist() == [[1.0, 1.0]]
+
+
+def test_a_copy_of_layers_that_workers_build_leaves_the_generator_of_the_script():
+    model = UnsplitModel([LayerSpec(nn.Linear, 2, 2)])
+    before = torch.get_rng_state()
+    model.copy_with({"0.weight": torch.eye(2), "0.bias": torch.ones(2)})
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,17 +1,23 @@
 """The model of a user is looked at, and it and its surroundings are left as they were."""
 
 import random
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from threading import Event
 
 import numpy as np
 import pytest
 import torch
+from support.deadlines import LATEST_S
 from torch import nn
 
-from pipedream_rt.errors import ConfigError
+from pipedream_rt.errors import ConfigError, PipelineError
+from pipedream_rt.models import preserving_state
 from pipedream_rt.models.modes import Modes
 from pipedream_rt.models.preserving_state import (
     as_it_was,
     called_with,
+    drawing_alone,
     drawn_outside,
     kept_outside,
     mode_set,
@@ -165,3 +171,50 @@ def test_a_container_gets_its_content_and_stays_the_same_object(kind):
 def test_inside_are_the_layers_and_what_is_in_them():
     model = nn.Sequential(nn.Sequential(nn.ReLU()), nn.Linear(2, 2))
     assert modules_inside({"0": model[0]}) == {id(model[0]), id(model[0][0])}
+
+
+def test_one_thread_draws_at_a_time_and_may_enter_again():
+    def other():
+        free = preserving_state._computing.acquire(blocking=False)
+        if free:
+            preserving_state._computing.release()
+        return free
+
+    with ThreadPoolExecutor(1) as pool:
+        with drawing_alone(), drawing_alone():
+            assert not pool.submit(other).result()
+        assert pool.submit(other).result()
+
+
+def test_a_thread_that_waits_for_ever_says_what_it_waits_for(monkeypatch):
+    def other():
+        with drawing_alone():
+            return None
+
+    monkeypatch.setattr(preserving_state, "_LONGEST", timedelta())
+    with ThreadPoolExecutor(1) as pool, drawing_alone():
+        error = pool.submit(other).exception()
+    assert isinstance(error, PipelineError)
+    assert "another thread" in str(error)
+    assert 'workers="local"' in str(error)
+
+
+def test_a_child_that_is_forked_while_another_thread_draws_may_draw():
+    lock, held = preserving_state._computing, Event()
+    done = Event()
+
+    def draw():
+        with drawing_alone():
+            held.set()
+            done.wait(LATEST_S)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(draw)
+        held.wait(LATEST_S)
+        try:
+            preserving_state._forget()  # what a forked child does
+            with drawing_alone():
+                pass
+        finally:
+            preserving_state._computing = lock
+            done.set()

@@ -3,6 +3,8 @@
 import functools
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch
@@ -17,8 +19,10 @@ from pipedream_rt import (
     Clip,
     ConfigError,
     PipelineClosed,
+    PipelineError,
     StageFailed,
 )
+from pipedream_rt.models import preserving_state
 from pipedream_rt.serial.cluster import SerialCluster
 
 OPTIMIZER = (torch.optim.AdamW, {"lr": 0.01})
@@ -126,6 +130,15 @@ def test_the_generator_and_the_threads_of_the_script_stay_its_own():
         assert_same(*states)
     finally:
         torch.set_num_threads(before)
+
+
+def test_stages_wait_until_no_other_thread_draws(monkeypatch):
+    """It would draw from the one generator that they seed for themselves."""
+    monkeypatch.setattr(preserving_state, "_LONGEST", timedelta())
+    with open_pipe() as pipe, ThreadPoolExecutor(1) as pool, preserving_state.drawing_alone():
+        error = pool.submit(pipe, torch.ones(2, 8)).exception()
+    assert isinstance(error, PipelineError)
+    assert "another thread of this process has computed stages" in str(error)
 
 
 def test_stages_learn_where_the_script_computes_without_gradients():

@@ -41,6 +41,15 @@ def test_what_a_later_micro_batch_was_not_fed_with_is_as_at_the_start():
     assert vars(options) == {"rate": 0.5, "mode": "warm"}
 
 
+def test_an_entry_that_came_later_goes_for_an_earlier_micro_batch():
+    table = {"old": 1.0}
+    given = GivenValues(0, {3: Holder(table, "dict", "here")}, ())
+    given.apply(fed(new=0.5))
+    assert table == {"old": 1.0, "new": 0.5}
+    given.apply([])
+    assert table == {"old": 1.0}
+
+
 def test_values_of_holders_that_this_stage_has_not_are_ignored():
     options = Options()
     given = GivenValues(0, {3: Holder(options, "object", "here")}, ())

@@ -100,7 +100,7 @@ class Epochs:
                 items.fetch()  # now, while the pipe computes, rather than after the result
             while items.pending:
                 yield self._seen(items.pending.popleft().result())
-            feeder.end_epoch()
+            feeder.script.end()
         except GeneratorExit:
             if items.pending:
                 _log.info(

@@ -66,6 +66,7 @@ class Feeder:
         optimizer: The optimizer that the stages step with; None if there is none.
         credits: Number of mini-batches that may be on their way at a time.
         step: Number of mini-batches injected so far.
+        script: The values of the script that stages have copies of.
         passes: Number of micro-batches fed so far for evaluation and inference.
         numbers: Numbers for what stages keep between the passes of a generation or evaluation.
         pending: The mini-batches on their way, oldest first.
@@ -96,7 +97,7 @@ class Feeder:
         self._injected = injected
         self._watch = watch
         self._fingerprint_every = fingerprint_every  # in mini-batches
-        self._refuse, self._script = refuse, script
+        self._refuse, self.script = refuse, script
         self._settings = settings
         self.forwards = forwards
         self._group = group
@@ -147,7 +148,7 @@ class Feeder:
         self._refuse_local_contexts()
         if self._refuse is not None:
             self._refuse()
-        given = self._script.now()
+        given = self.script.now()
         if not self.step:
             self._first(batch if isinstance(batch, Batch) else batch.parts[0])
         adds = isinstance(batch, Accumulated) and self._losses_add(batch)
@@ -186,10 +187,6 @@ class Feeder:
             self.watch_first = None  # not once more, if it raises
             self.watch_first = look if look(cut, pending) else None
         return pending
-
-    def end_epoch(self) -> None:
-        """Refuse what the script has changed and no stage has seen."""
-        self._script.end()
 
     def _losses_add(self, batch: Accumulated) -> bool:
         """Whether losses of micro-batches that are told the total add up to that of the whole."""
@@ -284,7 +281,6 @@ class Feeder:
 
     def flush(self) -> None:
         """Wait until nothing is in flight on any stage, and every update is applied."""
-        self._script.end()
         self._group.check_settings_unchanged()
         while self.pending:  # first, because the messages of an edge are taken by rising position
             self.collect_oldest()
@@ -376,6 +372,7 @@ class Feeder:
     ) -> Generator[tuple[MicroBatch, Loss, Any], None, None]:
         """Flush, then pass micro-batches through the stages, several at a time."""
         self._refuse_local_contexts()
+        self.script.end()
         self.flush()
         ahead: deque[tuple[int, MicroBatch]] = deque()
 
@@ -443,7 +440,7 @@ class Feeder:
             program=part.program,
             version=version,
             cache=cache,
-            given=self._script.now(),
+            given=self.script.now(),
         )
         self._group.feed.micro_batch(head, part, metrics=metrics)
         self.passes += 1

@@ -38,9 +38,10 @@ from numpy import random as numpy_random
 
 from pipedream_rt.batches.looking import begun
 from pipedream_rt.coordinator.results import PendingStep
-from pipedream_rt.devices.randomness import set_states_there, states_there
+from pipedream_rt.devices.randomness import random_state, set_random_state
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.wire import elements_of
+from pipedream_rt.models.preserving_state import drawing_alone
 
 _log = logging.getLogger(__name__)
 
@@ -50,10 +51,11 @@ Generators = dict[str, Any]
 
 def generators(loader: object = None) -> Generators:
     """Return the states of the generators of torch, Python, NumPy and the loader."""
-    devices = states_there()
+    with drawing_alone():  # else these may be the states in which another thread has seeded them
+        host, *devices = random_state()
     return {
         **({"devices": devices} if devices else {}),
-        "torch": torch.get_rng_state(),
+        "torch": host,
         "python": random.getstate(),
         "numpy": numpy_random.get_state(legacy=True),
         "loader": [own.get_state() for own in _own_generators(loader)],
@@ -69,8 +71,8 @@ def _saveable(state: Generators) -> Generators:
 
 def set_generators(state: Generators, loader: object = None) -> None:
     """Set the random generators to states that `_saveable` gave."""
-    torch.set_rng_state(state["torch"])
-    set_states_there(state.get("devices", ()))
+    with drawing_alone():
+        set_random_state([state["torch"], *state.get("devices", ())])
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = state["numpy"]
