@@ -188,9 +188,7 @@ class RunState:
         try:
             self._feeder.script.end()
         except ConfigError as error:  # what was trained so far is not lost by that
-            _log.warning(
-                "%s was saved, and the next mini-batch will be refused: %s", written, error
-            )
+            _log.warning("%s was saved, and the run will be refused: %s", written, error)
         return written
 
     def mini_batch_was_fed(self) -> None:
