@@ -26,7 +26,7 @@ from torch.nn.utils import parametrize
 from torch.utils.data import DataLoader
 
 from pipedream_rt.messages.wire import bytes_of, sendable
-from pipedream_rt.models.code import is_installed
+from pipedream_rt.models.code import is_by_name, is_installed
 from pipedream_rt.models.tensors import is_away
 from pipedream_rt.torch_private import (
     OPERATORS,
@@ -86,6 +86,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
             return _own_operator, parts_of_operator(value)
         if isinstance(value, _OPERATORS):
             return _operator, (str(value),)
+        if isinstance(value, _CACHED) and not is_by_name(value):
+            # Pickled by its name, though no worker can import the script.
+            return _cached, (value.__wrapped__, value.cache_parameters())
         if isinstance(value, ModuleType) and type(value) is not ModuleType:
             # torch.ops and its namespaces are modules of classes of their own.
             return _module_named, (value.__name__,)
@@ -138,6 +141,14 @@ _OPERATORS = (type(torch.ops.aten.relu), type(torch.ops.aten.relu.default))
 def _operator(name: str) -> Any:
     """Return an operator by its name in ``torch.ops``."""
     return functools.reduce(getattr, name.split("."), torch.ops)
+
+
+_CACHED = type(functools.lru_cache(lambda: None))
+
+
+def _cached(function: Any, options: dict[str, Any]) -> Any:
+    """Return a function with an empty cache."""
+    return functools.lru_cache(**options)(function)
 
 
 def _module_named(name: str) -> Any:

@@ -1,5 +1,6 @@
 """What is pickled for a worker can be read where the script is not."""
 
+import functools
 import pickle
 import sys
 import types
@@ -57,3 +58,22 @@ def test_no_copies_are_made_of_too_much(monkeypatch):
     assert shipping.copying([torch.ones(1)], 1 << 10)() == [1]
     with pytest.raises(pickle.PicklingError, match="more than 1 tensors and arrays"):
         shipping.copying([torch.ones(1), torch.ones(1)], 1 << 10)
+
+
+def test_a_cached_function_of_a_script_travels_with_an_empty_cache(monkeypatch):
+    script = types.ModuleType("__mp_main__")
+    monkeypatch.setitem(sys.modules, "__mp_main__", script)
+    code = "@functools.lru_cache(maxsize=3)\ndef table(n):\n    return 1 / n\n"
+    exec(code, vars(script) | {"functools": functools}, found := {})
+    table = found["table"]
+    table.__wrapped__.__module__ = table.__module__ = "__mp_main__"
+    script.table = table
+    assert table(2) == 0.5
+    try:
+        written, _ = shipping.dumps(table)
+    finally:
+        cloudpickle.unregister_pickle_by_value(script)
+    monkeypatch.delitem(sys.modules, "__mp_main__")
+    made = cloudpickle.loads(written)
+    assert made.cache_info()[2:] == (3, 0)
+    assert made(4) == 0.25
