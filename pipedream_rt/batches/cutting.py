@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from pipedream_rt.batches.items import Batch
 from pipedream_rt.containers import opened, place_in
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.models.code import is_installed
+from pipedream_rt.models.code_reading import names_used
+from pipedream_rt.models.holders import OF_MODULES
 from pipedream_rt.models.program import found, replaced
 from pipedream_rt.models.tensors import named_tensors
 from pipedream_rt.torch_private import BatchNorm
@@ -158,6 +161,33 @@ def micro_batch_sizes(samples: int, micro_batches: int, *, pairs: bool = False) 
 def has_batch_norm(module: nn.Module) -> bool:
     """Whether there is BatchNorm in a module."""
     return any(isinstance(each, BatchNorm) for each in module.modules())
+
+
+def kept_by_forward(module: nn.Module) -> tuple[list[str], list[str]]:
+    """Return the plain attributes, and the buffers, that a forward of a module reads and changes.
+
+    Judged by the names in its code; modules inside of it, and those of libraries, are left out.
+    """
+    cls: type = type(module)
+    if is_installed(cls.__module__):
+        return [], []
+    loaded, stored = names_used(cls)
+    own = [name for name in vars(module) if name not in OF_MODULES and name in loaded & stored]
+    in_place = not _IN_PLACE.isdisjoint(loaded)
+    buffers = [n for n in module._buffers if n in stored or (in_place and n in loaded)]
+    return own, buffers
+
+
+_IN_PLACE = {
+    "copy_", "add_", "sub_", "mul_", "div_", "lerp_", "fill_", "zero_", "addcmul_", "addcdiv_",
+    "index_add_", "index_copy_", "scatter_", "scatter_add_",
+}  # fmt: skip
+"""Methods by which a forward changes a buffer, as a moving average."""
+
+
+def keeps_state(module: nn.Module) -> bool:
+    """Whether forwards of a module, or one inside it, go by what earlier ones have left there."""
+    return has_batch_norm(module) or any(any(kept_by_forward(m)) for m in module.modules())
 
 
 def needs_pairs(model: nn.Module, batch: Batch) -> bool:

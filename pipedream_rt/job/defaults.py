@@ -8,7 +8,8 @@ micro-batches both are cheap, and a flush then gives the bits of plain training.
 
 Where BatchNorm sees micro-batches they must be few: with 8 of a mini-batch of 32 samples plain
 training took 1.25 times the samples. So there are as many as stages; with so few, a flush costs
-more than staleness does.
+more than staleness does. The same holds for layers of the user's with a state, as a moving average
+or a warm-up that they count, which advances with each micro-batch.
 
 The measurements are printed by ``python benchmarks/first_touch.py table choice batch-norm``.
 """
@@ -20,7 +21,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from pipedream_rt.batches.cutting import has_batch_norm
+from pipedream_rt.batches.cutting import keeps_state
 from pipedream_rt.corrections.advice import samples_taken
 from pipedream_rt.job.options import Options
 from pipedream_rt.schedules.plan import replicas_of
@@ -54,8 +55,8 @@ def with_schedule(
     replicas = 1 if given == "auto" else max(replicas_of(given, stages), default=1)
     if count is None and stages * replicas > 1:
         # One stage has no bubble that more micro-batches would fill.
-        normed = stages == 1 or any(map(has_batch_norm, modules))
-        count = replicas * stages * (1 if normed else PER_STAGE)
+        whole = stages == 1 or any(map(keeps_state, modules))
+        count = replicas * stages * (1 if whole else PER_STAGE)
     each = (count or 1) / replicas
     samples = samples_taken(ASYNCHRONOUS, optimizer, each / stages)
     sooner = 0.0 if samples is None else time_of_flush(stages, each) / samples

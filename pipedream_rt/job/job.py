@@ -27,7 +27,13 @@ from pipedream_rt.job.given_optimizer import (
     grouped_names,
     state_by_name,
 )
-from pipedream_rt.job.notices import DisabledFeatures, about_balance, about_choice, about_plan
+from pipedream_rt.job.notices import (
+    DisabledFeatures,
+    about_balance,
+    about_choice,
+    about_plan,
+    about_state,
+)
 from pipedream_rt.job.options import SPANS_KEPT, Options
 from pipedream_rt.job.process_assignment import ProcessAssignment, assignment_for
 from pipedream_rt.job.rules import compiling, correcting, recomputing, rule_options
@@ -182,6 +188,7 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
         chosen=about_choice(plan, corrections, left_out, kind) if kind else "",
         notices=[
             *(about_plan(plan, left_out) if kind else ()),
+            *(about_state(model) if kind else ()),
             *(about_balance(model, split.layers) if isinstance(options.stages, int) else ()),
         ],
     )

@@ -22,7 +22,7 @@ from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.own_model import OwnModel
 from pipedream_rt.models.code_reading import names_used
 from pipedream_rt.models.holders import GONE, Holder, equal
-from pipedream_rt.models.parcel import Parcel, has_grown, is_plain_mark
+from pipedream_rt.models.parcel import Parcel, has_grown
 
 _log = logging.getLogger(__name__)
 
@@ -136,12 +136,10 @@ class Net:
         """Whether a call by the script itself may have made a change, as a cache that is filled."""
         holder, key = parcel.holder(place)
         kind = "" if holder is None else holder.kind
-        if has_grown(before, now) or parcel.is_sampled(place):
+        if before is GONE or has_grown(before, now) or parcel.is_sampled(place):
             return True
         if kind in ("class", "object", "globals") and key in parcel.stored:
             return True  # code changes it itself
-        if before is GONE:
-            return kind != "object" or not is_plain_mark(now)
         # Here the stages run that code too.
         return self._shared and kind in ("dict", "list") and parcel.changes_entries
 

@@ -6,14 +6,14 @@ would think; it shows what to type. Nothing depends on what is said here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from textwrap import fill
 
 import torch.distributed as dist
 from torch import nn
 
-from pipedream_rt.batches.cutting import micro_batch_sizes
+from pipedream_rt.batches.cutting import kept_by_forward, micro_batch_sizes
 from pipedream_rt.corrections import Correction
 from pipedream_rt.corrections.advice import samples_taken
 from pipedream_rt.job.defaults import ASYNCHRONOUS, time_of_flush
@@ -210,6 +210,13 @@ def about_micro_batches(
             f"{samples}, and its statistics move {per_update} times per update; micro_batches=1 "
             "gives it whole mini-batches"
         )
+    kept = {name: own + buffers for name, (own, buffers) in _kept(named).items() if own or buffers}
+    if kept:
+        said.append(
+            f"{_changes(kept)}, {per_update} times per update, with micro-batches of {size} "
+            f"samples, where plain PyTorch does it once with mini-batches of {samples}; "
+            "micro_batches=1 gives it whole mini-batches"
+        )
     in_time = [name for name, each in named if getattr(each, "batch_first", True) is False]
     if in_time:
         said.append(
@@ -218,6 +225,31 @@ def about_micro_batches(
             "loader yields is time, put samples first, or use micro_batches=1"
         )
     return said
+
+
+def about_state(model: UnsplitModel) -> list[str]:
+    """Say which layers count or remember in plain attributes, of which the script has others."""
+    named = [pair for n, whole in model.modules.items() for pair in whole.named_modules(prefix=n)]
+    kept = {name: own for name, (own, _) in _kept(named).items() if own}
+    if not kept:
+        return []
+    return [
+        f"{_changes(kept)} on its stage, and that of the script stays as it is: to set or to read "
+        "it, as at the start of an epoch, call pipe.on_stages(function)"
+    ]
+
+
+def _kept(named: Iterable[tuple[str, nn.Module]]) -> dict[str, tuple[list[str], list[str]]]:
+    """Return, by name of a module, what its forward changes; see `kept_by_forward`."""
+    return {name: kept_by_forward(each) for name, each in named}
+
+
+def _changes(kept: Mapping[str, list[str]]) -> str:
+    """Say what the forward of a module changes, and of how many more."""
+    name, own = next(iter(kept.items()))
+    more = f" (and so do {len(kept) - 1} more)" if len(kept) > 1 else ""
+    where = f"layer {name}" if name else "the model"
+    return f"the forward of {where} changes {', '.join(map(repr, own))}{more}"
 
 
 def _some(names: Sequence[str]) -> str:

@@ -22,6 +22,7 @@ from pipedream_rt.job.net import Net, refuse
 from pipedream_rt.job.own_model import OwnModel
 from pipedream_rt.job.specs import PackedStage
 from pipedream_rt.job.unsplit_model import UnsplitModel
+from pipedream_rt.models.code import is_installed
 from pipedream_rt.models.code_reading import names_used
 from pipedream_rt.models.holders import GONE, LENGTH, Given, Holder, Look
 from pipedream_rt.models.parcel import Parcel, weights_in
@@ -170,8 +171,9 @@ class ScriptValues:
                     "there. If the script calls the module by itself, let it call pipe.module(); "
                     "to set it, pipe.on_stages(function)"
                 )
-                # A tensor may be a cache that a call of the script's own has filled.
-                (refuse if _can_be_sent(value) else self._net.say)(holder.called(key), why)
+                # A tensor may be a cache that a call by the script itself has filled.
+                is_cache = is_installed(cls.__module__) and not _can_be_sent(value)
+                (self._net.say if is_cache else refuse)(holder.called(key), why)
             return
         # No single value describes an object with a state of its own, or a container that grows.
         whole = key is LENGTH or isinstance(holder.value, set)

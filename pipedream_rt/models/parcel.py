@@ -454,11 +454,6 @@ def has_grown(before: Mark, now: Mark) -> bool:
     return 0 <= _size_of(before) < _size_of(now) and before is not GONE and before[:1] == now[:1]
 
 
-def is_plain_mark(mark: Mark) -> bool:
-    """Whether a mark is that of a plain value."""
-    return isinstance(mark, str | bytes) or (isinstance(mark, tuple) and mark[1:] == ())
-
-
 def weights_in(modules: Iterable[nn.Module]) -> list[Any]:
     """Return the weights and buffers of modules, and what holds them: a walk leaves these out."""
     every = [each for module in modules for each in module.modules()]

@@ -9,7 +9,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipedream_rt import Along, ConfigError, Training, Whole
-from pipedream_rt.batches.cutting import Lists, cut_batch, micro_batch_sizes, samples_of, unmarked
+from pipedream_rt.batches.cutting import (
+    Lists,
+    cut_batch,
+    keeps_state,
+    kept_by_forward,
+    micro_batch_sizes,
+    samples_of,
+    unmarked,
+)
 from pipedream_rt.batches.items import Batch
 
 
@@ -151,3 +159,47 @@ def test_a_short_last_mini_batch_leaves_no_sample_alone_to_batch_norm(last):
         schedule="1f1b", micro_batches=4, workers="serial",
     ) as pipe:  # fmt: skip
         assert len(list(pipe.train_epoch(data))) == 2
+
+
+class Codebook(nn.Module):
+    """Codes that are a moving average, a count of steps, and a table that stays."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.shown, self.width = 0, None, 8
+        for name in ("codes", "steps", "table"):
+            self.register_buffer(name, torch.zeros(8))
+
+    def forward(self, x):
+        self.steps = self.steps + 1
+        self.codes.mul_(0.9)
+        self.count += 1
+        self.shown = x.detach()  # set, and never read
+        return x * self.width
+
+
+class Masked(nn.Module):
+    """A buffer that a forward reads, and a change in place of something else."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.ones(8).bool())
+        self.scale = 1.0
+
+    def forward(self, x):
+        return (x * self.scale).masked_fill_(self.mask, 0.0)
+
+
+def test_what_a_forward_changes_of_its_own_is_found_by_names():
+    assert kept_by_forward(Codebook()) == (["count"], ["codes", "steps"])
+    assert kept_by_forward(Masked()) == ([], [])
+    assert kept_by_forward(nn.BatchNorm1d(2)) == ([], [])  # a library's
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [(Codebook(), True), (nn.BatchNorm1d(2), True), (Masked(), False), (nn.LSTM(2, 2), False)],
+    ids=lambda value: type(value).__name__,
+)
+def test_layers_go_by_what_earlier_forwards_have_left(model, expected):
+    assert keeps_state(nn.Sequential(nn.Linear(2, 2), model)) is expected

@@ -16,6 +16,7 @@ from pipedream_rt.job.notices import (
     about_micro_batches,
     about_plan,
     about_process_group,
+    about_state,
     about_workers,
 )
 from pipedream_rt.job.unsplit_model import UnsplitModel
@@ -133,6 +134,29 @@ def test_batch_norm_sees_micro_batches():
     assert about_micro_batches({"": model}, samples=30, per_update=1) == []
     assert about_micro_batches({"": model.eval()}, samples=30, per_update=4) == []
     assert about_micro_batches({"0": nn.GroupNorm(1, 2)}, samples=30, per_update=4) == []
+
+
+class Counts(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+def test_state_that_each_micro_batch_moves_is_told_of():
+    (said,) = about_micro_batches({"1": Counts()}, 32, 8)
+    assert "the forward of layer 1 changes 'calls', 8 times per update" in said
+    assert "micro_batches=1 gives it whole mini-batches" in said
+    assert about_micro_batches({"1": Counts()}, 32, 1) == []
+
+
+def test_the_script_is_told_that_state_is_on_the_stages():
+    (said,) = about_state(UnsplitModel(nn.Sequential(nn.ReLU(), Counts(), Counts())))
+    assert said.startswith("the forward of layer 1 changes 'calls' (and so do 1 more) on its stage")
+    assert about_state(UnsplitModel(nn.Sequential(nn.BatchNorm1d(2)))) == []
 
 
 def test_layers_that_take_time_in_dimension_0_are_named():

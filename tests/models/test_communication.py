@@ -91,7 +91,7 @@ def plain(output, target):
 @pytest.mark.parametrize(
     "value",
     [Saves(2, 2), nn.BatchNorm1d(2), nn.TransformerEncoderLayer(8, 2), plain, print, None],
-    ids=repr,
+    ids=["Saves", "BatchNorm1d", "TransformerEncoderLayer", "plain", "print", "None"],
 )
 def test_other_code_is_not(value):
     """Nor is what a forward does not reach."""
