@@ -59,6 +59,7 @@ class Job:
         optimizer: The optimizer that the script gave, taken apart; None without one.
         brought: The state that it already has, by name of its parameter.
         names: The names of the trainable parameters, stage by stage.
+        cut_unasked: Whether the number of micro-batches was chosen, and not given.
         changes_modes: Whether a layer does something when its mode is set.
         chosen: What is said at the start of what was chosen.
         notices: What is said at the start of what this costs.
@@ -79,6 +80,7 @@ class Job:
     brought: Mapping[str, dict[str, Any]]
     names: Sequence[str]
     script_values: ScriptValues
+    cut_unasked: bool
     changes_modes: bool
     settings: Settings
     chosen: str
@@ -183,6 +185,7 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
         script_values=script_values_of(
             model, split.forwards, packed, fixed, kind, shared=options.workers == "serial"
         ),
+        cut_unasked=left_out.micro_batches,
         changes_modes=any(map(changes_modes, parts)),
         settings=settings,
         chosen=about_choice(plan, corrections, left_out, kind) if kind else "",

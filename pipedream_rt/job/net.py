@@ -140,8 +140,9 @@ class Net:
             return True
         if kind in ("class", "object", "globals") and key in parcel.stored:
             return True  # code changes it itself
-        # Here the stages run that code too.
-        return self._shared and kind in ("dict", "list") and parcel.changes_entries
+        # Where the stages share it they run that code too, as one that draws from a generator.
+        state = kind == "state" or parcel.has_state(place)
+        return self._shared and (state or (kind in ("dict", "list") and parcel.changes_entries))
 
 
 def _is_read(parcel: Parcel, place: int) -> bool:

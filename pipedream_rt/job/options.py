@@ -85,9 +85,9 @@ class Training:
             an argument ``num_items_in_batch`` gets there what the mini-batch weighs.
         check_loss: The number of mini-batches, from the first one on, whose loss is compared with
             the losses of its micro-batches, which must be its parts; 0 for none.
-        verify: Whether the first mini-batch of a small model (`Pipeline.explain` says whether it
-            is one) is computed in plain PyTorch too, in the script's process, and the losses,
-            weights and buffers of the workers are compared with it. See `Pipeline.verify`.
+        verify: Whether the first mini-batch is computed in plain PyTorch too, in the script's
+            process, where it can be (`Pipeline.explain` says so), and the losses, weights and
+            buffers of the workers are compared with it. See `Pipeline.verify`.
 
     Raises:
         ConfigError: A value makes no sense.

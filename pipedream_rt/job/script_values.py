@@ -36,6 +36,7 @@ class ScriptValues:
 
     Attributes:
         own: The script's own model and loss.
+        watches: Whether changes are looked for.
         forwards_store: Whether a layer or the loss may change a value of its own in its forward.
     """
 
@@ -46,7 +47,7 @@ class ScriptValues:
         parcels: Sequence[Parcel],
         net: Net,
     ) -> None:
-        self.own, self._net = own, net
+        self.own, self._net, self.watches = own, net, True
         held = {number: h for of_stage in stages for number, h in of_stage.items()}
         self._holders = {number: h for number, h in held.items() if h.travels}
         objects = [h.value for h in self._holders.values() if h.kind == "object"]
@@ -69,6 +70,8 @@ class ScriptValues:
 
     def now(self) -> list[Given]:
         """Return all values that the script has changed so far; refuse what cannot be sent."""
+        if not self.watches:
+            return self._given
         if not self._look.is_same():
             self.own.require_known()
             self._note_changes()
@@ -79,7 +82,7 @@ class ScriptValues:
 
     def end(self) -> None:
         """Compare all that the stages go by, at the end of an epoch and the like."""
-        if self._calls:
+        if self._calls and self.watches:
             self._net.cast()
 
     # -- in checkpoints -------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -47,7 +47,20 @@ class Place(NamedTuple):
 
 
 Seen: TypeAlias = dict[Place, Any]
-"""What a training has computed, in the order of computation: tensors, and losses as numbers."""
+"""What a training has computed, in the order of computation: `sampled` tensors, and losses."""
+
+MOST = 1 << 14
+"""The elements of a tensor that are compared, at most: so its size does not count."""
+
+
+def sampled(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor on the host; of a large one, every n-th element."""
+    values = tensor.detach()
+    values = values if values.layout is torch.strided else values.to_dense()
+    if values.numel() > MOST:
+        # An odd step, so that a power of two does not pick the same columns of each row.
+        values = values.reshape(-1)[:: values.numel() // MOST | 1]
+    return values.to("cpu", copy=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,18 +117,22 @@ class Parted(NamedTuple):
     rounds: bool
 
 
-def compared(plain: Seen, other: Seen) -> tuple[int, Parted | None]:
+def compared(
+    plain: Seen, other: Seen, excused: Callable[[Place, float], bool] = lambda place, by: False
+) -> tuple[int, Parted | None]:
     """Return how many values were compared, and the first that differs by more than rounding.
 
-    If none does, the first that differs at all; None if all bits are the same.
+    If none does, the first that differs at all; None if all bits are the same. ``excused`` says of
+    a difference whether it is rounding all the same.
     """
     count, first = 0, None
     for place, value in plain.items():
         if place not in other:
             continue
-        difference, rounds = _difference(value, other[place])
-        if difference and (first is None or not rounds):
-            first = Parted(place, difference, count, rounds)
+        by, rounds = difference(value, other[place])
+        if by and (first is None or not rounds):
+            rounds = rounds or excused(place, by)
+            first = Parted(place, by, count, rounds) if first is None or not rounds else first
             if not rounds:
                 return count, first
         count += 1
@@ -131,29 +148,53 @@ def lacking(plain: Seen, other: Seen, kinds: Sequence[str]) -> Place | None:
     return None
 
 
-def _difference(one: Any, other: Any) -> tuple[float, bool]:
+def difference(one: Any, other: Any) -> tuple[float, bool]:
     """Return the difference as a share of the largest element, and whether it may be rounding."""
-    one, other = (_as_tensor(each) for each in (one, other))
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        if len(one) != len(other):
+            return float("inf"), False
+        parts = [difference(*pair) for pair in zip(one, other, strict=True)]
+        return max((by for by, _ in parts), default=0.0), all(rounds for _, rounds in parts)
+    # A bool is a number too; of all else it is only known whether it is equal.
+    if not all(isinstance(each, Tensor | float | int) for each in (one, other)):
+        equal = type(one) is type(other) and bool(one == other)
+        return (0.0 if equal else float("inf")), equal
+    one, other = (
+        each if isinstance(each, Tensor) else torch.tensor(each, dtype=torch.float32)
+        for each in (one, other)
+    )
     if one.shape != other.shape or one.dtype != other.dtype:
         return float("inf"), False
     if same(one, other):
         return 0.0, True
     wide = torch.complex128 if one.is_complex() else torch.float64
-    apart = (one.to(wide) - other.to(wide)).abs()
+    gap = (one.to(wide) - other.to(wide)).abs()
     size = max(one.to(wide).abs().max().item(), other.to(wide).abs().max().item())
-    difference = apart.max().item() / size if size else float("inf")
-    if not difference < float("inf"):  # NaN or infinite in one of them
+    share = gap.max().item() / size if size else float("inf")
+    if not share < float("inf"):  # NaN or infinite in one of them
         return float("inf"), False
     # Other bits with a difference of 0 are those of -0.0; the least number above 0 tells of them.
-    return difference or 5e-324, difference <= rounding_of(one.dtype)
+    exact = not (one.is_floating_point() or one.is_complex())
+    return share or 5e-324, share <= (0.0 if exact else rounding_of(one.dtype.to_real()))
 
 
-def _as_tensor(value: Any) -> Tensor:
-    """Return a value as a dense tensor on the host; a number as float32."""
-    if not isinstance(value, Tensor):
-        return torch.tensor(value, dtype=torch.float32)
-    here: Tensor = value.detach().to("cpu")
-    return here if here.layout is torch.strided else here.to_dense()
+def apart(
+    one: Mapping[str, Any], other: Mapping[str, Any], exact: bool = False
+) -> dict[str, float]:
+    """Return the values that differ by more than rounding, or ``exact`` at all, and by how much.
+
+    A tensor that is not there is one of zeros, as a gradient of what was not used.
+    """
+    found = {}
+    for name in {**one, **other}:
+        pair = [one.get(name), other.get(name)]
+        there = [each for each in pair if isinstance(each, Tensor)]
+        if len(there) == 1 and None in [each for each in pair if not isinstance(each, Tensor)]:
+            pair = [there[0], torch.zeros_like(there[0])]
+        by, rounds = difference(*pair)
+        if by and (exact or not rounds):
+            found[name] = by
+    return found
 
 
 _CAUSES: Mapping[str, str] = {

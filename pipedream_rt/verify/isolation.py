@@ -7,9 +7,10 @@ its name: classes, globals of modules, and all that can be reached from these.
 from __future__ import annotations
 
 import io
+import math
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FunctionType, ModuleType
@@ -24,7 +25,7 @@ from pipedream_rt.dynamo import dynamo_spared
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.job import Job
 from pipedream_rt.models.code import is_installed
-from pipedream_rt.models.holders import PLAIN, attributes_of
+from pipedream_rt.models.holders import PLAIN, Holder, attributes_of
 from pipedream_rt.models.parcel import Parcel, weights_in
 from pipedream_rt.models.preserving_state import (
     drawing_alone,
@@ -33,59 +34,87 @@ from pipedream_rt.models.preserving_state import (
     refill,
 )
 from pipedream_rt.torch_private import preserve_version_counter
+from pipedream_rt.verify.compare import MOST, sampled
 
 LIMIT = 64 << 20
-"""Bytes of tensors that are copied to be put back, at most; also the bytes of weights up to which
-the first mini-batch of a model is verified by itself."""
+"""Bytes of tensors that are copied to be put back, at most."""
+
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+_CONSTANT = (*PLAIN, bytes, type, FunctionType, ModuleType, torch.dtype, torch.device)
+"""Nothing of these is put back: they do not change."""
 
 
-def drawn() -> tuple[Any, ...]:
-    """Return the states of the random generators: they differ once numbers were drawn."""
-    return torch.get_rng_state().numpy().tobytes(), *drawn_outside()
+def drawn(generators: Iterable[Any] = ()) -> tuple[Any, ...]:
+    """Return the states of random generators: they differ once numbers were drawn."""
+    states = (_state_of(each)[1] for each in generators)
+    own = (s.numpy().tobytes() if isinstance(s, Tensor) else str(s) for s in states)
+    return torch.get_rng_state().numpy().tobytes(), *drawn_outside(), *own
 
 
-_CONSTANT = (
-    *PLAIN, bytes, type, FunctionType, ModuleType, torch.dtype, torch.device, io.IOBase
-)  # fmt: skip
-"""Nothing of these is put back: they do not change, or are files, where it cannot be."""
+class Shared:
+    """What copies of a job's model, loss and optimizer share with the script, by name."""
+
+    def __init__(self, job: Job) -> None:
+        self._threads = job.options.layout.threads
+        optimizer = job.optimizer and job.optimizer.optimizer_class
+        roots = [("", root) for root in (job.model.whole, job.options.loss_fn, optimizer)]
+        parcel = Parcel(roots, weights_in([job.model.whole]))
+        # What travels is a copy already.
+        self._holders = [holder for holder in parcel.found.values() if not holder.travels]
+
+    def keep(self) -> Kept:
+        """Keep all of it as it is now."""
+        return Kept(self._holders, limit=LIMIT)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Let the block compute as a worker does, and then put back what it has changed."""
+        kept = self.keep()
+        with ExitStack() as stack:
+            stack.enter_context(drawing_alone())
+            # Versions tell the runtime what the script has changed: it is not to see this.
+            for tensor in kept.tensors:
+                stack.enter_context(preserve_version_counter(tensor))
+            # Runs before those contexts end, so what it writes is no change either.
+            stack.callback(kept.put_back)
+            stack.enter_context(kept_generator_state())
+            stack.enter_context(kept_outside())
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(dynamo_spared())
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(self._threads)
+            yield
 
 
-@contextmanager
-def apart(job: Job) -> Iterator[None]:
-    """Let the block compute as a worker does, and then put back what it shares with the script."""
-    roots = [job.model.whole, job.options.loss_fn, job.optimizer and job.optimizer.optimizer_class]
-    kept = _Kept(Parcel([("", root) for root in roots], weights_in([job.model.whole])))
-    with ExitStack() as stack:
-        stack.enter_context(drawing_alone())
-        # Versions tell the runtime what the script has changed: it is not to see this.
-        for tensor in kept.tensors:
-            stack.enter_context(preserve_version_counter(tensor))
-        # Runs before those contexts end, so what it writes does not count as a change either.
-        stack.callback(kept.put_back)
-        stack.enter_context(kept_generator_state())
-        stack.enter_context(kept_outside())
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(dynamo_spared())
-        stack.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(job.options.layout.threads)
-        yield
+class Kept:
+    """What holders hold, and other objects, as they were: up to ``limit`` bytes of tensors.
 
+    Attributes:
+        tensors: The tensors that are put back.
+    """
 
-class _Kept:
-    """What the script and the copies of its model share, as it was."""
-
-    def __init__(self, parcel: Parcel) -> None:
+    def __init__(
+        self,
+        holders: Iterable[Holder],
+        others: Iterable[Any] = (),
+        spared: Iterable[Any] = (),
+        limit: float = math.inf,
+    ) -> None:
         self.tensors: list[Tensor] = []
         self._undo: list[Callable[[], object]] = []
-        self._size = 0
-        left: deque[Any] = deque()
-        for holder in parcel.found.values():
-            if not holder.travels:  # what travels is a copy already
-                held = dict(holder.raw())
-                self._undo.append(partial(holder.restore, held))
-                left.extend(held.values())
-        seen: dict[int, Any] = {}  # holds the objects, so that no id is given twice
+        self._left = limit
+        left = deque(others)
+        for holder in holders:
+            if holder.kind in ("dict", "list", "state"):
+                left.append(holder.value)  # put back as an object
+                continue
+            held = dict(holder.raw())
+            self._undo.append(partial(holder.restore, held))
+            left.extend(held.values())
+        # Holds the objects, so that no id is given twice.
+        seen: dict[int, Any] = {id(each): each for each in spared}
         while left:
             value = left.pop()
             if id(value) not in seen and not isinstance(value, _CONSTANT):
@@ -102,19 +131,13 @@ class _Kept:
         match value:
             case Tensor():
                 undo = self._of_tensor(value)
-            case torch.Generator():
-                undo = partial(value.set_state, value.get_state())
             case np.ndarray():
                 self._count(value.nbytes)
                 if value.flags.writeable:
                     undo = partial(np.copyto, value, value.copy())
-            case np.random.Generator():
-                bits = value.bit_generator
-                undo = partial(setattr, bits, "state", bits.state)
-            case np.random.RandomState():
-                undo = partial(value.set_state, value.get_state())
-            case random.Random():
-                undo = partial(value.setstate, value.getstate())
+            case _ if isinstance(value, _GENERATORS):
+                set_state, state = _state_of(value)
+                undo = partial(set_state, state)
             case dict():
                 undo = partial(refill, value, dict(value))
                 yield from value.values()
@@ -125,11 +148,12 @@ class _Kept:
                 undo = partial(refill, value, set(value))
             case tuple():
                 yield from value
+            case io.IOBase() if not value.closed and value.readable():
+                undo = _of_file(value)
+            case io.IOBase():  # what was written stays written
+                pass
             case _ if hasattr(value, "__next__"):
-                raise ConfigError(
-                    f"the code reads {value!r:.60} from a global or a class, and what is taken "
-                    "from an iterator cannot be put back"
-                )
+                raise _no_way_back(value)
             case _ if hasattr(value, "__dict__") and not is_installed(type(value).__module__):
                 undo = partial(_restore, value, dict(attributes_of(value)))
                 yield from attributes_of(value).values()
@@ -146,13 +170,78 @@ class _Kept:
         return lambda: None if tensor._version == version else tensor.detach().copy_(before)
 
     def _count(self, size: int) -> None:
-        """Count bytes that are copied, up to `LIMIT`."""
-        self._size += size
-        if self._size > LIMIT:
+        """Count bytes that are copied."""
+        self._left -= size
+        if self._left < 0:
             raise ConfigError(
                 f"the code reads tensors of more than {LIMIT >> 20} MiB from globals and classes, "
                 "too much to copy them so that they can be put back"
             )
+
+
+def held_by(holders: Iterable[Holder]) -> dict[str, Any]:
+    """Return what holders hold, by what messages call it, in a form that can be compared."""
+    return {h.called(key): _comparable(value) for h in holders for key, value in h.raw().items()}
+
+
+def generators_in(holders: Iterable[Holder]) -> list[Any]:
+    """Return the random generators that holders are or hold."""
+    values = (v for h in holders for v in (h.value, *h.raw().values()))
+    return [value for value in values if isinstance(value, _GENERATORS)]
+
+
+def _state_of(generator: Any) -> tuple[Callable[[Any], object], Any]:
+    """Return what sets the state of a random generator, and its state."""
+    match generator:
+        case torch.Generator():
+            return generator.set_state, generator.get_state()
+        case np.random.Generator():
+            bits = generator.bit_generator
+            return partial(setattr, bits, "state"), bits.state
+        case np.random.RandomState():
+            return generator.set_state, generator.get_state()
+    return generator.setstate, generator.getstate()
+
+
+def _of_file(file: Any) -> Callable[[], object]:
+    """Return what sets the place back at which a file is read."""
+    try:
+        return partial(file.seek, file.tell())
+    except (OSError, ValueError):  # a pipe; or a text that is being iterated over
+        raise _no_way_back(file) from None
+
+
+def _no_way_back(value: Any) -> ConfigError:
+    return ConfigError(
+        f"the code reads {value!r:.60}, and what is taken from such an iterator or file cannot be "
+        "put back"
+    )
+
+
+def _comparable(value: Any, depth: int = 3) -> Any:
+    """Return a value in a form that differs once it was changed; None where none is known."""
+    if isinstance(value, Tensor):
+        return None if value.is_meta else sampled(value)
+    if isinstance(value, np.ndarray):
+        return value.tobytes() if value.nbytes <= MOST else value.shape
+    if isinstance(value, _GENERATORS):
+        return drawn([value])[-1]
+    if isinstance(value, PLAIN) or not depth:
+        return value if isinstance(value, PLAIN) else None
+    if isinstance(value, list | tuple | set | deque):
+        inside: Any = enumerate(value)
+    elif isinstance(value, dict):
+        inside = value.items()
+    else:
+        own = hasattr(value, "__dict__") and not is_installed(type(value).__module__)
+        inside = attributes_of(value).items() if own and not isinstance(value, _CONSTANT) else ()
+    # Of a long container the last entries: there something is added.
+    last = deque(inside, _FEW)
+    return tuple((str(key), _comparable(each, depth - 1)) for key, each in last)
+
+
+_FEW = 64
+"""The entries of a container that are compared, at most."""
 
 
 def _restore(value: Any, held: dict[str, Any]) -> None:

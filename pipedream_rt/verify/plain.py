@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -23,17 +23,19 @@ from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.given_optimizer import OptimizerParts
 from pipedream_rt.job.job import Job
 from pipedream_rt.job.unsplit_model import UnsplitModel
-from pipedream_rt.messages.tree import Value, own, unflatten
+from pipedream_rt.messages.tree import Value, flat_copy, own, unflatten
 from pipedream_rt.models import dumps, loads
+from pipedream_rt.models.parcel import Parcel, weights_in
 from pipedream_rt.models.program import found, replaced
 from pipedream_rt.models.tensors import gradient_hooks, home_of, own_buffers
 from pipedream_rt.schedules.placement import LOSS_LAYER
 from pipedream_rt.stage.hyper import Hyper, set_hyper
+from pipedream_rt.stage.loss_check import rounding_of
 from pipedream_rt.stage.rules.clipping import Clip
 from pipedream_rt.stage.seeds import layer_seed
 from pipedream_rt.stage.spec import LossFunction, own_loss, total_of
-from pipedream_rt.verify.compare import Place, Seen
-from pipedream_rt.verify.isolation import drawn
+from pipedream_rt.verify.compare import Place, Seen, apart, sampled
+from pipedream_rt.verify.isolation import Kept, drawn, generators_in, held_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,12 @@ class Copies:
     loss_fn: LossFunction | None
 
 
+Gradients: TypeAlias = dict[str, Tensor]
+
+Flat: TypeAlias = tuple[Value, Value, float]
+"""What the model takes of a mini-batch, its target, and the factor of its loss."""
+
+
 def copies_of(job: Job, state: Mapping[str, Any] | None) -> Copies:
     """Return copies of the script's model and loss, as workers would get them.
 
@@ -60,7 +68,10 @@ def copies_of(job: Job, state: Mapping[str, Any] | None) -> Copies:
             "it cannot be computed in plain PyTorch here; verify a smaller one that has some"
         )
     hooks = {n: gradient_hooks(p) for n, p in job.model.parameters.items()}
-    given, loss, hooks = loads(dumps((given, loss, hooks))[0])
+    # The memory of tensors is copied once, and not into the pickle and out of it again.
+    memory: list[Any] = []
+    data = dumps((given, loss, hooks), memory.append)[0]
+    given, loss, hooks = loads(data, map(bytearray, memory))
     model = UnsplitModel(given, loss, opens=job.model.sequence is None)
     for each in model.modules.values():
         own_buffers(each)
@@ -69,20 +80,26 @@ def copies_of(job: Job, state: Mapping[str, Any] | None) -> Copies:
             model.parameters[name].register_hook(hook)
         for hook in after:
             model.parameters[name].register_post_accumulate_grad_hook(hook)
+    copies = Copies(model, loss)
     if state is not None:
-        prefix = f"{LOSS_LAYER}."
-        try:
-            model.whole.load_state_dict(
-                {k: v for k, v in state.items() if not k.startswith(prefix)}
-            )
-            if isinstance(loss, nn.Module):
-                own = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-                loss.load_state_dict(own)
-        except RuntimeError as error:  # a buffer may have another size by now
-            raise ConfigError(
-                f"the weights of now do not go into a copy of the model: {error}"
-            ) from error
-    return Copies(model, loss)
+        load(copies, state)
+    return copies
+
+
+def load(copies: Copies, state: Mapping[str, Any]) -> None:
+    """Give copies the weights and buffers of a state."""
+    prefix, loss = f"{LOSS_LAYER}.", copies.loss_fn
+    own = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+    try:
+        copies.model.whole.load_state_dict(
+            {k: v for k, v in state.items() if not k.startswith(prefix)}
+        )
+        if isinstance(loss, nn.Module):
+            loss.load_state_dict(own)
+    except RuntimeError as error:  # a buffer may have another size by now
+        raise ConfigError(
+            f"the weights of now do not go into a copy of the model: {error}"
+        ) from error
 
 
 class Tap:
@@ -119,10 +136,14 @@ class Tap:
             )
         ]
 
-    def begin(self, step: int, number: int) -> None:
-        """Note, from now on, what is computed of a micro-batch."""
+    def begin(self, step: int, number: int, names: Mapping[int, list[str]] | None = None) -> None:
+        """Note, from now on, what is computed of a micro-batch.
+
+        ``names`` has, by ``id`` of a layer, how its calls are named, if it is not all of them.
+        """
         self.at = step, number
         self._calls.clear()
+        self._names = self._names if names is None else dict(names)
 
     def _entered(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
         """Note the input of a layer, and seed its random numbers."""
@@ -145,7 +166,7 @@ class Tap:
         for number, tensor in enumerate(found(value, Tensor)):
             place = Place(*self.at, kind, name, number)
             # A copy: a later layer may change the tensor in place.
-            self._seen.setdefault(place, tensor.detach().clone())
+            self._seen.setdefault(place, sampled(tensor))
 
     def remove(self) -> None:
         """Take the hooks off."""
@@ -176,34 +197,85 @@ class _Seeding(TorchFunctionMode):
 
 
 class PlainTraining:
-    """A plain loop over a copy of the model: forward, backward, clipping, step."""
+    """A plain loop over a copy of the model: forward, backward, clipping, step.
+
+    It steps parameters of up to ``budget`` bytes, and with None all.
+
+    Attributes:
+        job: The job whose model it is.
+        stepped: The names of the parameters that its optimizer steps: of a large model, some.
+        stores: Whether forwards have changed a value of their own, beside buffers.
+        notes: What is left out: "backward" and "step", which draw, and "whole", which raises.
+    """
 
     def __init__(
-        self, job: Job, copies: Copies, parts: OptimizerParts, names: Sequence[Sequence[str]]
+        self,
+        job: Job,
+        copies: Copies,
+        parts: OptimizerParts,
+        names: Sequence[Sequence[str]],
+        budget: int | None = None,
     ) -> None:
-        self._job, self._model = job, copies.model
+        self.job, self._copies, self._model = job, copies, copies.model
         self._loss = own_loss if job.forwards.own_loss else copies.loss_fn
         self._by_stage = names
-        trained = {
+        self._trained = {
             copies.model.names[id(p)]: p
             for p in copies.model.parameters.values()
             if p.requires_grad
         }
-        self._trained = trained
-        groups = [
-            {"params": [trained[name] for name in of_group], **copy.deepcopy(options)}
-            for of_group, options in parts.groups
-        ]
-        build: Any = parts.optimizer_class
-        self._optimizer: torch.optim.Optimizer = build(groups, **parts.kwargs)
-        # What the script has set on its optimizer.
-        vars(self._optimizer).update(copy.deepcopy(parts.attributes))
+        self.stepped = self._some(budget)
+        self._optimizer = self._built(parts)
         whole = self._model.whole
         self._layers = self._model.sequence or {
             name: whole.get_submodule(name) for name in job.forwards.layers
         }
         self._given = {} if self._model.sequence is not None else without_cache(self._model.whole)
+        spared = weights_in(copies.model.modules.values())
+        roots = ([("model", whole), ("the loss", self._loss)], [("", self._optimizer)])
+        holders, of_optimizer = (list(Parcel(each, spared).found.values()) for each in roots)
+        self._generators = generators_in([*holders, *of_optimizer])
+        self._holders = holders
+        self.stores, self._updates = False, True
         self.notes: dict[str, None] = {}
+
+    def _some(self, budget: int | None) -> set[str]:
+        """Return parameters of up to so many bytes, of all parts of the model."""
+        sizes = {name: p.nbytes for name, p in self._trained.items()}
+        if budget is None or sum(sizes.values()) <= budget:
+            return set(sizes)
+        found, left = {min(sizes, key=lambda name: sizes[name])}, budget
+        # By a checksum: in the order of the model, all would be of its first layers. And none takes
+        # more than half of what is left, so that biases and norms are among them.
+        for name in sorted(sizes, key=lambda name: crc32(name.encode())):
+            if sizes[name] <= left // 2:
+                found.add(name)
+                left -= sizes[name]
+        return found
+
+    def _built(self, parts: OptimizerParts) -> torch.optim.Optimizer:
+        """Build the optimizer of the parameters that are stepped."""
+        groups = [
+            {
+                "params": [self._trained[name] for name in of_group if name in self.stepped],
+                **copy.deepcopy(options),
+            }
+            for of_group, options in parts.groups
+        ]
+        build: Any = parts.optimizer_class
+        made: torch.optim.Optimizer = build(groups, **parts.kwargs)
+        # What the script has set on its optimizer.
+        vars(made).update(copy.deepcopy(parts.attributes))
+        return made
+
+    def drop_gradients(self) -> None:
+        """From now on keep no gradient of a parameter that is not stepped."""
+        left = [p for name, p in self._trained.items() if name not in self.stepped]
+        for parameter in left:
+            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        clip = self.job.options.training.clip
+        # The norm of all of them is not known any more.
+        self._updates = not (left and clip is not None and clip.norm is not None)
 
     def set_mode(self, training: bool | None) -> None:
         """Set the mode of all modules; None leaves them as they are."""
@@ -212,91 +284,201 @@ class PlainTraining:
                 if isinstance(each, nn.Module):
                     each.train(training)
 
+    def take(self, state: Mapping[str, Any]) -> None:
+        """Take the weights and buffers of another training."""
+        load(self._copies, state)
+
+    # -- a step ---------------------------------------------------------------------------------
+
     def step(
-        self, step: int, cut: CutBatch, drawing: Mapping[int, Sequence[str]], hyper: Sequence[Hyper]
+        self,
+        step: int,
+        cut: CutBatch,
+        drawing: Mapping[int, Sequence[str]],
+        hyper: Sequence[Hyper],
+        gradients: Mapping[str, Tensor] | None = None,
+        late: Callable[[], bool] = lambda: False,
     ) -> Seen:
-        """Train on mini-batch ``step``; ``drawing`` has, by program, the steps that draw."""
+        """Train on mini-batch ``step``; ``drawing`` has, by program, the steps that draw.
+
+        The optimizer steps with ``gradients``, None for its own. Once it is ``late`` nothing more
+        is computed.
+        """
         seen: Seen = {}
         for group, packed in zip(self._optimizer.param_groups, hyper, strict=True):
             set_hyper(group, packed)
-        tap = Tap(self._layers, seen, self._seed)
+        before = held_by(self._holders)
+        if self._accumulate(step, cut, drawing, seen, late):
+            self.stores = self.stores or bool(apart(before, held_by(self._holders), exact=True))
+            if self._updates:
+                self._update(step, seen, gradients)
+        self._optimizer.zero_grad()
+        return {place: value for place, value in seen.items() if place.kind not in self.left_out}
+
+    def _accumulate(
+        self,
+        step: int,
+        cut: CutBatch,
+        drawing: Mapping[int, Sequence[str]],
+        seen: Seen,
+        late: Callable[[], bool],
+    ) -> bool:
+        """Compute the gradients of all micro-batches; return whether there was the time."""
+        tap = Tap(self._layers, seen, self.seed)
         try:
             for i, part in cut.filled.items():
+                if i and late():
+                    return False
                 number, share = step * len(cut.parts) + i, part.share
                 tap.begin(step, number)
-                given, target = copy_of(part.inputs), copy_of(part.target)
-                seed = functools.partial(self._seed, number)
+                seed = functools.partial(self.seed, number)
                 draws = _Seeding(drawing.get(part.program, ()), tap.inside, seed)
-                with self._casting(), draws:
-                    output = self._forward(given)
-                with self._casting():
-                    assert self._loss is not None
-                    loss = total_of(self._loss(output, target))[0]
+                loss = self._computed(copy_of(part.inputs), copy_of(part.target), draws)
                 tap.at = None
                 seen[Place(step, number, "loss")] = loss.item()
                 if share:
                     # In a backward each stage draws for itself: what is drawn cannot be compared.
-                    self._seed(number, "backward")
-                    before = torch.get_rng_state()
+                    self.seed(number, "backward")
+                    before = self.drawn()
                     (loss * share if share != 1.0 else loss).backward()
-                    if not torch.equal(before, torch.get_rng_state()):
-                        self._leave_out("backward")
+                    if self.drawn() != before:
+                        self.notes["backward"] = None
         finally:
             tap.remove()
-        self._clip()
+        return True
+
+    def _update(self, step: int, seen: Seen, gradients: Mapping[str, Tensor] | None) -> None:
+        """Clip, and step; with other gradients than its own, if they are given."""
+        clip = self.job.options.training.clip
+        if clip is not None:
+            self._clip(clip)
         for name, parameter in self._trained.items():
             if parameter.grad is not None:
-                seen[Place(step, -1, "gradient", name)] = parameter.grad.detach().clone()
-        before = torch.get_rng_state()
+                seen[Place(step, -1, "gradient", name)] = sampled(parameter.grad)
+            if gradients is not None:
+                parameter.grad = gradients.get(name)
+        before = self.drawn()
         step_spared(self._optimizer)  # does not import the compiler into the script's process
-        if not torch.equal(before, torch.get_rng_state()):
-            self._leave_out("step")
-        self._optimizer.zero_grad()
+        if self.drawn() != before:
+            self.notes["step"] = None
+        left = {id(p) for name, p in self._trained.items() if name not in self.stepped}
         for name, value in self.state().items():
-            if isinstance(value, Tensor):
-                seen[Place(step, -1, "state", name)] = value.detach().clone()
-        return {place: value for place, value in seen.items() if place.kind not in self.left_out}
+            if isinstance(value, Tensor) and id(value) not in left:
+                seen[Place(step, -1, "state", name)] = sampled(value)
 
-    def loss_of(self, given: Any, target: Any) -> float | None:
-        """Return the loss of inputs in eval mode; None if computing it draws random numbers."""
-        self.set_mode(False)
-        self._seed(0, "eval mode")
-        before = drawn()
-        with torch.no_grad(), self._casting():
-            assert self._loss is not None
-            loss: float = total_of(self._loss(self._forward(given), target))[0].item()
-        return loss if drawn() == before else None
+    def nudge(self) -> None:
+        """Round weights otherwise, by which a gradient that is noise is another one."""
+        with torch.no_grad():
+            for name in self.stepped:
+                self._trained[name].mul_(1 + torch.finfo(self._trained[name].dtype).eps)
 
-    def losses_of(self, cut: CutBatch) -> tuple[float, float] | None:
-        """Return the loss of a mini-batch in eval mode, and the weighed sum of its micro-batches.
+    @contextmanager
+    def nudged(self) -> Iterator[None]:
+        """Round weights otherwise for a while."""
+        before = {name: self._trained[name].detach().clone() for name in self.stepped}
+        self.nudge()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, value in before.items():
+                    self._trained[name].copy_(value)
 
-        None where they need not be the same: random numbers, or losses that are not finite.
+    # -- without a step ---------------------------------------------------------------------------
+
+    def loss_of(self, batch: Batch) -> float | None:
+        """Return the loss of a mini-batch in eval mode.
+
+        None where that raises, draws random numbers or changes a value: workers are not asked.
         """
-        filled = cut.filled.values()
-        found = [self.loss_of(*inputs_of(self._job, cut.batch))]
-        found += [self.loss_of(copy_of(part.inputs), copy_of(part.target)) for part in filled]
-        whole, *parts = [math.nan if each is None else each for each in found]
-        shares = [part.share for part in filled]
-        weighed = [loss * share for loss, share in zip(parts, shares, strict=True) if share]
-        known = all(map(math.isfinite, (whole, *weighed)))
-        return (whole, sum(weighed)) if known else None
+        try:
+            kept, held = self.kept(), self.held()
+            self.seed(0, "eval mode")
+            before = self.drawn()
+            with self.in_eval_mode(nn.Module), torch.no_grad():
+                loss: float = self._computed(*map(copy_of, self.flat(batch))).item()
+            still = self.drawn() == before and not apart(held, self.held(), exact=True)
+            kept.put_back()
+        except Exception:  # the user's code, which was perhaps not written for it
+            return None
+        return loss if still else None
+
+    def gradients(
+        self, batches: Sequence[Flat], kept: Kept, anew: bool = True
+    ) -> tuple[float, Gradients, dict[str, Any]]:
+        """Return the loss of mini-batches, their gradients, and what the last one leaves.
+
+        With ``anew`` each begins as it was kept, so what they change meanwhile does not count.
+        """
+        total = 0.0
+        for given, target, share in batches:
+            if anew:
+                kept.put_back()
+            loss = self._computed(copy_of(given), copy_of(target))
+            (loss * share).backward()
+            total += loss.item() * share
+        left = self.held()
+        made = {n: sampled(p.grad) for n, p in self._trained.items() if p.grad is not None}
+        for parameter in self._trained.values():
+            parameter.grad = None
+        kept.put_back()
+        return total, made, left
+
+    def flat(self, batch: Batch) -> tuple[Value, Value]:
+        """Return copies of what the model takes of a mini-batch, and of its target."""
+        given, target = inputs_of(self.job, batch)
+        return flat_copy(given), flat_copy(target)
+
+    @contextmanager
+    def in_eval_mode(self, kinds: type[nn.Module]) -> Iterator[None]:
+        """Set modules of a class to eval mode."""
+        roots = [each for each in (self._model.whole, self._loss) if isinstance(each, nn.Module)]
+        training = [m for r in roots for m in r.modules() if m.training and isinstance(m, kinds)]
+        for each in training:
+            each.training = False
+        try:
+            yield
+        finally:
+            for each in training:
+                each.training = True
+
+    def kept(self) -> Kept:
+        """Keep what forwards may change: buffers and attributes, as they are."""
+        buffers = [m._buffers for each in self._model.modules.values() for m in each.modules()]
+        return Kept(self._holders, buffers, self._model.parameters.values())
+
+    def held(self) -> dict[str, Any]:
+        """Return what forwards may change, in a form that can be compared."""
+        buffers = [(n, b) for n, b in self.state().items() if not isinstance(b, nn.Parameter)]
+        return held_by(self._holders) | {
+            name: sampled(b) for name, b in buffers if isinstance(b, Tensor)
+        }
+
+    def drawn(self) -> tuple[Any, ...]:
+        """Return what differs once random numbers were drawn."""
+        return drawn(self._generators)
 
     @property
     def left_out(self) -> set[str]:
         """The kinds of values that are not compared."""
-        kinds = {"gradient", "state"} if "backward" in self.notes else set[str]()
-        return kinds | ({"state"} if "step" in self.notes else set())
-
-    def _leave_out(self, what: str) -> None:
-        """Note that something draws random numbers, which are others on each stage."""
-        self.notes[what] = None
+        kinds = {"backward": "gradient", "step": "state"}
+        return {kinds[each] for each in self.notes if each in kinds}
 
     def state(self) -> dict[str, Any]:
         """Return the current weights and buffers, by the names that stages give them."""
-        state = dict(self._model.whole.state_dict())
+        state = dict(self._model.whole.state_dict(keep_vars=True))
         if isinstance(self._loss, nn.Module):
-            state |= self._loss.state_dict(prefix=f"{LOSS_LAYER}.")
+            state |= self._loss.state_dict(prefix=f"{LOSS_LAYER}.", keep_vars=True)
         return state
+
+    def _computed(self, given: Any, target: Any, draws: Any = None) -> Tensor:
+        """Return the loss of inputs; ``draws`` is a context of the forward."""
+        with self._casting(), draws or nullcontext():
+            output = self._forward(given)
+        with self._casting():
+            assert self._loss is not None
+            loss: Tensor = total_of(self._loss(output, target))[0]
+            return loss
 
     def _forward(self, given: Any) -> Any:
         """Call the model, or its layers one after another."""
@@ -309,19 +491,16 @@ class PlainTraining:
 
     def _casting(self) -> AbstractContextManager[Any]:
         """Return the context in which forwards and losses run."""
-        dtype = self._job.options.training.autocast
+        dtype = self.job.options.training.autocast
         kind = home_of(self._model.whole).type
         return nullcontext() if dtype is None else torch.autocast(kind, dtype=dtype)
 
-    def _seed(self, number: int, name: str) -> None:
+    def seed(self, number: int, name: str) -> None:
         """Seed the random numbers of a layer as its stage does."""
-        torch.manual_seed(layer_seed(self._job.options.seed, number, name))
+        torch.manual_seed(layer_seed(self.job.options.seed, number, name))
 
-    def _clip(self) -> None:
+    def _clip(self, clip: Clip) -> None:
         """Clip the gradients."""
-        clip: Clip | None = self._job.options.training.clip
-        if clip is None:
-            return
         if clip.value is not None:
             nn.utils.clip_grad_value_(self._trained.values(), clip.value)
             return
@@ -330,6 +509,14 @@ class PlainTraining:
         for names in self._by_stage if clip.over == "stage" else everything:
             mine = [self._trained[name] for name in names]
             nn.utils.clip_grad_norm_(mine, clip.norm, clip.norm_type)
+
+
+def rounding_in(job: Job) -> float:
+    """Return the share of a loss or a gradient that may be rounding."""
+    dtypes = {p.dtype for p in job.model.parameters.values()} | {job.forwards.dtype}
+    if job.options.training.autocast is not None:
+        dtypes.add(job.options.training.autocast)
+    return max(map(rounding_of, dtypes))
 
 
 def copy_of(value: Value) -> Any:

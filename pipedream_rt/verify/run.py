@@ -6,35 +6,31 @@ themselves are compared by what they return: losses and weights.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from pipedream_rt.batches.cutting import unmarked
-from pipedream_rt.batches.forwards import Forwards
+from pipedream_rt.batches.cutting import keeps_state
 from pipedream_rt.batches.items import Batch, Prepare, batch_of, require_loader
 from pipedream_rt.batches.looking import looking
 from pipedream_rt.batches.micro_batches import CutBatch
-from pipedream_rt.batches.recorded_forwards import RecordedForwards
-from pipedream_rt.coordinator.results import PendingStep
-from pipedream_rt.coordinator.run import Run, attach, start
+from pipedream_rt.coordinator.results import PendingStep, StepResult
+from pipedream_rt.coordinator.run import Run
 from pipedream_rt.errors import ConfigError, PipelineError
-from pipedream_rt.job.given_optimizer import GivenOptimizer, OptimizerParts
-from pipedream_rt.job.job import Job, prepare
-from pipedream_rt.job.options import Layout, Observe, Options, Recovery
+from pipedream_rt.job.job import Job
 from pipedream_rt.job.rules import scale_of
 from pipedream_rt.models.communication import communicates
 from pipedream_rt.models.preserving_state import drawn_outside
 from pipedream_rt.schedules import Plan
-from pipedream_rt.stage.hyper import Hyper, set_hyper
-from pipedream_rt.stage.loss_check import rounding_of
-from pipedream_rt.stage.stage import Stage
+from pipedream_rt.stage.hyper import Hyper
 from pipedream_rt.verify.compare import (
     Parted,
     Place,
@@ -42,31 +38,37 @@ from pipedream_rt.verify.compare import (
     Verification,
     cause_of,
     compared,
+    difference,
     lacking,
+    sampled,
 )
-from pipedream_rt.verify.isolation import LIMIT, apart
-from pipedream_rt.verify.plain import (
-    Copies,
-    PlainTraining,
-    Tap,
-    copies_of,
-    inputs_of,
-)
+from pipedream_rt.verify.cutting import MANY, Cutting, noise_of, whole_and_parts
+from pipedream_rt.verify.isolation import Shared
+from pipedream_rt.verify.plain import Copies, PlainTraining, copies_of, rounding_in
+from pipedream_rt.verify.twin import Twin, names_by_stage, steps_that_draw
+
+_NOT_COMPARED = "the first mini-batch was not compared with plain PyTorch"
 
 T = TypeVar("T")
 
-_DRAWS = {
+_LITTLE = 4 << 20
+"""Bytes of weights that are all stepped; of a larger model some are, a sixteenth of it."""
+
+_TIMES, _SHORT_S = 2, 0.5
+"""How many mini-batches the comparison of the first may take beside it, each at least so long."""
+
+_LEFT_OUT = {
     "backward": "random numbers are drawn in a backward, on each stage others, so gradients and "
     "weights were not compared",
     "step": "the optimizer draws random numbers, on each stage others, so weights were not "
     "compared",
+    "whole": "two micro-batches cannot be computed as one, so they were not compared with each",
 }
 
 _WORKERS = (
     "a global or a class attribute that the script has changed in a module which they import by "
     "themselves, another environment, other software, or a file that they read"
 )
-
 
 _log = logging.getLogger(__name__)
 
@@ -82,263 +84,135 @@ def verified(
     optimizer = run.feeder.optimizer
     if job.loss_fn is None or optimizer is None:
         raise ConfigError("verify trains copies, so Pipeline needs loss_fn and optimizer")
-    state = run.run_state.gathered()
     items = looking(loader, steps)
     batches = [batch_of(item, prepare_item) for item in items]
     if not batches:
         raise ConfigError("the loader given to verify yielded nothing")
-    found = beside(job, state, batches, [optimizer.groups()] * steps, run.feeder.training)
-    return _with_workers(found, job, run, state, batches[0])
+    state = run.run_state.gathered()  # flushes, so not in the block, which puts back
+    with Shared(job).apart():
+        copies = copies_of(job, state)
+    del state  # as large as the model
+    hyper = [optimizer.groups()] * steps
+    return beside(job, copies, batches, hyper, run.feeder.training, run)
 
 
 def beside(
     job: Job,
-    state: Mapping[str, Any] | None,
+    copies: Copies,
     batches: Sequence[Batch],
     hyper: Sequence[Sequence[Hyper]],
     training: bool | None,
+    run: Run | None = None,
 ) -> Verification:
     """Train stages in this process beside plain PyTorch, and compare all that they compute.
 
-    ``state`` has the weights and buffers at the start, None for those of the script; ``hyper`` has,
-    for each mini-batch, the hyper-parameters of each group.
+    Both begin as ``copies``. ``hyper`` has the hyper-parameters of each group, by mini-batch.
+    ``run`` is asked for a loss too.
     """
-    count, rounded = 0, None
-    with apart(job), _Twin(job, copies_of(job, state), batches[0]) as twin:
-        plain = PlainTraining(job, copies_of(job, state), twin.parts, names_by_stage(job))
+    say_memory(job, len(batches))
+    shared, count, rounded = Shared(job), 0, None
+    with shared.apart(), Twin(job, copies, batches[0]) as twin:
+        plain = PlainTraining(job, copies, twin.parts, names_by_stage(job), budget_of(job))
+        loss = plain.loss_of(batches[0]) if run is not None else None
         plain.set_mode(training)
         twin.set_mode(training)
         notes = [*twin.left_out, *_staleness(job.plan)]
         for step, (batch, of_step) in enumerate(zip(batches, hyper)):
-            theirs = twin.step(step, batch, of_step)
-            # After `step`: only the first cut of a new program has its definition, for the stages.
-            cut = twin.cut(batch)
-            if text := _parts_differ(job, copies_of(job, plain.state()), cut):
+            began = time.monotonic()
+            cut, own, theirs, cutting = _both(shared, twin, plain, step, batch, of_step)
+            if text := _said_of(cutting, notes):
                 return Verification(False, count, step + 1, *text, tuple(notes))
-            own = plain.step(step, cut, steps_that_draw(twin.forwards), of_step)
-            number, parted = compared(own, theirs)
+            number, parted = _parted(plain, cut, own, theirs)
             count += number
-            lacks = lacking(own, theirs, ("gradient",)) if "backward" not in plain.notes else None
-            if lacks is not None and (parted is None or parted.rounds):
-                parted = Parted(lacks, math.inf, number, rounds=False)
             if parted is not None and not parted.rounds:
                 words = str(parted.place), parted.difference, cause_of(parted.place)
                 return Verification(False, count, step + 1, *words, tuple(notes))
             rounded = rounded or parted
-        if rounded is not None:
-            notes.insert(0, f"{rounded.place} and what follows it differ by rounding alone")
-        notes += [_DRAWS[each] for each in plain.notes]
-    return Verification(True, count, len(batches), notes=tuple(notes))
+            # What is rounded otherwise would grow from step to step, most of all in AdamW.
+            plain.take(twin.state())
+            took = time.monotonic() - began
+            done, left = step + 1, (len(batches) - step - 1) * took
+            _log.info("verify: mini-batch %d of %d, %.1f s left", done, len(batches), left)
+    if rounded is not None:
+        notes.insert(0, f"{rounded.place} and what follows it differ by rounding alone")
+    notes += [_LEFT_OUT[each] for each in plain.notes]
+    found = Verification(True, count, len(batches), notes=tuple(notes))
+    # Where forwards change values of their own, an evaluation would change those of the workers.
+    if run is None or loss is None or plain.stores or job.script_values.forwards_store:
+        return found
+    return _with_workers(found, job, run, batches[0], loss)
 
 
-def _parts_differ(job: Job, copies: Copies, cut: CutBatch) -> tuple[str, float, str] | None:
-    """Return what differs, by how much and why, if micro-batches change the loss; else None."""
-    assert job.optimizer is not None
-    plain = PlainTraining(job, copies, job.optimizer, names_by_stage(job))
-    found = plain.losses_of(cut) if len(cut.filled) > 1 else None
-    if found is None:
+def _both(
+    shared: Shared,
+    twin: Twin,
+    plain: PlainTraining,
+    step: int,
+    batch: Batch,
+    hyper: Sequence[Hyper],
+) -> tuple[CutBatch, Seen, Seen, Cutting | None]:
+    """Train both sides on a mini-batch; return what each has computed."""
+    before = shared.keep()
+    theirs = twin.step(step, batch, hyper, plain.stepped)
+    after = shared.keep()
+    before.put_back()  # so that both begin with the same of what they share
+    # After `step`: only the first cut of a new program has its definition, for the stages.
+    cut = twin.cut(batch)
+    cutting = whole_and_parts(plain, cut)
+    own = plain.step(step, cut, steps_that_draw(twin.forwards), hyper, twin.gradients)
+    after.put_back()
+    return cut, own, theirs, cutting
+
+
+def _parted(
+    plain: PlainTraining, cut: CutBatch, own: Seen, theirs: Seen
+) -> tuple[int, Parted | None]:
+    """Return how many values were compared, and which is the first that differs, if one does."""
+    noise = functools.cache(lambda: noise_of(plain, cut))
+
+    def excused(place: Place, by: float) -> bool:
+        return place.kind == "gradient" and by <= MANY * noise().get(place.name, 0.0)
+
+    number, parted = compared(own, theirs, excused)
+    lacks = lacking(own, theirs, ("gradient",)) if "backward" not in plain.notes else None
+    if lacks is not None and (parted is None or parted.rounds):
+        parted = Parted(lacks, math.inf, number, rounds=False)
+    return number, parted
+
+
+def _said_of(cutting: Cutting | None, notes: list[str]) -> tuple[str, float, str] | None:
+    """Return what micro-batches change, by how much and why; None for nothing but state."""
+    if cutting is None:
         return None
-    whole, parts = found
-    size = max(abs(whole), abs(parts), 1e-30)
-    if abs(whole - parts) <= _rounding(job) * size:
-        return None
-    return (
-        f"the loss of a whole mini-batch in eval mode, {whole:.6g}, of which its "
-        f"{len(cut.filled)} micro-batches make {parts:.6g},",
-        abs(whole - parts) / size,
-        "The mini-batch is cut into something else: a value is cut that belongs to every "
-        "micro-batch, or along another dimension (pipedream_rt.Whole and Along say how), a layer "
-        "lets samples depend on each other, or the loss is no mean over samples "
-        "(Training(weigh=...))",
-    )
-
-
-def _rounding(job: Job) -> float:
-    """Return the share of a loss that may be rounding."""
-    dtypes = {p.dtype for p in job.model.parameters.values()} | {job.forwards.dtype}
-    if job.options.training.autocast is not None:
-        dtypes.add(job.options.training.autocast)
-    return max(map(rounding_of, dtypes))
-
-
-class _Twin:
-    """The stages of a job on a plan without staleness, in the thread of the script.
-
-    Attributes:
-        parts: The optimizer, taken apart.
-        left_out: What of the job is left out, in sentences.
-        forwards: What the forwards of the copy do.
-    """
-
-    def __init__(self, job: Job, copies: Copies, batch: Batch) -> None:
-        assert job.optimizer is not None
-        self.parts: OptimizerParts = job.optimizer
-        options, self.left_out = _plain_options(job, copies, batch)
-        made = prepare(copies.model, options)
-        # Its notices are left out: those of the job itself were given.
-        made = replace(
-            made,
-            optimizer=job.optimizer,
-            given=GivenOptimizer(None),
-            brought={},
-            chosen="",
-            notices=[],
+    if cutting.kept:
+        first, *more = cutting.kept
+        names = f"{first} and {len(more)} more" if more else first
+        note = (
+            f"what the forward leaves in {names} differs in micro-batches, as it changes once for "
+            "each of them; micro_batches=1 makes it as in plain PyTorch"
         )
-        self.forwards = made.forwards
-        self._plan, self._group = made.plan, start(made, None)
-        with self._group.life.guard():
-            self._run = attach(made, self._group, None)
-            cluster = self._group.cluster
-            self._stages: list[Stage] = [
-                cluster.reference(address, "stage").local_value() for address in made.plan.addresses
-            ]
-        self._seen: Seen = {}
-        self._step = 0
-        for stage in self._stages:
-            self._watch(stage)
-
-    def __enter__(self) -> _Twin:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._group.life.close()
-
-    def set_mode(self, training: bool | None) -> None:
-        """Set the mode of all modules; None leaves them as they are."""
-        if training is not None:
-            self._run.feeder.set_training(training)
-
-    def cut(self, batch: Batch) -> CutBatch:
-        """Return a mini-batch in micro-batches."""
-        return self._run.feeder.cut(batch)
-
-    def step(self, step: int, batch: Batch, hyper: Sequence[Hyper]) -> Seen:
-        """Train on a mini-batch, and return what was computed."""
-        feeder, self._step = self._run.feeder, step
-        self._seen.clear()
-        assert feeder.optimizer is not None
-        for group, packed in zip(feeder.optimizer.param_groups, hyper, strict=True):
-            set_hyper(group, packed)
-        result, cut = feeder.inject(batch).result(), self.cut(batch)
-        weighed = [i for i, part in cut.filled.items() if part.share]
-        for i, loss in zip(weighed, result.losses, strict=True):
-            self._seen[Place(step, step * len(cut.parts) + i, "loss")] = loss
-        for name, value in self._run.run_state.gathered().items():
-            if isinstance(value, Tensor):
-                self._seen[Place(step, -1, "state", name)] = value
-        return dict(self._seen)
-
-    def _watch(self, stage: Stage) -> None:
-        """Note what the layers of a stage compute, and with which gradients it steps."""
-        layers = {}
-        for name in self._plan.layers[stage.index]:
-            try:
-                layers[name] = stage.module.get_submodule(name)
-            except AttributeError:  # a parameter or a buffer beside the layers
-                continue
-        tap, train = Tap(layers, self._seen), stage.runner.train
-
-        def watched(program: int, values: dict[int, Any], number: int) -> list[Any]:
-            tap.begin(self._step, number)
-            try:
-                return train(program, values, number)
-            finally:
-                tap.at = None  # what is computed again in the backward was seen
-
-        stage.runner.train = watched  # type: ignore[method-assign]
-        if stage.optimizer is not None and stage.optimizer.torch_optimizer is not None:
-            # Just before the step, so after clipping: as plain training notes them.
-            named = stage.parameters.named
-            stage.optimizer.torch_optimizer.register_step_pre_hook(
-                lambda *_: self._note_gradients(named)
-            )
-
-    def _note_gradients(self, named: Mapping[str, nn.Parameter]) -> None:
-        """Note the gradients with which a stage steps."""
-        for name, parameter in named.items():
-            if parameter.grad is not None:
-                place = Place(self._step, -1, "gradient", name)
-                self._seen[place] = parameter.grad.detach().clone()
-
-
-def _plain_options(job: Job, copies: Copies, batch: Batch) -> tuple[Options, list[str]]:
-    """Return the options of a job without what plain PyTorch lacks, and a note of what that is."""
-    options, training, layout, plan = (
-        job.options,
-        job.options.training,
-        job.options.layout,
-        job.plan,
-    )
-    assert job.optimizer is not None
-    # The names are bound by a default: a closure would see those of the last group.
-    rules: Any = [
-        (lambda name, parameter, mine=frozenset(names): name in mine, of_group)
-        for names, of_group in job.optimizer.groups
-    ]
-    left_out = [
-        text
-        for text, there in (
-            ("corrections for staleness", bool(job.corrections)),
-            ("codecs", layout.codecs is not None),
-            ("replicas", plan.replicated),
-            ("the average of weights", training.ema is not None),
-            ("scaling of losses", scale_of(training) is not None),
-            ("torch.compile", bool(training.compile)),
-            (f"the schedule, {plan.title}, for 1f1b", not plan.flushes),
+        if note not in notes:
+            notes.append(note)
+    if cutting.loss:
+        whole, parts = cutting.losses
+        return (
+            f"the loss of two micro-batches as one, {whole:.6g}, of which they make {parts:.6g} "
+            "one by one,",
+            cutting.loss,
+            "The mini-batch is cut into something else: a value is cut that belongs to every "
+            "micro-batch, or along another dimension (pipedream_rt.Whole and Along say how), a "
+            "layer lets samples depend on each other, or the loss is no mean over samples "
+            "(Training(weigh=...))",
         )
-        if there
-    ]
-    example = None if job.model.sequence is not None else unmarked(batch)
-    return replace(
-        options,
-        loss_fn=copies.loss_fn,
-        example=example and (example.args, example.kwargs, example.target),
-        optimizer=(job.optimizer.optimizer_class, job.optimizer.kwargs, rules),
-        schedule=options.schedule if plan.flushes else "1f1b",
-        micro_batches=plan.per_update,
-        corrections=(),
-        workers="serial",
-        checkpoint=None,
-        devices=None,
-        training=replace(
-            training, ema=None, loss_scale=None, autocast=training.autocast, compile=False
-        ),
-        layout=Layout(
-            stages_per_worker=layout.stages_per_worker if plan.flushes else None,
-            threads=layout.threads,
-        ),
-        recovery=Recovery(max_restarts=0),
-        observe=Observe(),
-    ), ([f"left out: {', '.join(left_out)}"] if left_out else [])
-
-
-def names_by_stage(job: Job) -> list[list[str]]:
-    """Return, by stage, the names of the parameters that it steps."""
-    seen: set[str] = set()
-    found = []
-    for layers in job.plan.layers:
-        part = job.model.part(layers)
-        mine = [job.model.names[id(p)] for p in part.parameters() if id(p) in job.model.names]
-        found.append([name for name in mine if name not in seen])
-        seen.update(mine)
-    # What no stage has belongs to the loss, which is on the last one.
-    found[-1] += [name for name in job.model.names.values() if name not in seen]
-    return found
-
-
-def steps_that_draw(forwards: Forwards) -> dict[int, list[str]]:
-    """Return, by number of a program, the steps between layers that draw random numbers."""
-    if not isinstance(forwards, RecordedForwards):
-        return {}
-    return {
-        number: [
-            step.name
-            for stage in made.stages
-            for step in stage.steps
-            if step.layer is None and step.random
-        ]
-        for number, made in enumerate(forwards.cuts)
-    }
+    if cutting.gradient:
+        return (
+            f"the gradient of {cutting.gradient} of two micro-batches as one and one by one",
+            cutting.difference,
+            "The loss is the same, so it is in the backward: a gradient that is put in and not "
+            "derived from the loss, or a hook that clamps or norms; micro_batches=1 makes it as in "
+            "plain PyTorch",
+        )
+    return None
 
 
 def _staleness(plan: Plan) -> list[str]:
@@ -361,26 +235,17 @@ def _staleness(plan: Plan) -> list[str]:
 
 
 def _with_workers(
-    found: Verification, job: Job, run: Run, state: Mapping[str, Any], batch: Batch
+    found: Verification, job: Job, run: Run, batch: Batch, own: float
 ) -> Verification:
     """Compare the loss of a mini-batch in eval mode on the workers themselves, too."""
-    # Where forwards store values, an evaluation would change them.
-    if not found or job.script_values.forwards_store:
-        return found
     feeder, passes = run.feeder, run.feeder.passes
     theirs = feeder.evaluate([batch], _as_it_is)["loss"]
     # Seeds count passes: layers that draw are to draw as if this one had not been.
     feeder.passes = passes
-    with apart(job):
-        assert job.optimizer is not None
-        plain = PlainTraining(job, copies_of(job, state), job.optimizer, names_by_stage(job))
-        own = plain.loss_of(*inputs_of(job, batch))
-    if own is None or not math.isfinite(own):
-        return found
     apart_by = abs(own - theirs) / max(abs(own), abs(theirs), 1e-30)
     # Codecs on the workers change the loss; here there are none.
-    if apart_by <= _rounding(job) or job.codecs.of_graph:
-        return replace(found, values=found.values + 1)
+    if not math.isfinite(own) or apart_by <= rounding_in(job) or job.codecs.of_graph:
+        return replace(found, values=found.values + math.isfinite(own))
     return replace(
         found,
         same=False,
@@ -410,6 +275,9 @@ class Watching:
         self._job, self._run, self._asked = job, run, asked
         self._batches: list[Batch] = []
         self._hyper: list[list[Hyper]] = []
+        # Stages in this process will have changed it when the first mini-batch is compared.
+        self._shared = Shared(job)
+        self._at_first = self._tried(self._shared.keep)
 
     def _as_at_first(self, pending: PendingStep) -> bool:
         """Whether the stages began with what the script's model has, and have only trained."""
@@ -435,7 +303,8 @@ class Watching:
             )
             return False
         if not self._asked:
-            self._compare_first(cut, pending)
+            if self._at_first is not None:
+                self._compare_first(cut, pending)
             self._batches.clear()
             return False
         if len(self._batches) == self._asked:
@@ -446,83 +315,152 @@ class Watching:
     def end(self) -> None:
         """Print what was found of the mini-batches that were asked for; raise where they part."""
         if self._asked and self._batches:
-            batches, self._batches = self._batches, []
-            found = beside(self._job, None, batches, self._hyper, self._run.feeder.training)
+            found = self._beside()
+            self._batches.clear()
             if not found:
                 raise ConfigError(f"verified: {found}")
             print(f"verified: {found}", file=sys.stderr, flush=True)
 
     def _compare_first(self, cut: CutBatch, pending: PendingStep) -> None:
         """Compare what the workers return for the first mini-batch with plain PyTorch."""
-        job, result = self._job, pending.result()
-        own, parts = self._tried(self._plain, cut), self._tried(self._parts, cut)
-        if own is None:
+        began = time.monotonic()
+        result = pending.result()
+        until = time.monotonic() + _TIMES * max(time.monotonic() - began, _SHORT_S)
+        late = functools.partial(_is_after, until)
+        if (found := self._tried(lambda: self._plain(cut, late))) is None:
             return
-        if parts is not None:
-            _log.warning("%s differs by %.2g. %s", *parts)
-        theirs: Seen = {}
-        weighed = [i for i, part in cut.filled.items() if part.share]
-        for i, loss in zip(weighed, result.losses, strict=True):
-            theirs[Place(0, i, "loss")] = loss
-        if _steps_plainly(job):
-            for name, value in self._run.run_state.gathered().items():
-                theirs[Place(0, -1, "state", name)] = value
+        own, cutting = found
+        self._say_of_cutting(cutting)
+        theirs = self._of_workers(own, result, cut)
         number, parted = compared(own, theirs)
-        if parted is None or parted.rounds:
-            how = "is" if parted is None else "is, but for rounding,"
-            _log.info(
-                "the first mini-batch %s what plain PyTorch computes, in %d values", how, number
+        if parted is not None and not parted.rounds:
+            # Rounded otherwise: what then differs as much says nothing about the workers.
+            if (again := self._tried(lambda: self._plain(cut, nudged=True))) is None:
+                return
+            noise = {at: difference(own[at], value) for at, value in again[0].items() if at in own}
+            if not all(rounds for at, (_, rounds) in noise.items() if at.kind == "loss"):
+                _log.info("%s: computed there twice, it differs", _NOT_COMPARED)
+                return
+            number, parted = compared(
+                own, theirs, lambda at, by: at in noise and by <= MANY * noise[at][0]
             )
+        if parted is not None and not parted.rounds:
+            self._refuse(parted)
+        how = "is" if parted is None else "is, but for rounding,"
+        _log.info("the first mini-batch %s what plain PyTorch computes, in %d values", how, number)
+
+    def _say_of_cutting(self, cutting: Cutting | None) -> None:
+        """Say what micro-batches change; refuse another gradient where nobody asked for them."""
+        notes: list[str] = []
+        text = _said_of(cutting, notes)
+        # Of layers of the user's it was said before anything ran.
+        if not any(map(keeps_state, self._job.model.modules.values())):
+            for note in notes:
+                _log.warning("%s", note)
+        if text is None:
             return
-        # Code that differs from itself (a clock, a counter) says nothing about the workers.
-        again = self._tried(self._plain, cut)
-        if again is None or compared(own, again)[1] is not None:
-            _log.info(
-                "the first mini-batch was not compared with plain PyTorch: computed there twice, "
-                "it differs"
+        said = "{} differs by {:.2g}. {}".format(*text)
+        if self._job.cut_unasked and cutting is not None and not cutting.loss:
+            raise ConfigError(
+                f"{said}. To train on micro-batches all the same, as plain PyTorch does where it "
+                f"accumulates gradients, give micro_batches={self._job.plan.per_update}"
             )
-            return
+        _log.warning("%s", said)
+
+    def _refuse(self, parted: Parted) -> NoReturn:
+        """Raise the error about a first mini-batch that is not as in plain PyTorch."""
+        found = self._tried(self._beside)
         where = (
             f"{parted.place} differs by {parted.difference:.2g} of its largest element. Stages "
             f"in this process give what plain PyTorch gives, so it is the workers: {_WORKERS}"
         )
-        training = self._run.feeder.training
-        found = self._tried(lambda _: beside(job, None, self._batches, self._hyper, training), cut)
         raise ConfigError(
             "the first mini-batch is not what plain PyTorch computes: "
             f"{where if found is None or found else found}. "
             "Training(verify=False) leaves this comparison out"
         )
 
+    def _beside(self) -> Verification:
+        """Compare all that stages in this process compute of the mini-batches so far."""
+        with self._shared.apart():
+            copies = copies_of(self._job, None)
+        training = self._run.feeder.training
+        return beside(self._job, copies, self._batches, self._hyper, training)
+
     @staticmethod
-    def _tried(call: Callable[[CutBatch], T], cut: CutBatch) -> T | None:
+    def _tried(call: Callable[[], T]) -> T | None:
         """Call the user's code, which was not written for this process; None if it raises."""
         try:
-            return call(cut)
+            return call()
         except Exception as error:
-            _log.info("the first mini-batch was not compared with plain PyTorch: %s", error)
+            _log.info("%s: %s", _NOT_COMPARED, error)
             return None
 
-    def _parts(self, cut: CutBatch) -> tuple[str, float, str] | None:
-        """Return what `_parts_differ` says of the first mini-batch."""
-        with apart(self._job):
-            return _parts_differ(self._job, copies_of(self._job, None), cut.first_part or cut)
+    def _of_workers(self, own: Seen, result: StepResult, cut: CutBatch) -> Seen:
+        """Return what the workers have computed: losses, and where they are compared weights."""
+        weighed = [i for i, part in cut.filled.items() if part.share]
+        pairs = zip(weighed, result.losses, strict=True)
+        theirs: Seen = {Place(0, i, "loss"): loss for i, loss in pairs}
+        if _steps_plainly(self._job) and any(place.kind == "state" for place in own):
+            for name, value in self._run.run_state.gathered().items():
+                if (place := Place(0, -1, "state", name)) in own and isinstance(value, Tensor):
+                    theirs[place] = sampled(value)
+        return theirs
 
-    def _plain(self, cut: CutBatch) -> Seen:
-        """Train on the first mini-batch in plain PyTorch."""
+    def _plain(
+        self, cut: CutBatch, late: Callable[[], bool] = bool, nudged: bool = False
+    ) -> tuple[Seen, Cutting | None]:
+        """Train on the first mini-batch in plain PyTorch, until it is late."""
         job = self._job
         assert job.optimizer is not None
-        with apart(job):
-            plain = PlainTraining(job, copies_of(job, None), job.optimizer, names_by_stage(job))
+        assert self._at_first is not None
+        with self._shared.apart():
+            self._at_first.put_back()
+            copies, names = copies_of(job, None), names_by_stage(job)
+            plain = PlainTraining(job, copies, job.optimizer, names, budget_of(job))
+            if nudged:
+                plain.nudge()
+            plain.drop_gradients()
             plain.set_mode(self._run.feeder.training)
             before = drawn_outside()
-            seen = plain.step(0, cut, steps_that_draw(job.forwards), self._hyper[0])
+            seen = plain.step(0, cut, steps_that_draw(job.forwards), self._hyper[0], late=late)
             if drawn_outside() != before:
                 raise ConfigError(
                     "the model, loss or optimizer draws random numbers of Python or NumPy, which "
                     "are not seeded per layer; draw them with torch, which is"
                 )
-            return seen
+            if late() or nudged:
+                return seen, None
+            self._at_first.put_back()
+            return seen, whole_and_parts(plain, cut.first_part or cut)
+
+
+def _is_after(until: float) -> bool:
+    return time.monotonic() > until
+
+
+def say_memory(job: Job, steps: int) -> None:
+    """Say what a verification of mini-batches will take."""
+    size = _size_of(job)
+    # Twice the weights, gradients and an optimizer's state; and what of it is stepped once more.
+    most = (5 * size + 4 * min(size, budget_of(job))) >> 20
+    _log.info(
+        "verify trains two copies of the model in this process on %d mini-batches, with up to %d "
+        "MiB beside what these take",
+        steps,
+        most,
+    )
+
+
+def budget_of(job: Job) -> int:
+    """Return the bytes of weights that are stepped in plain PyTorch too."""
+    return max(_LITTLE, _size_of(job) // 16)
+
+
+def _size_of(job: Job) -> int:
+    """Return the bytes of all weights and buffers."""
+    modules = job.model.modules.values()
+    return sum(t.nbytes for m in modules for t in (*m.parameters(), *m.buffers()))
 
 
 def _steps_plainly(job: Job) -> bool:
@@ -547,13 +485,10 @@ def why_not(job: Job) -> str:
     """Return why the first mini-batch of a job is not verified unasked; empty if it is."""
     training, model = job.options.training, job.model
     tensors = [t for m in model.modules.values() for t in (*m.parameters(), *m.buffers())]
-    size = sum(t.nbytes for t in tensors if t.layout is not None)
     if not training.verify:
         return "as Training(verify=False) says"
     if model.blueprint.specs or any(t.is_meta for t in tensors):
         return "as the script has no values of its weights"
-    if size > LIMIT:
-        return f"as its weights take {size >> 20} MiB, more than {LIMIT >> 20}"
     if training.compile or job.options.devices is not None or any(not t.is_cpu for t in tensors):
         return "as it is compiled, or computed by another device"
     if job.options.layout.codecs is not None:
@@ -571,6 +506,6 @@ def explained(job: Job) -> str:
             f"the first mini-batch is not computed in plain PyTorch too, {why}; pipe.verify() asks"
         )
     return (
-        "the first mini-batch is computed in plain PyTorch too, and compared (weights of up to "
-        f"{LIMIT >> 20} MiB; Training(verify=False) leaves it out)"
+        "the first mini-batch is computed in plain PyTorch too, and compared "
+        "(Training(verify=False) leaves it out)"
     )

@@ -5,7 +5,15 @@ import math
 import pytest
 import torch
 
-from pipedream_rt.verify.compare import Place, Verification, cause_of, compared, lacking
+from pipedream_rt.verify.compare import (
+    MOST,
+    Place,
+    Verification,
+    cause_of,
+    compared,
+    lacking,
+    sampled,
+)
 
 LOSS = Place(0, 1, "loss")
 WEIGHT = Place(0, -1, "state", "0.weight")
@@ -36,7 +44,11 @@ def test_the_same_bits():
         (torch.zeros(2), torch.zeros(2, dtype=torch.float64), False),
         (torch.tensor([1 + 1j]), torch.tensor([1 - 1j]), False),
         (torch.tensor([1]), torch.tensor([2]), False),
-        (torch.eye(2).to_sparse(), torch.eye(2) * 2, False),
+        (torch.tensor([100]), torch.tensor([101]), False),
+        (True, False, False),
+        ("one", "other", False),
+        ((1.0, torch.ones(1)), (1.0, torch.zeros(1)), False),
+        ((torch.ones(2),), (torch.ones(2), 1.0), False),
         (1.0, 1.0000001, True),
     ],
 )
@@ -46,6 +58,24 @@ def test_a_difference(one, other, rounds):
     assert (parted.place, parted.before, parted.rounds) == (WEIGHT, 1, rounds)
     assert parted.difference > 0
     assert count == (3 if rounds else 1)
+
+
+def test_rounding_may_be_more_where_one_says_so():
+    one, other = {LOSS: 1.0, WEIGHT: 2.0}, {LOSS: 1.5, WEIGHT: 3.0}
+    _, parted = compared(one, other, lambda place, apart: place == LOSS and apart < 0.5)
+    assert (parted.place, parted.rounds) == (WEIGHT, False)
+    count, parted = compared(one, other, lambda place, apart: True)
+    assert (count, parted.place, parted.rounds) == (2, LOSS, True)
+
+
+def test_of_a_large_tensor_some_elements_of_all_rows_and_columns_are_compared():
+    value = torch.arange(512.0 * 512).view(512, 512)
+    some = sampled(value)
+    assert MOST / 2 < len(some) <= MOST
+    assert len((some // 512).unique()) == len((some % 512).unique()) == 512
+    small = torch.eye(2)
+    assert torch.equal(sampled(small.to_sparse()), small)
+    assert sampled(small).data_ptr() != small.data_ptr()
 
 
 def test_what_is_no_rounding_counts_before_what_is():

@@ -14,7 +14,7 @@ from pipedream_rt.job.job import prepare
 from pipedream_rt.job.options import Layout, Options
 from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.verify import isolation
-from pipedream_rt.verify.isolation import apart, drawn
+from pipedream_rt.verify.isolation import Shared, drawn
 
 
 class Counter:
@@ -78,10 +78,10 @@ def job_of(loss_fn, **options):
 def test_what_the_block_changes_and_draws_is_as_before(error):
     job, before, version = job_of(loss_fn), state(), COUNTS["mean"]._version
     mean, of = COUNTS["mean"], COUNTS["of"]
-    with apart(job):
+    with Shared(job).apart():
         expected = draw()
     try:
-        with apart(job):
+        with Shared(job).apart():
             change()
             assert state() != before
             assert draw() == expected
@@ -99,7 +99,7 @@ def test_what_the_block_changes_and_draws_is_as_before(error):
 def test_the_block_computes_with_gradients_and_threads_as_a_worker_does():
     threads = torch.get_num_threads()
     job = job_of(F.mse_loss, layout=Layout(threads=threads + 1))
-    with torch.inference_mode(), apart(job):
+    with torch.inference_mode(), Shared(job).apart():
         assert torch.is_grad_enabled()
         assert not torch.is_inference_mode_enabled()
         assert torch.get_num_threads() == threads + 1
@@ -115,17 +115,51 @@ def takes(output, target):
 
 def test_what_cannot_be_put_back_is_refused(monkeypatch):
     with (
-        pytest.raises(ConfigError, match="what is taken from an iterator cannot be put back"),
-        apart(job_of(takes)),
+        pytest.raises(ConfigError, match="from such an iterator or file cannot be put back"),
+        Shared(job_of(takes)).apart(),
     ):
         raise AssertionError("the block has begun")
     monkeypatch.setattr(isolation, "LIMIT", 15)  # two tensors of 8 bytes each, and an array
     with (
         pytest.raises(ConfigError, match="too much to copy them so that they can be put back"),
-        apart(job_of(loss_fn)),
+        Shared(job_of(loss_fn)).apart(),
     ):
         raise AssertionError("the block has begun")
     assert next(TAKEN) == 0
+
+
+FILES = []
+
+
+def reads(output, target):
+    return F.mse_loss(output, target) * float(FILES[0].readline())
+
+
+def test_a_file_is_wound_back_if_it_can_be(tmp_path):
+    path = tmp_path / "factors"
+    path.write_text("1\n2\n3\n")
+    with path.open() as file:
+        FILES[:] = [file]
+        with Shared(job_of(reads)).apart():
+            assert file.readline() == "1\n"
+        assert file.readline() == "1\n"
+        next(file)  # while it is iterated over, its place is unknown
+        with (
+            pytest.raises(ConfigError, match="from such an iterator or file cannot be put back"),
+            Shared(job_of(reads)).apart(),
+        ):
+            raise AssertionError("the block has begun")
+
+
+def test_what_is_kept_can_be_put_back_more_than_once():
+    job, before = job_of(loss_fn), state()
+    shared = Shared(job)
+    with shared.apart():
+        kept = shared.keep()
+        for _ in range(2):
+            change()
+            kept.put_back()
+            assert state() == before
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pipedream_rt import ConfigError, LayerSpec
+from pipedream_rt import Clip, ConfigError, LayerSpec, Training
 from pipedream_rt.batches.items import Batch
 from pipedream_rt.batches.micro_batches import Cutter
 from pipedream_rt.job.job import prepare
@@ -13,8 +13,9 @@ from pipedream_rt.job.options import Options
 from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.stage.seeds import layer_seed
 from pipedream_rt.verify.compare import Place
+from pipedream_rt.verify.cutting import whole_and_parts
 from pipedream_rt.verify.plain import PlainTraining, Tap, copies_of, inputs_of
-from pipedream_rt.verify.run import names_by_stage
+from pipedream_rt.verify.twin import names_by_stage
 
 SGD = (torch.optim.SGD, {"lr": 0.1})
 BATCH = Batch((torch.arange(16.0).view(4, 4) / 16,), {}, torch.ones(4, 4))
@@ -49,7 +50,7 @@ def test_a_forward_or_a_loss_that_changes_a_mini_batch_in_place_changes_copies()
 
     batch = Batch((torch.ones(4, 4),), {}, torch.ones(4, 4))
     job = job_of(nn.Sequential(nn.Hardtanh(-2, -1, inplace=True), nn.Linear(4, 4)), loss_fn)
-    training_of(job).losses_of(cut_for(job, batch))
+    assert whole_and_parts(training_of(job), cut_for(job, batch)) is not None
     assert all(map(torch.equal, (batch.args[0], batch.target), (torch.ones(4, 4),) * 2))
 
 
@@ -128,7 +129,7 @@ class Margin(nn.Module):
 def test_a_copy_can_have_other_weights_those_of_the_loss_too():
     job = job_of(loss_fn=Margin())
     plain = training_of(job)
-    state = {name: torch.full_like(value, 2.0) for name, value in plain.state().items()}
+    state = {n: torch.full_like(v.detach(), 2.0) for n, v in plain.state().items()}
     assert len(state) == 5
     copies = copies_of(job, state)
     assert copies.loss_fn.weight.item() == 2.0
@@ -191,7 +192,7 @@ class NoisySGD(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("model", "optimizer", "note", "left_out"),
     [
-        (Noise, SGD, "backward", {"gradient", "state"}),
+        (Noise, SGD, "backward", {"gradient"}),
         (nn.Linear, (NoisySGD, {"lr": 0.1}), "step", {"state"}),
     ],
     ids=["backward", "step"],
@@ -206,17 +207,67 @@ def test_what_draws_behind_the_forward_is_not_compared(model, optimizer, note, l
     assert {"input", "output", "loss"} <= {place.kind for place in seen}
 
 
-def test_the_losses_of_a_mini_batch_are_compared_where_they_are_numbers():
+def test_it_steps_with_other_gradients_and_takes_other_weights():
     job = job_of()
-    whole, parts = training_of(job).losses_of(cut_for(job))
-    assert whole == pytest.approx(parts)
-    assert whole == pytest.approx(F.mse_loss(linear()(BATCH.args[0]), BATCH.target).item())
-    for loss_fn in (
-        lambda output, target: F.mse_loss(output, target) * torch.rand(()),
-        lambda output, target: output.sum() * float("inf"),
-    ):
-        job = job_of(loss_fn=loss_fn)
-        assert training_of(job).losses_of(cut_for(job)) is None
+    plain = training_of(job)
+    ones = {name: torch.ones_like(p) for name, p in linear().named_parameters()}
+    plain.step(0, cut_for(job), {}, no_hyper(job), ones)
+    for name, p in linear().named_parameters():
+        assert torch.equal(plain.state()[name], p - 0.1)
+    plain.take({name: torch.zeros_like(value) for name, value in ones.items()})
+    assert not any(value.any() for value in plain.state().values())
+
+
+def test_of_a_large_model_some_parameters_are_stepped():
+    job = job_of()
+    budget = 4 * 4 * 4 + 4 * 4  # of all there are twice as many bytes
+    plain = PlainTraining(job, copies_of(job, None), job.optimizer, names_by_stage(job), budget)
+    assert plain.stepped == {"0.bias", "2.bias"}
+    plain.drop_gradients()
+    seen = plain.step(0, cut_for(job), {}, no_hyper(job))
+    for kind in ("gradient", "state"):
+        assert {place.name for place in seen if place.kind == kind} == plain.stepped
+    job = job_of(training=Training(clip=Clip(norm=1.0)))
+    plain = PlainTraining(job, copies_of(job, None), job.optimizer, names_by_stage(job), 1)
+    assert len(plain.stepped) == 1  # the smallest, which takes more
+    plain.drop_gradients()  # so that the norm is not known
+    seen = plain.step(0, cut_for(job), {}, no_hyper(job))
+    assert {"gradient", "state"}.isdisjoint(place.kind for place in seen)
+
+
+def test_what_is_late_is_left_out():
+    job = job_of()
+    seen = training_of(job).step(0, cut_for(job), {}, no_hyper(job), late=lambda: True)
+    assert [place for place in seen if place.kind == "loss"] == [Place(0, 0, "loss")]
+    assert {"gradient", "state"}.isdisjoint(place.kind for place in seen)
+
+
+class Counts(nn.Linear):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+class NoisyForward(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + torch.rand(())
+
+
+class Trains(nn.Linear):
+    def forward(self, x):
+        output = super().forward(x)
+        output.register_hook(lambda gradient: gradient)  # raises without gradients
+        return output
+
+
+def test_the_loss_in_eval_mode():
+    job = job_of(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4)))
+    expected = F.mse_loss(job.model.whole.eval()(BATCH.args[0]), BATCH.target).item()
+    assert training_of(job_of(job.model.whole.train())).loss_of(BATCH) == expected
+    for kind in (Counts, NoisyForward, Trains):
+        assert training_of(job_of(nn.Sequential(kind(4, 4), nn.Tanh()))).loss_of(BATCH) is None
 
 
 def test_a_sequence_takes_its_input_and_another_model_its_arguments():

@@ -4,6 +4,7 @@ import logging
 import random
 import subprocess
 import sys
+from contextvars import ContextVar
 
 import numpy as np
 import pytest
@@ -190,22 +191,29 @@ class WithTable(nn.Linear):
         return super().forward(x) + table.mean(0)
 
 
-class ScaledBackward(torch.autograd.Function):
-    calls = 0
+CALLS = ContextVar("calls", default=0)  # which nobody can see from outside
 
+
+class ScaledBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         return x.clone()
 
     @staticmethod
     def backward(ctx, gradient):
-        ScaledBackward.calls += 1
-        return gradient * ScaledBackward.calls
+        CALLS.set(CALLS.get() + 1)
+        return gradient * CALLS.get()
 
 
 class Backward(nn.Linear):
     def forward(self, x):
         return ScaledBackward.apply(super().forward(x))
+
+
+class Clamped(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.weight.register_hook(lambda gradient: gradient.clamp(-1e-2, 1e-2))
 
 
 class CountsSteps(torch.optim.SGD):
@@ -227,13 +235,15 @@ def drawing_loss(output, target):
     [
         ({"kind": Draws}, "the output of layer 0, micro-batch 0 of mini-batch 0", "Its input is"),
         ({"loss_fn": drawing_loss}, "the loss, micro-batch 0", "it is the loss"),
-        ({"kind": Backward}, "the gradient of 0.weight", "it is in the backward"),
+        ({"kind": Backward}, "the gradient of 0.", "it is in the backward"),
         ({"optimizer": (CountsSteps, {"lr": 0.1})}, "after the update", "step of the optimizer"),
-        ({"kind": LooksAround}, "the loss of a whole mini-batch", "depend on each other"),
+        ({"kind": LooksAround}, "the loss of two micro-batches as one", "depend on each other"),
+        ({"kind": Clamped}, "the gradient of 0.", "a hook that clamps or norms"),
     ],
 )
 def test_it_says_where_they_part_and_why(options, place, cause):
     options = dict(options)
+    torch.manual_seed(0)
     model = nn.Sequential(options.pop("kind", nn.Linear)(8, 8), nn.Tanh(), nn.Linear(8, 8))
     with opened(model, batches(), **options) as pipe:
         found = pipe.verify(batches())
@@ -309,6 +319,34 @@ def test_the_first_mini_batch_is_compared_and_the_bits_are_those_without(
     assert with_it == without
 
 
+@pytest.mark.parametrize("clip", [None, Clip(norm=0.1)])
+def test_a_large_model_is_compared_in_part_and_it_is_said_what_it_takes(clip, caplog):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 1024), nn.Linear(1024, 1024), nn.Tanh(), nn.Linear(1024, 8))
+    with (
+        caplog.at_level(logging.INFO),
+        opened(model, batches(), training=Training(clip=clip)) as pipe,
+    ):
+        assert len(list(pipe.train_epoch(batches()))) == 3
+        found = pipe.verify(batches())
+    assert found, str(found)
+    # Where gradients are clipped by the norm of all of them, by itself only losses are compared.
+    losses, weights = 2, 5
+    count = losses + (0 if clip else weights)
+    assert f"is what plain PyTorch computes, in {count} values" in caplog.text
+    assert "3 mini-batches, with up to " in caplog.text
+    assert "verify: mini-batch 3 of 3, 0.0 s left" in caplog.text
+
+
+def test_what_takes_too_long_is_left_out(caplog, monkeypatch):
+    monkeypatch.setattr("pipedream_rt.verify.run._is_after", lambda until: True)
+    model = nn.Sequential(LooksAround(8, 8), nn.Linear(8, 8))
+    with caplog.at_level(logging.INFO), opened(model, batches(), training=Training()) as pipe:
+        assert len(list(pipe.train_epoch(batches()))) == 3
+    assert "is what plain PyTorch computes, in 1 values" in caplog.text
+    assert "two micro-batches as one" not in caplog.text
+
+
 def test_a_model_that_draws_by_itself_is_left_alone(caplog):
     model = nn.Sequential(Draws(8, 8), nn.Linear(8, 8))
     with caplog.at_level(logging.INFO), opened(model, batches(), training=Training()) as pipe:
@@ -320,7 +358,7 @@ def test_samples_that_depend_on_each_other_are_told_of(caplog):
     model = nn.Sequential(LooksAround(8, 8), nn.Linear(8, 8))
     with opened(model, batches(), training=Training()) as pipe:
         assert len(list(pipe.train_epoch(batches()))) == 3
-    assert "the loss of a whole mini-batch in eval mode" in caplog.text
+    assert "the loss of two micro-batches as one" in caplog.text
 
 
 def test_what_the_processs_classes_count_is_put_back():
