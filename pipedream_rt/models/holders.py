@@ -158,7 +158,7 @@ class Look:
         self._maps: list[Any] = []
         self._keys: list[Any] = []
         self._lengths: list[Any] = []
-        self._lists: list[tuple[Any, list[Any]]] = []
+        self._containers: list[tuple[Any, int, list[Any]]] = []
         self._cells: list[tuple[Holder, dict[Any, Any]]] = []
         for holder in self._holders:
             self._watch(holder, holder.value)
@@ -171,8 +171,8 @@ class Look:
         kind, held = holder.kind, holder.raw()
         if kind == "state":
             return  # to compare the state of a generator takes long: the net does
-        if kind == "list" and isinstance(value, list) and len(value) <= MOST:
-            self._lists.append((value, list(value)))
+        if kind in ("dict", "list") and isinstance(value, dict | list) and len(value) <= MOST:
+            self._containers.append((value, len(value), list(_entries(value))))
         elif kind == "object" and not slots_of(value.__class__):
             keys = [key for key in held if self._names is None or key in self._names]
             self._maps += [vars(value)] * len(keys)
@@ -180,30 +180,32 @@ class Look:
             # An attribute may come later, where its class has a default.
             if not is_installed(type(value).__module__):
                 self._lengths.append(vars(value))
-        elif kind == "globals" or (kind == "dict" and len(value) <= MOST):
-            there = value.__globals__ if kind == "globals" else value
-            self._maps += [there] * len(held)
+        elif kind == "globals":
+            self._maps += [value.__globals__] * len(held)
             self._keys += held
-            if kind == "dict":
-                self._lengths.append(value)
         else:
             self._cells.append((holder, dict(held)))
 
     def is_same(self) -> bool:
         """Whether all hold the very same values as when they were noted."""
         try:
-            same = all(map(is_, map(getitem, self._maps, self._keys), self._seen))
+            return (
+                all(map(is_, map(getitem, self._maps, self._keys), self._seen))
+                and [*map(_VERSION, self._tensors)] == self._versions
+                and sum(map(len, self._lengths)) == self._total
+                and all(
+                    len(held) == size and all(map(is_, _entries(held), seen))
+                    for held, size, seen in self._containers
+                )
+                and all(_holds(holder.raw(), seen) for holder, seen in self._cells)
+            )
         except (KeyError, RuntimeError):  # gone, or changed by another thread meanwhile
             return False
-        return (
-            same
-            and [*map(_VERSION, self._tensors)] == self._versions
-            and sum(map(len, self._lengths)) == self._total
-            and all(
-                len(held) == len(seen) and all(map(is_, held, seen)) for held, seen in self._lists
-            )
-            and all(_holds(holder.raw(), seen) for holder, seen in self._cells)
-        )
+
+
+def _entries(held: dict[Any, Any] | list[Any]) -> Iterable[Any]:
+    """Return what is in a container: of a dict the keys, and then the values."""
+    return itertools.chain(held, dict.values(held)) if isinstance(held, dict) else held
 
 
 _VERSION = attrgetter("_version")

@@ -276,11 +276,12 @@ class _Walk:
         inner = (((".", name), each) for name, each in module._modules.items())
         self._push(place, inner, lambda key: f"{where}.{key[1]}".strip("."))
         for key, held in vars(module).items():
-            if key.endswith("_hooks") and isinstance(held, dict):
+            if held and key.endswith("_hooks") and isinstance(held, dict):
                 at = self._parcel.place(place, key, lambda _: f"a hook of {where}")
                 self._push(at, held.items())
-        held = (((id(each),), each) for each in (module._parameters, module._buffers))
-        self._push(place, held, lambda _: where)
+        for tensors in (module._parameters, module._buffers):
+            if not self._parcel.spares(tensors):
+                self._push(place, (((id(tensors),), tensors),), lambda _: where)
 
     def _object(self, place: int, value: Any) -> None:
         """Queue the attributes of an object, or what it is pickled as, and its class."""

@@ -1,8 +1,10 @@
 """A holder tells what it holds otherwise than when it was looked at."""
 
 import pytest
+import torch
+from torch import nn
 
-from pipedream_rt.models.holders import GONE, Holder
+from pipedream_rt.models.holders import GONE, Holder, Look
 
 
 class Options:
@@ -22,6 +24,10 @@ def under_another_key(held):
     held["new"] = held.pop("old")
 
 
+def under_another_key_of(held):
+    held["b"] = held.pop("a")
+
+
 def none_in_another_place(options):
     del options.mode
     options.other = 1
@@ -38,3 +44,51 @@ def none_in_another_place(options):
 )
 def test_what_has_changed_is_told_by_key(value, kind, change, expected):
     assert changed(value, kind, change) == expected
+
+
+class Scaled(nn.Linear):
+    scale = 1.0
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.rate, self.unread = 1.0, 0
+
+
+def looking(*values):
+    held = [
+        Holder(v, "object" if isinstance(v, nn.Module) else type(v).__name__, "") for v in values
+    ]
+    weight = torch.zeros(2)
+    return Look(held, {"rate", "scale", "p"}, set(), [weight]), weight
+
+
+@pytest.mark.parametrize(
+    ("value", "change"),
+    [
+        (nn.Dropout(0.5), lambda it: setattr(it, "p", 0.1)),
+        (Scaled(), lambda it: setattr(it, "rate", 2.0)),
+        (Scaled(), lambda it: setattr(it, "rate", True)),  # equal, and of another type
+        (Scaled(), lambda it: setattr(it, "scale", 2.0)),  # its class has the value so far
+        (Scaled(), lambda it: delattr(it, "rate")),
+        ({"a": 1.0}, lambda it: it.update(a=2.0)),
+        ({"a": 1.0}, under_another_key_of),
+        ([1.0, 2.0], lambda it: it.reverse()),
+        ([1.0, 2.0], lambda it: it.append(2.0)),
+    ],
+)
+def test_a_look_sees_each_change(value, change):
+    look, _ = looking(value)
+    assert look.is_same()
+    change(value)
+    assert not look.is_same()
+    look.note()
+    assert look.is_same()
+
+
+def test_a_look_sees_writes_to_tensors_and_not_what_nobody_reads():
+    layer = Scaled()
+    look, weight = looking(layer)
+    layer.unread = 5
+    assert look.is_same()
+    weight.add_(1)
+    assert not look.is_same()
