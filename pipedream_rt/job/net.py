@@ -22,7 +22,8 @@ from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.own_model import OwnModel
 from pipedream_rt.models.code_reading import names_used
 from pipedream_rt.models.holders import GONE, Holder, equal
-from pipedream_rt.models.parcel import Parcel, has_grown
+from pipedream_rt.models.parcel import Parcel, has_grown, is_plain_mark
+from pipedream_rt.models.settings import refuse_global_hooks
 
 _log = logging.getLogger(__name__)
 
@@ -98,8 +99,15 @@ class Net:
             self._said.add(what)
             _log.warning("the script has changed %s since the pipeline was made: %s", what, why)
 
+    def reads(self, holder: Holder) -> bool:
+        """Whether code may read what a holder holds."""
+        return any(
+            _is_read(parcel, place) for parcel in self._sent for place in parcel.places_of(holder)
+        )
+
     def _compare(self) -> None:
         self._own.require_known()
+        refuse_global_hooks()
         for (name, key), before in self._read.items():
             module = self._whole.get_submodule(name)
             now = vars(module).get(key, getattr_static(type(module), key, before))
@@ -121,28 +129,27 @@ class Net:
 
     def _judge(self, parcel: Parcel, place: int, before: Any, now: Any) -> None:
         """Refuse a change that no stage sees; leave out those that travel, or that nobody reads."""
-        holder, _ = parcel.holder(place)
-        # `ScriptValues` sends it, or has refused it; but for what changes inside of the value.
-        sent = id(holder) in self._travelling and not parcel.has_state(place)
-        if sent or not _is_read(parcel, place):
-            return
-        what = parcel.name(place)
-        if not self._may_be_harmless(parcel, place, before, now):
-            refuse(what, _TRAVELS)
-        if not self._shared and not (before is GONE and holder and holder.kind == "globals"):
-            self.say(what, f"if this is more than a cache, {_TRAVELS}")
-
-    def _may_be_harmless(self, parcel: Parcel, place: int, before: Any, now: Any) -> bool:
-        """Whether a call by the script itself may have made a change, as a cache that is filled."""
         holder, key = parcel.holder(place)
-        kind = "" if holder is None else holder.kind
-        if before is GONE or has_grown(before, now) or parcel.is_sampled(place):
-            return True
-        if kind in ("class", "object", "globals") and key in parcel.stored:
-            return True  # code changes it itself
-        # Where the stages share it they run that code too, as one that draws from a generator.
-        state = kind == "state" or parcel.has_state(place)
-        return self._shared and (state or (kind in ("dict", "list") and parcel.changes_entries))
+        copied = [id(parcel.holder(at)[0]) in self._travelling for at in parcel.above(place)]
+        # `ScriptValues` sends it, or has refused it; but for what changes inside of the value.
+        inside = parcel.has_state(place) or parcel.is_sampled(place)
+        if (copied[0] and not inside) or not _is_read(parcel, place):
+            return
+        shared, kind = self._shared and not any(copied), "" if holder is None else holder.kind
+        cached = before is GONE or has_grown(before, now)
+        # In a large container other entries are looked at once it has another length.
+        cached = cached or (parcel.is_sampled(place) and (now is GONE or not is_plain_mark(now)))
+        # Code that sets it itself may have been called by the script; and by stages that share it.
+        stored = kind in ("class", "object", "globals") and key in parcel.stored
+        if shared and kind in ("dict", "list", "state"):
+            stored = parcel.changes_entries or kind == "state"
+        if not (cached or stored or (shared and parcel.has_state(place))):
+            refuse(parcel.name(place), _TRAVELS)
+        if not shared and not (before is GONE and kind == "globals"):
+            # Once for a container, whatever is added to it.
+            grown = holder is not None and kind in ("dict", "list")
+            what = holder.where if holder is not None and grown else parcel.name(place)
+            self.say(what, f"if this is more than a cache, {_TRAVELS}")
 
 
 def _is_read(parcel: Parcel, place: int) -> bool:

@@ -17,7 +17,7 @@ from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.models.holders import fingerprint
 from pipedream_rt.models.preserving_state import modules_inside
-from pipedream_rt.models.tensors import named_tensors
+from pipedream_rt.models.tensors import gradient_hooks, named_tensors
 from pipedream_rt.torch_private import NormWithBuffers
 
 _log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class OwnModel:
         if model.sequence is not None:
             given = model.given if isinstance(model.given, nn.Sequential) else model.whole
             self._watch_layers(given, modules_inside(model.sequence))
-        self._count = sum(map(len, self._hooks))
+        self._count = self._hooks_now()
         self._has_told = False
 
     def _watch_layers(self, sequence: nn.Module, inside: Set[int]) -> None:
@@ -68,6 +68,11 @@ class OwnModel:
                 self._places += [
                     (f"{where}.{k}".strip("."), layers, k, m) for k, m in layers.items()
                 ]
+
+    def _hooks_now(self) -> int:
+        """Return the number of all hooks, of modules and of weights."""
+        of_weights = (hooks for _, p, _ in self._trained for hooks in gradient_hooks(p))
+        return sum(map(len, (*self._hooks, *of_weights)))
 
     def gave(self, state: Mapping[str, Any]) -> None:
         """Note weights that the pipeline has given the script, which it may load into its model."""
@@ -90,7 +95,7 @@ class OwnModel:
         for name, held, key, value in self._places:
             if isinstance(value, nn.Module | None) and held.get(key) is not value:
                 _refuse(f"{name!r} was replaced", "Replace it before the pipeline is made, ")
-        if sum(map(len, self._hooks)) != self._count:
+        if self._hooks_now() != self._count:
             what = "a hook of the model or of the loss was added or removed"
             _refuse(what, "Register hooks before the pipeline is made, ")
         if unknown := self._unknown():

@@ -25,7 +25,7 @@ from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.models.code import is_installed
 from pipedream_rt.models.code_reading import names_used
 from pipedream_rt.models.holders import GONE, LENGTH, Given, Holder, Look
-from pipedream_rt.models.parcel import Parcel, weights_in
+from pipedream_rt.models.parcel import Parcel, same_code, weights_in
 from pipedream_rt.models.preserving_state import modules_inside
 from pipedream_rt.stage.hyper import pack_hyper, unpack_hyper
 from pipedream_rt.stage.script_values import remove
@@ -62,7 +62,8 @@ class ScriptValues:
         )
         for holder in self._holders.values():
             holder.look()
-        self._look = Look(self._holders.values(), self._loaded, named, own.versioned)
+        self._numbers = {holder: number for number, holder in self._holders.items()}
+        self._look = Look(self._holders.values(), self._loaded, own.versioned)
         self._calls = 0
         self._changed: dict[tuple[int, Any], Any] = {}
         self._first: dict[tuple[int, Any], Any] = {}  # of these, what was there at the start
@@ -152,13 +153,12 @@ class ScriptValues:
         return self.own.has_moved
 
     def _note_changes(self) -> None:
-        for number, holder in self._holders.items():
-            changes = list(holder.changes()) if holder.kind != "state" else []
-            for key, before, value in changes:
-                self._note(number, holder, key, before, value)
-            if changes:
-                holder.look()
-        self._look.note()
+        changed = self._look.changed()
+        for holder in changed:
+            for key, before, value in holder.changes():
+                self._note(self._numbers[holder], holder, key, before, value)
+            holder.look()
+        self._look.renew(changed)
         self._given = [[number, key, value] for (number, key), value in self._changed.items()]
 
     def _note(self, number: int, holder: Holder, key: Any, before: Any, value: Any) -> None:
@@ -184,14 +184,22 @@ class ScriptValues:
         if type(key) in (str, int) and _can_be_sent(value) and not (whole or grown):
             self._changed[number, key] = pack_hyper(value, str(key))
             self._first.setdefault((number, key), before)
-        elif holder.kind != "object" or key in (
-            read if isinstance(holder.value, nn.Module) else self._loaded
-        ):
-            refuse(
-                holder.called(key),
-                "only numbers, texts, None and tuples of these travel to the stages while one "
-                "trains; give it as an input, or change it by pipe.on_stages(function)",
-            )
+            return
+        by = {*read, "forward"} if isinstance(holder.value, nn.Module) else self._loaded
+        unread = holder.kind == "object" and key not in by
+        if unread or same_code(before, value) or not self._net.reads(holder):
+            return
+        why = (
+            "only numbers, texts, None and tuples of these travel to the stages while one trains; "
+            "give it as an input, or change it by pipe.on_stages(function)"
+        )
+        # A call by the script itself may have filled a cache, or opened what it writes to.
+        if holder.kind == "dict" and before is GONE:
+            self._net.say(holder.where, why)
+        elif holder.kind == "globals" and before is None:
+            self._net.say(holder.called(key), why)
+        else:
+            refuse(holder.called(key), why)
 
 
 def script_values_of(

@@ -84,9 +84,12 @@ class Holder:
             if len(value) > MOST:
                 return {LENGTH: len(value)}
             return value if kind == "dict" else dict(enumerate(value))
-        skipped = OF_MODULES if isinstance(value, nn.Module) else ()
-        held = attributes_of(value).items()
-        return {k: v for k, v in held if k not in skipped and not is_machinery(k, v)}
+        held, skipped = attributes_of(value).items(), OF_MODULES
+        if kind == "class":
+            return {k: v for k, v in held if not _is_machinery(k, v)}
+        if not isinstance(value, nn.Module):
+            skipped = set()
+        return {k: v for k, v in held if k not in skipped and not _is_special(k)}
 
     def look(self) -> None:
         """Note what it holds now, for `changes` to compare with."""
@@ -137,54 +140,58 @@ class Look:
     """Tells at each mini-batch whether holders hold the very same values as before.
 
     Whether nobody has written into some tensors, too. ``read`` has the attributes that code names:
-    others of an object are looked at only where the user's code, which names ``named``, reads
-    attributes by computed names.
+    of modules of torch, whose code is known, no others are looked at.
     """
 
     def __init__(
-        self,
-        holders: Iterable[Holder],
-        read: Collection[str],
-        named: Collection[str],
-        tensors: Iterable[Tensor] = (),
+        self, holders: Iterable[Holder], read: Collection[str], tensors: Iterable[Tensor] = ()
     ) -> None:
         self._tensors = list(tensors)
-        self._names = None if _COMPUTED.intersection(named) else frozenset(read)
-        self._holders = list(holders)
+        self._read = frozenset(read)
+        # To compare the state of a generator takes long: the net does that.
+        self._holders = [holder for holder in holders if holder.kind != "state"]
         self.note()
 
     def note(self) -> None:
         """Note what they hold now."""
+        # By entry, what has it, its key, its value, and its holder.
         self._maps: list[Any] = []
         self._keys: list[Any] = []
-        self._lengths: list[Any] = []
-        self._containers: list[tuple[Any, int, list[Any]]] = []
-        self._cells: list[tuple[Holder, dict[Any, Any]]] = []
+        self._owners: list[Holder] = []
+        self._lengths: list[tuple[Any, Holder]] = []
+        self._others: dict[Holder, Any] = {}
         for holder in self._holders:
             self._watch(holder, holder.value)
         self._seen = [*map(getitem, self._maps, self._keys)]
-        self._total = sum(map(len, self._lengths))
+        self._sizes = [held for held, _ in self._lengths]
+        self._total = sum(map(len, self._sizes))
         self._versions = [*map(_VERSION, self._tensors)]
 
     def _watch(self, holder: Holder, value: Any) -> None:
         """Watch a holder in the cheapest way for its kind."""
-        kind, held = holder.kind, holder.raw()
-        if kind == "state":
-            return  # to compare the state of a generator takes long: the net does
-        if kind in ("dict", "list") and isinstance(value, dict | list) and len(value) <= MOST:
-            self._containers.append((value, len(value), list(_entries(value))))
-        elif kind == "object" and not slots_of(value.__class__):
-            keys = [key for key in held if self._names is None or key in self._names]
-            self._maps += [vars(value)] * len(keys)
-            self._keys += keys
+        kind, cls = holder.kind, value.__class__
+        if kind == "object" and not slots_of(cls):
+            held = holder.raw()
+            keys = [k for k in held if not cls.__module__.startswith("torch.") or k in self._read]
+            self._add(holder, vars(value), keys)
             # An attribute may come later, where its class has a default.
-            if not is_installed(type(value).__module__):
-                self._lengths.append(vars(value))
+            if not is_installed(cls.__module__):
+                self._lengths.append((vars(value), holder))
         elif kind == "globals":
-            self._maps += [value.__globals__] * len(held)
-            self._keys += held
+            self._add(holder, value.__globals__, holder.raw())
         else:
-            self._cells.append((holder, dict(held)))
+            self._others[holder] = self._of_other(holder)
+
+    def _add(self, holder: Holder, there: Any, keys: Collection[Any]) -> None:
+        self._maps += [there] * len(keys)
+        self._keys += keys
+        self._owners += [holder] * len(keys)
+
+    def _of_other(self, holder: Holder) -> Any:
+        value = holder.value
+        if isinstance(value, dict | list) and len(value) <= MOST:
+            return len(value), list(_entries(value))
+        return dict(holder.raw())
 
     def is_same(self) -> bool:
         """Whether all hold the very same values as when they were noted."""
@@ -192,15 +199,45 @@ class Look:
             return (
                 all(map(is_, map(getitem, self._maps, self._keys), self._seen))
                 and [*map(_VERSION, self._tensors)] == self._versions
-                and sum(map(len, self._lengths)) == self._total
-                and all(
-                    len(held) == size and all(map(is_, _entries(held), seen))
-                    for held, size, seen in self._containers
-                )
-                and all(_holds(holder.raw(), seen) for holder, seen in self._cells)
+                and sum(map(len, self._sizes)) == self._total
+                and all(_holds(holder, seen) for holder, seen in self._others.items())
             )
         except (KeyError, RuntimeError):  # gone, or changed by another thread meanwhile
             return False
+
+    def changed(self) -> list[Holder]:
+        """Return the holders that may hold something else than when they were noted."""
+        entries = zip(self._maps, self._keys, self._seen, self._owners, strict=True)
+        found = {owner: None for held, k, seen, owner in entries if held.get(k, GONE) is not seen}
+        found |= {h: None for h, seen in self._others.items() if not _holds(h, seen)}
+        if sum(map(len, self._sizes)) != self._total:
+            found |= {holder: None for _, holder in self._lengths}
+        return list(found)
+
+    def renew(self, holders: Iterable[Holder]) -> None:
+        """Note what some holders hold now, which are all that have changed."""
+        try:
+            self._seen = [*map(getitem, self._maps, self._keys)]
+        except KeyError:
+            self.note()
+        if sum(map(len, self._sizes)) != self._total:
+            self.note()
+        for holder in holders:
+            if holder in self._others:
+                self._others[holder] = self._of_other(holder)
+        self._versions = [*map(_VERSION, self._tensors)]
+
+
+def _holds(holder: Holder, seen: Any) -> bool:
+    """Whether a holder holds the very same objects, or equal marks, as when they were noted."""
+    held = holder.value
+    if isinstance(seen, tuple):
+        size, entries = seen
+        return len(held) == size and all(map(is_, _entries(held), entries))
+    now = holder.raw()
+    return len(now) == len(seen) and all(
+        now.get(k, GONE) is v or equal(now.get(k, GONE), v) for k, v in seen.items()
+    )
 
 
 def _entries(held: dict[Any, Any] | list[Any]) -> Iterable[Any]:
@@ -209,16 +246,6 @@ def _entries(held: dict[Any, Any] | list[Any]) -> Iterable[Any]:
 
 
 _VERSION = attrgetter("_version")
-
-_COMPUTED = {"getattr", "vars", "__dict__", "eval", "exec", "attrgetter", "__getattribute__"}
-"""What code names that reads attributes by computed names."""
-
-
-def _holds(held: Mapping[Any, Any], seen: Mapping[Any, Any]) -> bool:
-    """Whether a mapping has the very same objects, or equal marks, under the keys seen."""
-    return len(held) == len(seen) and all(
-        held.get(k, GONE) is v or equal(held.get(k, GONE), v) for k, v in seen.items()
-    )
 
 
 def state_of(value: Any) -> Any:
@@ -315,8 +342,13 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (*PLAIN, bytes))
 
 
-def is_machinery(key: Any, value: Any) -> bool:
-    """Whether an attribute is a method, a property or a special name, and so no value."""
-    return (isinstance(key, str) and key.startswith("__")) or isinstance(
+def _is_machinery(key: Any, value: Any) -> bool:
+    """Whether an attribute of a class is a method, a property or of Python's, and so no value."""
+    return _is_special(key) or isinstance(
         value, FunctionType | property | staticmethod | classmethod
     )
+
+
+def _is_special(key: Any) -> bool:
+    """Whether a name is one of Python's own."""
+    return isinstance(key, str) and key.startswith("__")

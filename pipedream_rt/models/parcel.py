@@ -52,6 +52,9 @@ _ATOMS = {
 _MOST_PLACES = 200_000
 """A walk ends after so many places; it goes breadth first, so what is left out lies deepest."""
 
+_LONGEST = 200
+"""The characters of a name that are kept."""
+
 _SAMPLED = 64
 """Of a container of more than `MOST` entries, the walk goes into so many."""
 
@@ -73,6 +76,7 @@ class Parcel:
         found: What holds values in it, by kind and ``id``, as of the first walk.
         named: What its code names: attributes, globals and functions.
         stored: The attributes and globals that its code sets.
+        texts: The texts in its code, and in globals that it reads.
         took: The seconds that the first walk took.
     """
 
@@ -80,6 +84,7 @@ class Parcel:
         self.found: dict[tuple[str, int], Holder] = {}
         self.named: set[str] = set()
         self.stored: set[str] = set()
+        self.texts: set[str] = set()
         self._names: list[tuple[int, Any, str]] = []  # of each place: its parent, key, and name
         self._numbers: dict[tuple[int, Any], int] = {}
         self.roots = [
@@ -90,6 +95,7 @@ class Parcel:
         self._spared = {id(each): each for each in spared}
         self._holders: dict[int, Holder] = {}  # by place
         began = time.perf_counter()
+        self.marks: dict[int, Mark] = {}
         self.marks = self._now = self.cast(first=True)
         self.took = time.perf_counter() - began
 
@@ -99,7 +105,8 @@ class Parcel:
         number = self._numbers.get(at)
         if number is None:
             number = self._numbers[at] = len(self._names)
-            self._names.append((parent, key, name(key)))
+            # Cut, since the name of what it is in is part of it: objects may be linked in a chain.
+            self._names.append((parent, key, name(key)[:_LONGEST]))
         return number
 
     def name(self, place: int) -> str:
@@ -117,6 +124,10 @@ class Parcel:
         while place >= 0:
             yield place
             place = self._names[place][0]
+
+    def places_of(self, holder: Holder) -> list[int]:
+        """Return the places of what a holder holds."""
+        return [place for place, each in self._holders.items() if each is holder]
 
     @property
     def changes_entries(self) -> bool:
@@ -180,20 +191,26 @@ class _Walk:
     def __init__(self, parcel: Parcel, first: bool) -> None:
         self.marks: dict[int, Mark] = {}
         self._parcel, self._first = parcel, first
-        self._seen: dict[int, Any] = {}  # holds the objects, so that no id is given twice
+        # By id, the first place of each object, which it holds so that no id is given twice.
+        self._seen: dict[int, tuple[Any, int]] = {}
         self._classes: dict[type, int] = {}
+        self._modules: dict[int, ModuleType] = {}
+        self._reads_environ = False
         self._queue = deque(parcel.roots)
         self._run()
         # A method that no forward calls itself may be called by other code that was found.
         while any(
             self._methods(place, methods_named(cls, parcel.named))
             for cls, place in self._classes.items()
-        ):
+        ) or any(self._module_attributes(each) for each in list(self._modules.values())):
+            self._run()
+        if self._reads_environ:
+            self._environ()
             self._run()
 
     def _run(self) -> None:
         """Go through the queue."""
-        queue, marks, seen = self._queue, self.marks, self._seen
+        queue, marks, seen, first = self._queue, self.marks, self._seen, self._parcel.marks
         while queue and len(marks) < _MOST_PLACES:
             place, value = queue.popleft()
             cls: type = type(value)
@@ -201,9 +218,14 @@ class _Walk:
                 marks[place] = value
             elif cls in _ATOMS:
                 marks[place] = (repr(value),)
-            elif id(value) not in seen and not self._parcel.spares(value):
-                seen[id(value)] = value
-                self._visit(place, value)
+            elif id(value) in seen:
+                marks.setdefault(place, ("also", seen[id(value)][1]))
+            elif not self._parcel.spares(value):
+                seen[id(value)] = value, place
+                if self._first or place in first:
+                    self._visit(place, value)
+                else:  # what came later is told of, and not gone into
+                    marks[place] = (cls.__qualname__,)
 
     def _push(self, place: int, parts: Iterable[tuple[Any, Any]], name: Name = _UNNAMED) -> None:
         """Queue what is in a value, each under its key."""
@@ -245,7 +267,10 @@ class _Walk:
             self._push(place, ((("value",), value.get(None)),))
         elif isinstance(value, threading.local):
             self._push(place, ((("here",), vars(value)),))
-        elif not isinstance(value, ModuleType | weakref.ref):
+        elif isinstance(value, ModuleType):
+            if not is_installed(value.__name__):
+                self._modules[id(value)] = value
+        elif not isinstance(value, weakref.ref):
             self._object(place, value)
 
     def _held(self, place: int, holder: Holder) -> None:
@@ -319,7 +344,7 @@ class _Walk:
         """Read the methods of a class that were not read yet; return whether there were any."""
         new = [each for each in functions if id(each) not in self._seen]
         for function in new:
-            self._seen[id(function)] = function
+            self._seen[id(function)] = function, place
             at = self._parcel.place(place, function.__qualname__, _UNNAMED)
             # In this process, what these functions read is the script's own.
             self._function(at, function, travels=False)
@@ -333,8 +358,10 @@ class _Walk:
         by_name, where = is_by_name(function), self._parcel.name(place)
         names = names_in(function.__code__)
         self.marks[place] = _mark_of(function.__code__)
-        self._parcel.named |= names.loaded | names.globals
-        self._parcel.stored |= names.stored
+        if self._first:  # what is found later is not gone into
+            self._parcel.named |= names.loaded | names.globals
+            self._parcel.stored |= names.stored
+            self._parcel.texts |= names.texts
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in cells:
             # The cells travel with a function that is not pickled by name.
@@ -367,10 +394,31 @@ class _Walk:
                 self._push(at, ((name, there[name]),), holder.called)
         for name in sorted(named.imported & sys.modules.keys()):
             self._attributes(sys.modules[name], function, set())
-        if named.loaded & {"environ", "getenv"}:
-            at = self._parcel.place(-1, "environ", _UNNAMED)
-            given = ((text, os.environ.get(text)) for text in sorted(named.texts))
-            self._push(at, given, lambda key: f"{key!r} of os.environ")
+        if (named.loaded | named.globals) & {"environ", "getenv"}:
+            self._reads_environ = True
+        if self._first:
+            self._parcel.texts |= {there[name] for name in names if type(there[name]) is str}
+
+    def _environ(self) -> None:
+        """Queue the entries of the environment that any code may read, judged by its texts."""
+        at = self._parcel.place(-1, "environ", _UNNAMED)
+        given = ((text, os.environ.get(text)) for text in sorted(self._parcel.texts))
+        self._push(at, given, lambda key: f"{key!r} of os.environ")
+
+    def _module_attributes(self, module: ModuleType) -> bool:
+        """Queue what any code names of a module that is a value; return whether there was more."""
+        said = f"the module {module.__name__}"
+        at = self._parcel.place(-1, id(vars(module)), lambda _: said)
+        there = {n: v for n, v in vars(module).items() if n in self._parcel.named}
+        holder = self._hold(at, module, "globals", names=set(), travels=False)
+        assert holder.names is not None
+        new = {n: v for n, v in there.items() if not isinstance(v, ModuleType)}
+        more = [
+            n for n in sorted(new) if self._parcel.place(at, n, holder.called) not in self.marks
+        ]
+        holder.names |= {*more}
+        self._push(at, ((n, new[n]) for n in more), holder.called)
+        return bool(more)
 
     def _attributes(self, module: ModuleType, by: FunctionType, seen: set[int]) -> None:
         """Queue what a function names of a module: of an installed one, its functions alone."""
@@ -453,6 +501,21 @@ def _size_of(mark: Mark) -> int:
 def has_grown(before: Mark, now: Mark) -> bool:
     """Whether two marks are those of a container that has got more entries."""
     return 0 <= _size_of(before) < _size_of(now) and before is not GONE and before[:1] == now[:1]
+
+
+def is_plain_mark(mark: Mark) -> bool:
+    """Whether a mark is that of a plain value."""
+    return isinstance(mark, str | bytes) or (isinstance(mark, tuple) and mark[1:] == ())
+
+
+def same_code(one: Any, other: Any) -> bool:
+    """Whether two values are functions that do the same, as of a cell that was run again."""
+    return (
+        isinstance(one, FunctionType)
+        and isinstance(other, FunctionType)
+        and one.__closure__ is other.__closure__ is None
+        and _mark_of(one.__code__) == _mark_of(other.__code__)
+    )
 
 
 def weights_in(modules: Iterable[nn.Module]) -> list[Any]:

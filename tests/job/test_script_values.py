@@ -170,7 +170,7 @@ class Buffered(nn.Module):
 
 def test_what_cannot_travel_is_refused_by_name():
     refused(lambda m, loss: setattr(loss, "cell", [1]), "changed 'cell' of loss_fn")
-    refused(lambda m, loss: loss.steps.append(2.0) or loss.cell.update(a=torch.ones(1)), "'a' of")
+    refused(lambda m, loss: loss.steps.append(2.0), "1 of 'steps' of")
     refused(lambda m, loss: setattr(m, "alpha", 0.5), "'alpha' of the model.*recorded", Between())
     refused(lambda m, loss: loss.beta.fill_(2), r"the buffer '.loss..beta'", loss=Buffered())
     refused(lambda m, loss: m[0].requires_grad_(False), "requires_grad of '0.weight'")

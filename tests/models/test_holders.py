@@ -59,7 +59,7 @@ def looking(*values):
         Holder(v, "object" if isinstance(v, nn.Module) else type(v).__name__, "") for v in values
     ]
     weight = torch.zeros(2)
-    return Look(held, {"rate", "scale", "p"}, set(), [weight]), weight
+    return Look(held, {"p"}, [weight]), weight
 
 
 @pytest.mark.parametrize(
@@ -77,18 +77,21 @@ def looking(*values):
     ],
 )
 def test_a_look_sees_each_change(value, change):
-    look, _ = looking(value)
+    look, _ = looking(value, Scaled())
     assert look.is_same()
     change(value)
     assert not look.is_same()
-    look.note()
+    changed = look.changed()
+    assert value in [holder.value for holder in changed]
+    look.renew(changed)
     assert look.is_same()
+    assert look.changed() == []
 
 
-def test_a_look_sees_writes_to_tensors_and_not_what_nobody_reads():
-    layer = Scaled()
+def test_a_look_sees_writes_to_tensors_and_not_what_torchs_own_code_does_not_read():
+    layer = nn.Linear(2, 2)
     look, weight = looking(layer)
-    layer.unread = 5
+    layer.in_features = 5
     assert look.is_same()
     weight.add_(1)
     assert not look.is_same()
