@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import logging
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -89,7 +90,9 @@ class RunState:
         settings: ScriptSettings,
     ) -> None:
         self._own = settings.values.own
-        self._own.saved = self._saved
+        # No strong reference: a pipeline that nobody refers to any more ends its workers at once.
+        saved = weakref.WeakMethod(self._saved)
+        self._own.saved = lambda: () if (read := saved()) is None else read()
         self._folders: list[Path] = []  # that were written or read, newest last
         self._identity = identity
         self._preemption = preemption

@@ -272,6 +272,7 @@ class PipelineMixin(Trainer):
         finally:
             for module, mode in modes:
                 module.training = mode
+        pipe._run.feeder.script.own.watches = False  # what callbacks change is brought to it
         self._pipe, self._end = pipe, weakref.finalize(self, pipe.close)
         self._made_for, self._made_by = live.signature(), asked_of(self.args)
         self._made_names = {id(p): name for name, p in live.model.named_parameters()}

@@ -106,8 +106,19 @@ class Net:
         )
 
     def _compare(self) -> None:
-        self._own.require_known()
         refuse_global_hooks()
+        if self._own.watches:
+            self._own.require_known()
+            self._compare_recorded()
+        for place, *_ in self._fixed.changes():
+            refuse(self._fixed.name(place), _FIXED)
+        for parcel in self._sent:
+            for change in parcel.changes():
+                self._judge(parcel, *change)
+            parcel.settle()
+
+    def _compare_recorded(self) -> None:
+        """Refuse changes of what the forward between the layers goes by."""
         for (name, key), before in self._read.items():
             module = self._whole.get_submodule(name)
             now = vars(module).get(key, getattr_static(type(module), key, before))
@@ -120,12 +131,6 @@ class Net:
             if not of_data and _is_read(self._between, place):
                 refuse(self._between.name(place), _RECORDED)
         self._between.settle()
-        for place, *_ in self._fixed.changes():
-            refuse(self._fixed.name(place), _FIXED)
-        for parcel in self._sent:
-            for change in parcel.changes():
-                self._judge(parcel, *change)
-            parcel.settle()
 
     def _judge(self, parcel: Parcel, place: int, before: Any, now: Any) -> None:
         """Refuse a change that no stage sees; leave out those that travel, or that nobody reads."""
@@ -159,7 +164,10 @@ def _is_read(parcel: Parcel, place: int) -> bool:
         if holder is not None and holder.kind in ("object", "class") and isinstance(key, str):
             # What is counted as objects are made is no value: stages in this process make some too.
             counted = holder.kind == "class" and key in names_used(holder.value, "__init__")[1]
-            if key not in parcel.named or counted:
+            # load_state_dict has set it, and the stages have their own.
+            cls: type = type(holder.value)
+            extra = holder.kind == "object" and key in names_used(cls, "set_extra_state")[1]
+            if key not in parcel.named or counted or extra:
                 return False
     return True
 

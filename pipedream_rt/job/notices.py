@@ -20,6 +20,7 @@ from pipedream_rt.job.defaults import ASYNCHRONOUS, time_of_flush
 from pipedream_rt.job.unsplit_model import UnsplitModel, inside_of_layers, module_named
 from pipedream_rt.models.communication import communicates
 from pipedream_rt.schedules import Plan
+from pipedream_rt.schedules.placement import LOSS_LAYER
 from pipedream_rt.schedules.recipes import RECIPES
 from pipedream_rt.torch_private import BatchNorm
 
@@ -248,7 +249,7 @@ def _changes(kept: Mapping[str, list[str]]) -> str:
     """Say what the forward of a module changes, and of how many more."""
     name, own = next(iter(kept.items()))
     more = f" (and so do {len(kept) - 1} more)" if len(kept) > 1 else ""
-    where = f"layer {name}" if name else "the model"
+    where = "the loss" if name == LOSS_LAYER else f"layer {name}" if name else "the model"
     return f"the forward of {where} changes {', '.join(map(repr, own))}{more}"
 
 

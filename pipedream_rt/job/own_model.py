@@ -27,11 +27,13 @@ class OwnModel:
     """The model and the loss of the script, and what they may be.
 
     Attributes:
+        watches: Whether changes are looked for; not where somebody brings them to the stages.
         saved: Return the state dicts that were written or read, which the script may have loaded;
             they are asked for only where it has weights that nobody gave it.
     """
 
     def __init__(self, model: UnsplitModel) -> None:
+        self.watches = True
         self.saved: Callable[[], Iterable[Mapping[str, Any]]] = list
         modules = model.modules
         self._tensors = [(n, t) for name, m in modules.items() for n, t in _named(name, m)]
@@ -76,6 +78,8 @@ class OwnModel:
 
     def gave(self, state: Mapping[str, Any]) -> None:
         """Note weights that the pipeline has given the script, which it may load into its model."""
+        if not self.watches:
+            return
         for name, value in state.items():
             if isinstance(value, Tensor) and name in self._given:
                 self._given[name].add(fingerprint(value))
@@ -92,6 +96,8 @@ class OwnModel:
 
     def require_known(self) -> None:
         """Refuse a change that plain PyTorch would act on, and the stages do not see."""
+        if not self.watches:
+            return
         for name, held, key, value in self._places:
             if isinstance(value, nn.Module | None) and held.get(key) is not value:
                 _refuse(f"{name!r} was replaced", "Replace it before the pipeline is made, ")

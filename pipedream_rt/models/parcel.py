@@ -301,7 +301,7 @@ class _Walk:
         inner = (((".", name), each) for name, each in module._modules.items())
         self._push(place, inner, lambda key: f"{where}.{key[1]}".strip("."))
         for key, held in vars(module).items():
-            if held and key.endswith("_hooks") and isinstance(held, dict):
+            if key.endswith("_hooks") and isinstance(held, dict) and held:
                 at = self._parcel.place(place, key, lambda _: f"a hook of {where}")
                 self._push(at, held.items())
         for tensors in (module._parameters, module._buffers):

@@ -213,7 +213,8 @@ def test_a_mean_is_not_refused_nor_changed_by_being_compared(samples, autocast, 
         left_out = trained(classifier(), data, loss_fn, check_loss=0, **options)
         assert compared[1] == left_out[1]
         assert all(torch.equal(tensor, left_out[0][n]) for n, tensor in compared[0].items())
-    assert not caplog.records
+    counts = "the forward of the loss changes 'calls'"
+    assert not [each for each in caplog.messages if not each.startswith(counts)]
 
 
 def test_labels_that_are_ignored_later_are_found_when_they_come():
