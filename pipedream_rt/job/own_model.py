@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.unsplit_model import UnsplitModel
-from pipedream_rt.models.holders import fingerprint
+from pipedream_rt.models.holders import fingerprint, touched
 from pipedream_rt.models.preserving_state import modules_inside
-from pipedream_rt.models.tensors import gradient_hooks, named_tensors
+from pipedream_rt.models.tensors import gradient_hooks, is_away, named_tensors
 from pipedream_rt.torch_private import NormWithBuffers
 
 _log = logging.getLogger(__name__)
@@ -60,6 +60,7 @@ class OwnModel:
             self._watch_layers(given, modules_inside(model.sequence))
         self._count = self._hooks_now()
         self._has_told = False
+        self._known = {name: touched(t) for name, t in self._tensors if is_away(t)}
 
     def _watch_layers(self, sequence: nn.Module, inside: Set[int]) -> None:
         """Watch a sequence and those in it too; `inside` has the ``id`` of modules in a layer."""
@@ -115,11 +116,18 @@ class OwnModel:
     def _unknown(self) -> tuple[str, bool] | None:
         """Return a tensor that has values which nobody gave it, and whether it is a new one."""
         for name, held, key, value in self._places:
-            if isinstance(value, Tensor) and name not in self._free:
-                now = held.get(key)
-                mark = fingerprint(now) if isinstance(now, Tensor) else None
-                if mark not in self._given[name] and not self._moves(name):
-                    return name, now is not value
+            now: Any = held.get(key)
+            if not isinstance(value, Tensor) or name in self._free:
+                continue
+            # To read values of an accelerator would wait for it.
+            away = isinstance(now, Tensor) and is_away(now)
+            if away and self._known.get(name) == touched(now):
+                continue
+            mark = fingerprint(now) if isinstance(now, Tensor) else None
+            if mark not in self._given[name] and not self._moves(name):
+                return name, now is not value
+            if away:
+                self._known[name] = touched(now)
         return None
 
     def _moves(self, name: str) -> bool:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedream_rt.models.code import is_installed
+from pipedream_rt.models.tensors import is_away
 
 Given: TypeAlias = list[Any]
 """A value that the script has changed: the number of its holder, its key there, its packed form."""
@@ -252,7 +253,8 @@ def state_of(value: Any) -> Any:
     """Return what differs after an object of `WITH_STATE` was changed."""
     match value:
         case Tensor():
-            return fingerprint(value)
+            # To read values of an accelerator would wait for it.
+            return touched(value) if is_away(value) else fingerprint(value)
         case torch.Generator():
             return bytes(value.get_state())
         case np.ndarray():
@@ -271,6 +273,11 @@ def state_of(value: Any) -> Any:
 
 _OF_TENSOR = 4096
 """Of larger tensors and arrays, about so many elements count, evenly spread."""
+
+
+def touched(tensor: Tensor) -> tuple[int, int]:
+    """Return what differs once a tensor was written to, or given other memory, as torch counts."""
+    return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()
 
 
 def fingerprint(tensor: Tensor) -> tuple[Any, ...]:
@@ -294,7 +301,8 @@ def _sample(tensor: Tensor) -> bytes:
             reach = 1 + sum((n - 1) * stride for n, stride in pairs)
             step = 1 + reach // _OF_TENSOR
             some = some.as_strided((1 + (reach - 1) // step,), (step,))
-        some = some.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+        some = some.cpu() if is_away(some) else some
+        some = some.resolve_conj().resolve_neg().contiguous().reshape(-1)
         return some.view(torch.uint8).numpy().tobytes()
 
 
