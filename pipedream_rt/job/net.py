@@ -137,11 +137,15 @@ class Net:
         holder, key = parcel.holder(place)
         copied = [id(parcel.holder(at)[0]) in self._travelling for at in parcel.above(place)]
         # `ScriptValues` sends it, or has refused it; but for what changes inside of the value.
+        if key == "forward" and holder is not None and isinstance(holder.value, nn.Module):
+            refuse(parcel.name(place), _TRAVELS)
         inside = parcel.has_state(place) or parcel.is_sampled(place)
         if (copied[0] and not inside) or not _is_read(parcel, place):
             return
         shared, kind = self._shared and not any(copied), "" if holder is None else holder.kind
-        cached = before is GONE or has_grown(before, now)
+        # Nothing was there, as where a writer is opened later, or a cache is filled.
+        opened = before == ("None",) and not is_plain_mark(now)
+        cached = before is GONE or opened or has_grown(before, now)
         # In a large container other entries are looked at once it has another length.
         cached = cached or (parcel.is_sampled(place) and (now is GONE or not is_plain_mark(now)))
         # Code that sets it itself may have been called by the script; and by stages that share it.

@@ -77,6 +77,7 @@ class Parcel:
         named: What its code names: attributes, globals and functions.
         stored: The attributes and globals that its code sets.
         texts: The texts in its code, and in globals that it reads.
+        at_first: The places of the first walk: later ones do not go into others.
         took: The seconds that the first walk took.
     """
 
@@ -95,8 +96,9 @@ class Parcel:
         self._spared = {id(each): each for each in spared}
         self._holders: dict[int, Holder] = {}  # by place
         began = time.perf_counter()
-        self.marks: dict[int, Mark] = {}
+        self.at_first: frozenset[int] = frozenset()
         self.marks = self._now = self.cast(first=True)
+        self.at_first = frozenset(self.marks)
         self.took = time.perf_counter() - began
 
     def place(self, parent: int, key: Any, name: Name) -> int:
@@ -210,7 +212,7 @@ class _Walk:
 
     def _run(self) -> None:
         """Go through the queue."""
-        queue, marks, seen, first = self._queue, self.marks, self._seen, self._parcel.marks
+        queue, marks, seen, first = self._queue, self.marks, self._seen, self._parcel.at_first
         while queue and len(marks) < _MOST_PLACES:
             place, value = queue.popleft()
             cls: type = type(value)
@@ -219,13 +221,13 @@ class _Walk:
             elif cls in _ATOMS:
                 marks[place] = (repr(value),)
             elif id(value) in seen:
-                marks.setdefault(place, ("also", seen[id(value)][1]))
+                marks.setdefault(place, ("what is at", seen[id(value)][1], "too"))
             elif not self._parcel.spares(value):
                 seen[id(value)] = value, place
                 if self._first or place in first:
                     self._visit(place, value)
                 else:  # what came later is told of, and not gone into
-                    marks[place] = (cls.__qualname__,)
+                    marks[place] = (cls.__qualname__, "")
 
     def _push(self, place: int, parts: Iterable[tuple[Any, Any]], name: Name = _UNNAMED) -> None:
         """Queue what is in a value, each under its key."""
@@ -240,7 +242,7 @@ class _Walk:
     def _visit(self, place: int, value: Any) -> None:
         """Mark a value that is no atom, and queue what is in it."""
         cls: type = type(value)
-        self.marks[place] = (cls.__qualname__,)
+        self.marks[place] = (cls.__qualname__, "")
         if isinstance(value, WITH_STATE):
             self._hold(place, value, "state")
             self.marks[place] = state_of(value)
@@ -331,7 +333,7 @@ class _Walk:
         self.marks[place] = tuple(map(written_at, (cls, *named, *named_by(cls).values())))
         if is_installed(cls.__module__) or issubclass(cls, Enum):
             return
-        self.marks[place] = (cls.__qualname__,)
+        self.marks[place] = (cls.__qualname__, "")
         own = self._parcel.place(-1, id(cls), lambda _: f"the class {cls.__qualname__}")
         self._classes[cls] = own
         holder = self._hold(own, cls, "class", travels=False)

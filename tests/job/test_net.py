@@ -108,6 +108,15 @@ def test_stages_in_this_process_do_it_too_so_nothing_is_said(caplog):
     assert not caplog.records
 
 
+def test_another_forward_of_a_module_is_refused():
+    layer = nn.Linear(2, 2)
+    made, *_ = net(layer)
+    made.cast()
+    layer.forward = lambda x: x
+    with pytest.raises(ConfigError, match="'forward' of loss_fn"):
+        made.cast()
+
+
 def test_what_no_code_names_may_change(caplog):
     caplog.set_level(logging.INFO)
     made, *_ = net()

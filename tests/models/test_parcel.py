@@ -199,6 +199,22 @@ def test_what_is_packed_alike_is_no_change(value, change):
     assert not changed(value, change)
 
 
+def test_another_name_of_what_is_seen_already_has_a_place_of_its_own():
+    one, two = Inner(), Inner()
+    found = changed({"one": one, "two": two, "now": one}, lambda it: it.update(now=two))
+    assert found == {"'now' of root"}
+
+
+def test_what_came_later_is_told_of_once_and_not_gone_into():
+    value = {}
+    parcel = Parcel([("root", value)])
+    value["a"] = Inner()
+    assert len(parcel.changes()) == 2  # the entry, and the length
+    parcel.settle()
+    value["a"].beta = 2.0
+    assert parcel.changes() == []
+
+
 def test_weights_of_the_model_are_left_out():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     parcel = Parcel([("layer 0", model)], weights_in([model]))
