@@ -929,6 +929,7 @@ class Pipeline:
                     self._publisher.finish(self.statistics(), trace)
                 if isinstance(path, Path) and trace is not None:
                     trace.save(path)
+                self._run.feeder.script.close()
                 if self.seen and not self._run.run_state.is_read:
                     _log.warning(
                         "the pipeline ends, and nobody has read what it has trained: the model in "

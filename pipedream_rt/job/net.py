@@ -5,7 +5,7 @@ and after each save, all that was packed for the stages, and all that their code
 through again (`models/parcel.py`).
 What differs, and does not travel, ends the run by name: the stages have trained without it. What
 may be harmless is said once. A walk costs its time, so the net waits until a hundred times of that
-have passed; only the first, if they are quick, are free.
+have passed; only the first, if they are quick, and one at the end are free.
 """
 
 from __future__ import annotations
@@ -79,19 +79,20 @@ class Net:
         self.waits = False
         self._said: set[str] = set()
 
-    def cast(self) -> None:
-        """Walk, unless that would cost more than its share of the time."""
+    def cast(self, at_last: bool = False) -> bool:
+        """Walk, unless that would cost more than its share of the time; return whether it has."""
         now = self._clock()
         is_free = self._spent + self._cost <= _FREE_S
-        self.waits = not is_free and now - self._since < _SHARE * self._cost
+        self.waits = not (is_free or at_last) and now - self._since < _SHARE * self._cost
         if self.waits:
-            return
+            return False
         try:
             self._compare()
         finally:
             self._since = self._clock()
             self._cost = self._since - now
             self._spent += self._cost
+        return True
 
     def say(self, what: str, why: str) -> None:
         """Say once that the script has changed something, where that may be harmless."""

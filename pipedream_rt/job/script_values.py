@@ -9,6 +9,7 @@ every schedule. For all else there is a net (`job/net.py`).
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -29,6 +30,8 @@ from pipedream_rt.models.parcel import Parcel, same_code, weights_in
 from pipedream_rt.models.preserving_state import modules_inside
 from pipedream_rt.stage.hyper import pack_hyper, unpack_hyper
 from pipedream_rt.stage.script_values import remove
+
+_log = logging.getLogger(__name__)
 
 
 class ScriptValues:
@@ -64,7 +67,7 @@ class ScriptValues:
             holder.look()
         self._numbers = {holder: number for number, holder in self._holders.items()}
         self._look = Look(self._holders.values(), self._loaded, own.versioned)
-        self._calls = 0
+        self._calls = self._compared_at = 0
         self._changed: dict[tuple[int, Any], Any] = {}
         self._first: dict[tuple[int, Any], Any] = {}  # of these, what was there at the start
         self._given: list[Given] = []
@@ -78,13 +81,25 @@ class ScriptValues:
             self._note_changes()
         self._calls += 1
         if self._net.waits or self._calls & (self._calls - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
-            self._net.cast()
+            self._cast()
         return self._given
 
     def end(self) -> None:
         """Compare all that the stages go by, at the end of an epoch and the like."""
         if self._calls and self.watches:
-            self._net.cast()
+            self._cast()
+
+    def _cast(self) -> None:
+        if self._net.cast():
+            self._compared_at = self._calls
+
+    def close(self) -> None:
+        """Compare once more if that has waited; the run has ended, so it is only said."""
+        if self._calls != self._compared_at and self.watches:
+            try:
+                self._net.cast(at_last=True)
+            except ConfigError as error:
+                _log.warning("the run has ended, and was trained otherwise since: %s", error)
 
     # -- in checkpoints -------------------------------------------------------------------------
 

@@ -168,9 +168,10 @@ def test_a_walk_waits_until_a_hundred_times_its_cost_has_passed(monkeypatch):
     assert len(walks) == 2  # those that take no more than a quarter of a second together
     assert made.waits
     clock.now += 9.9
-    made.cast()
+    assert not made.cast()
     assert len(walks) == 2
     clock.now += 0.2
-    made.cast()
+    assert made.cast()
     assert len(walks) == 3
     assert not made.waits
+    assert made.cast(at_last=True)

@@ -374,3 +374,19 @@ def test_a_script_may_load_weights_and_use_its_model():
             model.requires_grad_(False)
             assert model(x).shape == y.shape
         assert_same((losses, pipe.state_dict()), expected)
+
+
+def test_what_was_changed_and_never_compared_is_said_at_the_end(caplog):
+    try:
+        with Pipeline(
+            sequence(), stages=2, loss_fn=by_a_global_of_a_module, optimizer=SGD,
+            schedule="1f1b", micro_batches=1, workers="serial",
+        ) as pipe:  # fmt: skip
+            for number, (x, y) in enumerate(batches(3)):
+                if number == 2:  # compared were the first, the second, and then the fourth
+                    BETAS["beta"] = 0.5
+                pipe.submit(x, y).result()
+    finally:
+        BETAS["beta"] = 1.0
+    assert "the run has ended, and was trained otherwise since" in caplog.text
+    assert "'BETAS' of the globals that by_a_global" in caplog.text
