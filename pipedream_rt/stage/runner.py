@@ -63,6 +63,7 @@ class Runner:
     def __init__(self, spec: StageSpec, device: Device = HOST) -> None:
         self.device = device
         self._brings_back = device.brings_back()
+        self._held: dict[int, list[str]] = {}  # by program, what its result holds
         self._module = spec.layers
         self._seed, self._autocast = spec.seed, spec.autocast
         self._recomputes = spec.recompute
@@ -147,7 +148,9 @@ class Runner:
         self.at = None
         ours = self.programs[program]
         if not self._targets:
-            held = {name: held_by(self._module, name) for name in ours.held}
+            if program not in self._held:
+                self._held[program] = ours.held
+            held = {name: held_by(self._module, name) for name in self._held[program]}
             made = [filled(ours.output, values, held)]
         else:
             made = [_pack(ours.gives.get(target, ()), values) for target in self._targets]
