@@ -137,23 +137,23 @@ class Net:
         """Refuse a change that no stage sees; leave out those that travel, or that nobody reads."""
         holder, key = parcel.holder(place)
         copied = [id(parcel.holder(at)[0]) in self._travelling for at in parcel.above(place)]
-        # `ScriptValues` sends it, or has refused it; but for what changes inside of the value.
+        state, sampled = parcel.has_state(place), parcel.is_sampled(place)
         if key == "forward" and holder is not None and isinstance(holder.value, nn.Module):
             refuse(parcel.name(place), _TRAVELS)
-        inside = parcel.has_state(place) or parcel.is_sampled(place)
-        if (copied[0] and not inside) or not _is_read(parcel, place):
+        # `ScriptValues` sends it, or has refused it; but for what changes inside of the value.
+        if (copied[0] and not (state or sampled)) or not _is_read(parcel, place):
             return
         shared, kind = self._shared and not any(copied), "" if holder is None else holder.kind
         # Nothing was there, as where a writer is opened later, or a cache is filled.
         opened = before == ("None",) and not is_plain_mark(now)
         cached = before is GONE or opened or has_grown(before, now)
         # In a large container other entries are looked at once it has another length.
-        cached = cached or (parcel.is_sampled(place) and (now is GONE or not is_plain_mark(now)))
+        cached = cached or (sampled and (now is GONE or not is_plain_mark(now)))
         # Code that sets it itself may have been called by the script; and by stages that share it.
         stored = kind in ("class", "object", "globals") and key in parcel.stored
         if shared and kind in ("dict", "list", "state"):
             stored = parcel.changes_entries or kind == "state"
-        if not (cached or stored or (shared and parcel.has_state(place))):
+        if not (cached or stored or (shared and state)):
             refuse(parcel.name(place), _TRAVELS)
         if not shared and not (before is GONE and kind == "globals"):
             # Once for a container, whatever is added to it.

@@ -77,7 +77,9 @@ class ScriptValues:
         if not self.watches:
             return self._given
         if not self._look.is_same():
-            self.own.require_known()
+            # To look at all weights takes long: not where a value is annealed, say.
+            if self._look.has_written:
+                self.own.require_known()
             self._note_changes()
         self._calls += 1
         if self._net.waits or self._calls & (self._calls - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...

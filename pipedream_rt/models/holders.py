@@ -199,12 +199,17 @@ class Look:
         try:
             return (
                 all(map(is_, map(getitem, self._maps, self._keys), self._seen))
-                and [*map(_VERSION, self._tensors)] == self._versions
+                and not self.has_written
                 and sum(map(len, self._sizes)) == self._total
                 and all(_holds(holder, seen) for holder, seen in self._others.items())
             )
         except (KeyError, RuntimeError):  # gone, or changed by another thread meanwhile
             return False
+
+    @property
+    def has_written(self) -> bool:
+        """Whether somebody has written into one of the tensors."""
+        return [*map(_VERSION, self._tensors)] != self._versions
 
     def changed(self) -> list[Holder]:
         """Return the holders that may hold something else than when they were noted."""
@@ -217,12 +222,12 @@ class Look:
 
     def renew(self, holders: Iterable[Holder]) -> None:
         """Note what some holders hold now, which are all that have changed."""
+        if sum(map(len, self._sizes)) != self._total:
+            return self.note()  # there are other keys
         try:
             self._seen = [*map(getitem, self._maps, self._keys)]
         except KeyError:
-            self.note()
-        if sum(map(len, self._sizes)) != self._total:
-            self.note()
+            return self.note()
         for holder in holders:
             if holder in self._others:
                 self._others[holder] = self._of_other(holder)
