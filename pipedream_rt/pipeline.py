@@ -24,9 +24,10 @@ from pipedream_rt.coordinator.checkpointing.pipeline_fingerprint import Fingerpr
 from pipedream_rt.coordinator.choosing import with_stages_chosen
 from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
 from pipedream_rt.coordinator.feed.epochs import Epoch, say_if_not_drawn
+from pipedream_rt.coordinator.feed.script_loss import ScriptLoss
 from pipedream_rt.coordinator.kept_versions import KeptVersion
 from pipedream_rt.coordinator.recovery.decision import Restart
-from pipedream_rt.coordinator.results import PendingStep, StepResult
+from pipedream_rt.coordinator.results import PendingStep, StepResult, Steps
 from pipedream_rt.coordinator.run import attach, notices_of, start, warm_up
 from pipedream_rt.coordinator.script_environment import resolved, take_place
 from pipedream_rt.coordinator.text_generation import generate
@@ -38,6 +39,7 @@ from pipedream_rt.coordinator.views.tracebacks import (
     with_shorter_tracebacks,
 )
 from pipedream_rt.corrections import Correction
+from pipedream_rt.devices.hosted import on_host
 from pipedream_rt.dynamo import dynamo_spared
 from pipedream_rt.errors import ConfigError, PipelineError
 from pipedream_rt.job.devices import Devices
@@ -252,6 +254,7 @@ class Pipeline:
             Exception: The loader raised it; the results of the mini-batches before came first.
         """
         self._group.life.check()
+        self._require_loss("train_epoch")
         begun: list[bool] = []
         results = self._results_of(loader, prepare, metrics, progress, begun)
         epoch = Epoch(results, loader)
@@ -295,10 +298,102 @@ class Pipeline:
         Raises:
             ConfigError: No loss or optimizer was given, or the mini-batch cannot be split.
         """
+        self._require_loss("submit")
         one = item[0] if len(item) == 1 else item
         pending = self._run.feeder.inject(one if isinstance(one, Accumulated) else batch_of(one))
         self._run.run_state.mini_batch_was_fed()
         return pending
+
+    def _require_loss(self, what: str) -> None:
+        """Refuse to train on a loss of the stages where the script computes it."""
+        if self._run.script_loss is not None:
+            raise ConfigError(
+                f"{what} needs a loss on the stages, and training needs loss_fn and optimizer: "
+                "give Pipeline loss_fn=, or an example= with what makes the model compute its "
+                "loss (such as labels). To compute the loss in the script, iterate over "
+                "outputs(loader), or call forward() and step()"
+            )
+
+    def _script_loss(self, what: str) -> ScriptLoss:
+        """Return the script's place in the plan; refuse where it has none."""
+        self._group.life.check()
+        if (found := self._run.script_loss) is not None:
+            return found
+        if self._job.optimizer is None:
+            raise ConfigError(f"{what} trains the model, so Pipeline needs an optimizer")
+        raise ConfigError(
+            f"{what} is for a loss that the script computes, and this pipeline has one on its last "
+            "stage: leave loss_fn out, and labels out of example=; or use train_epoch and submit"
+        )
+
+    def outputs(
+        self, loader: Iterable[Any], *, prepare: Prepare | None = None
+    ) -> Generator[tuple[Any, Any], None, None]:
+        """Train with a loss that the script computes, keeping the pipe full.
+
+        For a pipeline with an optimizer and without ``loss_fn``::
+
+            for output, (x, y) in pipe.outputs(loader):
+                loss = anything(output, y)  # of the whole mini-batch
+                loss.backward()
+
+        The tensors of ``output`` are leaves. When the next item is asked for, their gradients go to
+        the stages. Any use of autograd is right: several backwards, ``autograd.grad``, parts of the
+        model and optimizers of the script behind it. A mini-batch without a backward changes no
+        weight. In asynchronous schedules others are on their way meanwhile, so what needs the
+        stages, as `evaluate`, comes after the loop; a loop that is left skips their updates.
+
+        Args:
+            loader: As in `train_epoch`. Targets stay in the script.
+            prepare: As in `train_epoch`.
+
+        Yields:
+            The output of the model for a mini-batch, its micro-batches joined; and the item.
+
+        Raises:
+            ConfigError: Nothing can be trained, another epoch is under way, or outputs cannot be
+                joined.
+            NonFiniteLoss: A gradient is NaN or infinite (`Training.on_nan`); it was not sent.
+            StageFailed: An action raised.
+            WorkerLost: A worker died.
+            Exception: The loader raised it; the mini-batches before came first.
+        """
+        script, state = self._script_loss("outputs"), self._run.run_state
+        with ShorterTracebacks():
+            yield from calmly(self._run.epochs.outputs(loader, script, state, prepare))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one forward to train on, whose output is in the autograd graph of the script.
+
+        For a pipeline with an optimizer and without ``loss_fn``: the loop of PyTorch by hand::
+
+            loss = anything(pipe.forward(x), y)
+            loss.backward()
+            pipe.step()
+
+        Each call is one micro-batch of the update that `step` closes, of ``micro_batches`` at most.
+        Gradients flow on to inputs that require one, in schedules that flush. Under ``no_grad`` it
+        is an inference in training mode.
+
+        Args:
+            *args: The positional arguments of the model; for a sequence of layers the input of the
+                first one. They are not cut into micro-batches.
+            **kwargs: The keyword arguments of the model.
+
+        Returns:
+            The output of the model.
+
+        Raises:
+            ConfigError: The update has no place for it, or nothing can be trained. In a backward: a
+                second derivative, or a second backward to an input.
+            StageFailed: An action raised.
+            WorkerLost: A worker died.
+        """
+        script = self._script_loss("forward")
+        with ShorterTracebacks():
+            if script.has_closed():
+                self._run.run_state.mini_batch_was_fed()
+            return script.forward(on_host(Batch(args, kwargs, None)))
 
     def flush(self) -> None:
         """Wait until nothing is in flight on any stage, and every update is applied.
@@ -309,9 +404,25 @@ class Pipeline:
         self._run.feeder.flush()
 
     @property
-    def step(self) -> int:
-        """The number of mini-batches injected so far."""
-        return self._run.feeder.step
+    def step(self) -> Steps:
+        """The number of mini-batches injected so far; called, it closes an update of `forward`.
+
+        ``pipe.step()`` gives the gradients that have come to the outputs since the last call, and
+        the stages update their weights. ``pipe.step(update=False)`` drops them, as for a model that
+        only passes gradients on. Either way the update counts.
+
+        Raises:
+            ConfigError: No forward was called, or the update was applied already, as the gradient
+                of the input of its last micro-batch needs.
+            NonFiniteLoss: A gradient is NaN or infinite (`Training.on_nan`); it was not sent.
+        """
+        return Steps.of(self._run.feeder.step, self._close_update)
+
+    def _close_update(self, update: bool) -> None:
+        """Close the update of the forwards since the last one."""
+        require_choice("update", update, (True, False))
+        with ShorterTracebacks():
+            self._script_loss("step()").step(update)
 
     @property
     def seen(self) -> int:
@@ -919,6 +1030,8 @@ class Pipeline:
         try:
             if self._watching is not None and healthy and life.is_open:
                 self._watching.end()
+            if healthy and life.is_open and self._run.script_loss is not None:
+                self._run.script_loss.leave()
             if life.begin_closing() and healthy:
                 if self._run.checkpointer.is_begun:
                     self.flush()

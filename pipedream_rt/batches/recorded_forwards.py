@@ -44,7 +44,6 @@ class RecordedForwards:
         self,
         model: nn.Module,
         layers: dict[str, nn.Module],
-        own_loss: bool,
         autocast: torch.dtype | None = None,
         modes: Modes = Modes(),  # noqa: B008 - a tuple
     ) -> None:
@@ -52,7 +51,7 @@ class RecordedForwards:
         self._modes = modes
         self.layers = layers
         self.read: dict[tuple[str, str], Any] = {}
-        self.own_loss = own_loss
+        self.own_loss = False
         self.takes_total = TOTAL in inspect.signature(model.forward).parameters
         self._autocast = autocast
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}

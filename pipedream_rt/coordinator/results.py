@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,7 +13,8 @@ class StepResult:
 
     Attributes:
         step: Number of the mini-batch, 0-based; its update makes weight version ``step + 1``.
-        loss: Mean loss over the mini-batch's samples, or over what else its micro-batches weigh.
+        loss: Mean loss over the mini-batch's samples, or over what else its micro-batches weigh;
+            NaN where the script computes it.
         losses: Loss of each micro-batch, in order, without those that weigh nothing.
         metrics: By name, what the metrics of `Pipeline.train_epoch` say, and the parts of a loss
             that is a dict: means over the micro-batches, weighed as their losses are. NaN for a
@@ -42,6 +43,27 @@ class StepResult:
         return min(self.versions)
 
 
+class Steps(int):
+    """The number of mini-batches so far; called, it closes an update, as an optimizer's step."""
+
+    _close: Callable[[bool], None]
+
+    @classmethod
+    def of(cls, number: int, close: Callable[[bool], None]) -> Steps:
+        """Return a number that calls a function where it is called."""
+        made = cls(number)
+        made._close = close
+        return made
+
+    def __call__(self, *, update: bool = True) -> None:
+        """Close the update of the forwards since the last call; see `Pipeline.step`."""
+        self._close(update)
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        """Pickle, and copy, the number alone."""
+        return int, (int(self),)
+
+
 class LossSource(Protocol):
     """What a pending step asks of its pipeline."""
 
@@ -60,19 +82,28 @@ class PendingStep:
         step: Number of the mini-batch, 0-based.
         first: Position of its first micro-batch.
         shares: What each of its micro-batches weighs, with the mini-batch as 1.
+        samples: The number of samples of each of its micro-batches.
 
     Attributes:
         step: Number of the mini-batch, 0-based.
         first: Position of its first micro-batch.
         shares: What each of its micro-batches weighs, with the mini-batch as 1.
+        samples: The number of samples of each of its micro-batches.
         outcome: The result; None until the losses were taken.
     """
 
-    def __init__(self, source: LossSource, step: int, first: int, shares: list[float]) -> None:
+    def __init__(
+        self,
+        source: LossSource,
+        step: int,
+        first: int,
+        shares: list[float],
+        samples: Sequence[int] = (),
+    ) -> None:
         self._source = source
         self.step = step
         self.first = first
-        self.shares = shares
+        self.shares, self.samples = shares, samples
         self.outcome: StepResult | None = None
 
     def __repr__(self) -> str:

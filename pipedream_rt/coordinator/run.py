@@ -23,6 +23,7 @@ from pipedream_rt.coordinator.checkpointing.checkpointer import Checkpointer
 from pipedream_rt.coordinator.checkpointing.preemption import Preemption
 from pipedream_rt.coordinator.feed.epochs import Epochs
 from pipedream_rt.coordinator.feed.feeder import Feeder
+from pipedream_rt.coordinator.feed.script_loss import ScriptLoss
 from pipedream_rt.coordinator.recovery.decision import Failures
 from pipedream_rt.coordinator.recovery.group import WorkerGroup
 from pipedream_rt.coordinator.recovery.recovery import Recovery
@@ -66,6 +67,7 @@ class Run:
 
     feeder: Feeder
     epochs: Epochs
+    script_loss: ScriptLoss | None
     references: References
     checkpointer: Checkpointer
     run_state: RunState
@@ -143,7 +145,7 @@ def attach(job: Job, group: WorkerGroup, publisher: EventPublisher | None) -> Ru
         settings=job.settings,
         weighing=job.weighing,
         pairs=functools.partial(needs_pairs, job.model.whole),
-        check_loss=options.training.check_loss,
+        check_loss=0 if job.plan.loss_in_script else options.training.check_loss,
         recorder=recorder,
         fingerprint_every=options.observe.fingerprint_every,
         refuse=job.given.refuse_changes if job.given.is_there else None,
@@ -156,6 +158,9 @@ def attach(job: Job, group: WorkerGroup, publisher: EventPublisher | None) -> Ru
         # With replicas, which take turns, a result has the compute time of one of them alone.
         say = functools.partial(_log.warning, "%s")
         watch.append(SizeNotice(job.plan, lambda: feeder.waited_s, say))
+    script_loss = None
+    if job.plan.loss_in_script:
+        script_loss = ScriptLoss(group, feeder, options.training.on_nan)
     epochs = Epochs(feeder)
     references = References(group, feeder, job.model, list(job.names))
     checkpointer = Checkpointer(group, kept)
@@ -189,6 +194,7 @@ def attach(job: Job, group: WorkerGroup, publisher: EventPublisher | None) -> Ru
     return Run(
         feeder=feeder,
         epochs=epochs,
+        script_loss=script_loss,
         references=references,
         checkpointer=checkpointer,
         run_state=run_state,

@@ -194,14 +194,24 @@ class RunState:
             _log.warning("%s was saved, and the run will be refused: %s", written, error)
         return written
 
+    def rest_is_due(self) -> bool:
+        """Look after workers; return whether a checkpoint wants that nothing is on its way."""
+        self._look_after_workers()
+        noted = self._preemption is not None and self._preemption.noted
+        return noted or self._checkpointer.due(self._feeder.step)
+
+    def _look_after_workers(self) -> None:
+        """Finish a written checkpoint, and let workers join behind it."""
+        if self._checkpointer.every is not None:
+            self._checkpointer.finish_if_written()
+        self._group.recovery.grow()
+
     def mini_batch_was_fed(self) -> None:
         """Finish a written checkpoint, let workers join behind it, and begin one if it is due."""
         if self._preemption is not None and self._preemption.noted:
             self._end_with_checkpoint()
         checkpointer, step = self._checkpointer, self._feeder.step
-        if checkpointer.every is not None:
-            checkpointer.finish_if_written()
-        self._group.recovery.grow()
+        self._look_after_workers()
         if checkpointer.every is None or not checkpointer.due(step):
             return
         if checkpointer.is_begun:

@@ -259,6 +259,18 @@ CONFLICTS: tuple[Conflict, ...] = (
         lambda f: f.model.tied_hooked,
     ),
     Conflict(
+        "a loss in the script", "scaled losses (float16)",
+        "the script computes the loss, so no stage can scale it",
+        "use bfloat16, or loss_fn, which computes the loss on the last stage",
+        lambda f: f.plan.loss_in_script and f.scaled,
+    ),
+    Conflict(
+        "a loss in the script", "weigh",
+        "the script computes the loss of whole mini-batches, in which no micro-batch weighs",
+        "leave weigh out, or compute the loss on the last stage, by loss_fn",
+        lambda f: f.plan.loss_in_script and f.training.weigh is not None,
+    ),
+    Conflict(
         "schedules without a flush", "embeddings with max_norm",
         "{renormed} has max_norm, which changes its weight in forward, and {schedule} keeps "
         "several versions of it",

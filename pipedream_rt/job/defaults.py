@@ -29,6 +29,8 @@ from pipedream_rt.schedules.recipes import ScheduleName
 
 ASYNCHRONOUS: ScheduleName = "async-1f1b"
 FLUSHED: ScheduleName = "1f1b"
+OF_SCRIPT: ScheduleName = "gpipe"
+"""What is chosen where the script computes the loss: all outputs come before the first backward."""
 
 PER_STAGE = 4
 """Micro-batches for each stage. With fewer, a flush costs more time and staleness more samples;
@@ -40,16 +42,28 @@ having the bits of one stage is worth more."""
 
 
 def with_schedule(
-    options: Options, optimizer: type | None, stages: int, modules: Iterable[nn.Module]
+    options: Options,
+    optimizer: type | None,
+    stages: int,
+    modules: Iterable[nn.Module],
+    in_script: bool = False,
 ) -> Options:
-    """Choose the schedule if it is left out, and with it the number of micro-batches."""
+    """Choose the schedule if it is left out, and with it the number of micro-batches.
+
+    ``in_script``: whether the script computes the loss, which is of the whole mini-batch.
+    """
     if options.schedule is not None:
-        return options
+        # The gradient of a mini-batch comes from the script when all of it has been forward.
+        one = in_script and options.micro_batches is None
+        return replace(options, micro_batches=1) if one else options
     count, given = options.micro_batches, options.layout.replicas
     few = count is not None and count < stages
     # Without training nothing is stale; with few micro-batches workers idle at a flush; the last
     # two options are for asynchronous schedules.
-    if optimizer is None or few or options.corrections or options.layout.synchronous_updates:
+    asynchronous = options.corrections or options.layout.synchronous_updates
+    if in_script and asynchronous:
+        return replace(options, schedule=ASYNCHRONOUS, micro_batches=1 if count is None else count)
+    if optimizer is None or (few and not in_script) or asynchronous:
         return replace(options, schedule=ASYNCHRONOUS)
     # A replica computes its share of the micro-batches.
     replicas = 1 if given == "auto" else max(replicas_of(given, stages), default=1)
@@ -57,6 +71,8 @@ def with_schedule(
         # One stage has no bubble that more micro-batches would fill.
         whole = stages == 1 or any(map(keeps_state, modules))
         count = replicas * stages * (1 if whole else PER_STAGE)
+    if in_script:
+        return replace(options, schedule=OF_SCRIPT, micro_batches=count)
     each = (count or 1) / replicas
     samples = samples_taken(ASYNCHRONOUS, optimizer, each / stages)
     sooner = 0.0 if samples is None else time_of_flush(stages, each) / samples

@@ -19,7 +19,7 @@ from pipedream_rt.corrections import Correction
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.codecs import Codecs, codecs_of
 from pipedream_rt.job.conflicts import Facts, facts_of_model, refuse_conflicts
-from pipedream_rt.job.defaults import FLUSHED, with_schedule
+from pipedream_rt.job.defaults import ASYNCHRONOUS, FLUSHED, with_schedule
 from pipedream_rt.job.devices import devices_of, shared_seats
 from pipedream_rt.job.given_optimizer import (
     GivenOptimizer,
@@ -108,20 +108,20 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
     training = options.training
     weighing = Weighing(training.weigh, options.loss_fn)
     pretrained = model.pretrained(options.layout.weights)
-    own = options.loss_fn is None and options.optimizer is not None and model.sequence is None
-    loss_fn = own_loss if own else options.loss_fn
-    forward = ForwardOptions(own_loss=own, trains=loss_fn is not None, autocast=training.autocast)
+    trains, loss_fn = options.optimizer is not None, options.loss_fn
+    forward = ForwardOptions(trains or loss_fn is not None, loss_fn is None, training.autocast)
     split = split_model(model, options.stages, options.example, forward)
-    if split.forwards.own_loss:  # without training, only the example shows it
+    if split.forwards.own_loss:
         loss_fn = own_loss
+    in_script = trains and loss_fn is None
     optimizer = grouped_names(options.optimizer, model.names, model.parameters)
     left_out = DisabledFeatures(
         schedule=options.schedule is None,
         micro_batches=options.micro_batches is None,
         corrections=options.corrections is None,
     )
-    kind = None if optimizer is None or loss_fn is None else optimizer.optimizer_class
-    options, facts, parts = _scheduled(split, model, options, kind)
+    kind = None if optimizer is None else optimizer.optimizer_class
+    options, facts, parts = _scheduled(split, model, options, kind, in_script)
     plan = facts.plan
     devices = devices_of(options.devices, plan, parts, starts_here)
     seats = shared_seats(devices) if starts_here and options.workers != "serial" else ()
@@ -198,22 +198,24 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
 
 
 def _scheduled(
-    split: Split, model: UnsplitModel, options: Options, optimizer: type | None
+    split: Split, model: UnsplitModel, options: Options, optimizer: type | None, in_script: bool
 ) -> tuple[Options, Facts, list[nn.Module]]:
     """Choose a schedule if there is none; return the options, what is known, and the stages."""
-    chosen = with_schedule(options, optimizer, len(split.layers), model.modules.values())
+    chosen = with_schedule(options, optimizer, len(split.layers), model.modules.values(), in_script)
     try:
-        return chosen, *_planned(split, model, chosen)
+        return chosen, *_planned(split, model, chosen, in_script)
     except ConfigError:  # other options may need a schedule that flushes
-        if options.schedule is not None or chosen.schedule == FLUSHED:
+        if options.schedule is not None or chosen.schedule != ASYNCHRONOUS:
             raise
     chosen = replace(chosen, schedule=FLUSHED)
-    return chosen, *_planned(split, model, chosen)
+    return chosen, *_planned(split, model, chosen, in_script)
 
 
-def _planned(split: Split, model: UnsplitModel, options: Options) -> tuple[Facts, list[nn.Module]]:
+def _planned(
+    split: Split, model: UnsplitModel, options: Options, in_script: bool
+) -> tuple[Facts, list[nn.Module]]:
     """Make a plan and prove it; return what is known of the job with it, and the stages."""
-    plan = _plan_of(split, options)
+    plan = replace(_plan_of(split, options), loss_in_script=in_script)
     parts = [model.part(names) for names in plan.layers]
     return _proved(plan, model, parts, options), parts
 

@@ -59,7 +59,12 @@ def about_choice(
     each = k / max(plan.replicas)  # micro-batches of a replica
     stale = ASYNCHRONOUS if plan.flushes else plan.name
     text = f"no worker waits for another, and {_cost(stale, optimizer, each / stages)}"
-    if plan.flushes:
+    if plan.loss_in_script:
+        text = (
+            "the script computes the loss, of whole mini-batches, so all outputs of a mini-batch "
+            "come before its first backward"
+        )
+    elif plan.flushes:
         saved = 1 - 1 / time_of_flush(stages, each)
         text = (
             "it learns as plain PyTorch does. With "

@@ -58,10 +58,15 @@ class Split(NamedTuple):
 
 
 class ForwardOptions(NamedTuple):
-    """How forwards are recorded."""
+    """How forwards are recorded.
 
-    own_loss: bool = False
+    Attributes:
+        trains: Whether the model is trained.
+        may_own_loss: Whether the model computes the loss itself if it returns one for the example.
+    """
+
     trains: bool = False
+    may_own_loss: bool = False
     autocast: torch.dtype | None = None
 
 
@@ -102,8 +107,7 @@ def _split_whole(
         _log.info("a layer that holds most of the model is not cut inside: %s", error)
         layers = kept
         set_apart, forwards, programs = _recorded(model, layers, batch, options, modes)
-    if not options.trains:  # a finished model may be evaluated, if it computes a loss
-        forwards.own_loss = has_own_loss(programs[0].output)
+    forwards.own_loss = options.may_own_loss and has_own_loss(programs[0].output)
     firsts = _first_layers(stages, programs[0], layers, model)
     forwards.begin(batch, dict(zip(modes, programs, strict=True)), firsts)
     return Split(
@@ -124,9 +128,7 @@ def _recorded(
 ) -> tuple[Modes, RecordedForwards, list[Program]]:
     """Record the forwards of a model in some modes, between layers that stay whole."""
     set_apart = model.modes(layers.values())
-    forwards = RecordedForwards(
-        model.whole, layers, options.own_loss, options.autocast, modes=set_apart
-    )
+    forwards = RecordedForwards(model.whole, layers, options.autocast, modes=set_apart)
     programs = [forwards.record(batch, mode) for mode in modes]
     # Recorded twice, to find a forward that changes from call to call.
     refuse_changing(programs[0], forwards.record(batch, modes[0]))

@@ -222,29 +222,35 @@ class Gradient(Payload):
     Attributes:
         present: For each tensor that asked for a gradient, whether the message carries one.
         coded: What the codec of the edge has packed (`Coding`); empty for nothing.
+        skips: Whether the update of this micro-batch is skipped, as the script has said.
     """
 
     present: list[bool]
     coded: list[Any] = field(default_factory=list)
+    skips: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss(Payload):
-    """Last stage to coordinator: the loss of a micro-batch, or the output in inference.
+    """Last stage to coordinator: the loss of a micro-batch, or the output.
+
+    The output comes in inference, and in training where the script computes the loss.
 
     Attributes:
-        loss: The loss, not multiplied by its weight; None for an empty micro-batch and in
-            inference. Inside a worker with an accelerator it may be a `DeferredScalar`.
+        loss: The loss, not multiplied by its weight; None for an empty micro-batch and beside an
+            output. Inside a worker with an accelerator it may be a `DeferredScalar`.
         trail: That of `Activation`, with the last stage.
         metrics: By name, parts of the loss, and what the functions beside it returned, or the text
             of their errors.
-        structure: The structure of the output in inference; empty otherwise.
+        structure: The structure of the output; empty where there is none.
+        requires_grad: For each tensor of the output, whether a gradient is expected back.
     """
 
     loss: Any  # float | None on every way
     trail: list[Passed]
     metrics: dict[str, float | str] = field(default_factory=dict)
     structure: Structure = field(default_factory=list)
+    requires_grad: list[bool] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

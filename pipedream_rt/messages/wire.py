@@ -20,7 +20,7 @@ from pipedream_rt.messages.message import PAYLOADS, Key, Message
 from pipedream_rt.messages.tree import own
 from pipedream_rt.schedules.edges import Edge, EdgeKind
 
-FORMAT = 13
+FORMAT = 14
 """Version of this format, the first element of every message. A peer with another is refused."""
 
 

@@ -235,7 +235,7 @@ def _parts(
             raise ConfigError("a sequence of layers takes a pair (x, y), of which x is its input")
         return _parts_of_sequence(list(model.sequence))
     has_loss = owns_loss and example.target is not None and bool(example.kwargs)
-    options = ForwardOptions(own_loss=has_loss, trains=True, autocast=autocast)
+    options = ForwardOptions(trains=True, may_own_loss=has_loss, autocast=autocast)
     whole = split_model(model, 1, example, options).forwards
     assert isinstance(whole, RecordedForwards)
     names = list(whole.cuts[0].layers[0])

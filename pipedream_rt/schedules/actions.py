@@ -13,8 +13,10 @@ An update whose gradients are clipped by the norm of the whole model may have to
 which comes later than its step. Then ``S3`` measures its gradients, and ``A3`` applies them, just
 before the first forward of the stage that reads the result. Elsewhere ``S3`` applies them at once.
 
-Three kinds are no part of a written order, since the plan puts them in: ``A3``; ``D3``, with which
-a stage ends a flush after 3 updates; and ``N3``, with which the coordinator injects micro-batch 3.
+Four kinds are no part of a written order, since the plan puts them in: ``A3``; ``D3``, with which
+a stage ends a flush after 3 updates; and two of the coordinator, ``N3``, with which it injects
+micro-batch 3, and ``G3``, with which it gives the gradient of that one's output, where the script
+computes the loss.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ class Kind(Enum):
     APPLY = "A"
     DRAIN = "D"
     INJECT = "N"
+    GRADIENT = "G"
 
     # By identity: kinds are looked up for every action, and the default hashes the name in Python,
     # which is slow.
@@ -56,6 +59,9 @@ OF_UPDATES = (Kind.STEP, Kind.REDUCE, Kind.TAKE, Kind.APPLY, Kind.DRAIN)
 """The kinds whose index is the number of an update (for a drain: of updates done). The index of the
 others is that of a micro-batch."""
 
+OF_COORDINATOR = (Kind.INJECT, Kind.GRADIENT)
+"""The kinds of the coordinator's actions."""
+
 OF_ORDERS = (
     Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT, Kind.STEP, Kind.REDUCE, Kind.TAKE,
 )  # fmt: skip
@@ -67,7 +73,7 @@ OF_STAGES = (*OF_ORDERS, Kind.APPLY)
 COUNTED = (*ENDS, Kind.STEP, Kind.TAKE, Kind.APPLY)
 """The kinds by which `until` counts what is left."""
 
-_TEXT = re.compile(r"(?:(\d+):)?([FBIWSRTADN])(\d+)")
+_TEXT = re.compile(r"(?:(\d+):)?([FBIWSRTADNG])(\d+)")
 
 
 class Action(NamedTuple):
@@ -105,15 +111,15 @@ class Action(NamedTuple):
         match = _TEXT.fullmatch(text)
         if match is None:
             raise ScheduleError(
-                f"{text!r} is not an action; expected F, B, I, W, S, R, T, A, D or N and a number, "
-                "with the stage and a colon before it if wanted, as in F3 or 2:F3"
+                f"{text!r} is not an action; expected F, B, I, W, S, R, T, A, D, N or G and a "
+                "number, with the stage and a colon before it if wanted, as in F3 or 2:F3"
             )
         stage, letter, index = match.groups()
         return Action(Kind(letter), int(index), None if stage is None else int(stage))
 
 
 # Module globals, because looking a member up in its class takes longer than making an action.
-_F, _B, _I, _W, _S, _R, _T, _A, _D, _N = Kind
+_F, _B, _I, _W, _S, _R, _T, _A, _D, _N, _G = Kind
 
 
 def forward(micro_batch: int, stage: int | None = None) -> Action:
@@ -164,6 +170,11 @@ def drain(updates: int, stage: int | None = None) -> Action:
 def inject(micro_batch: int) -> Action:
     """Return ``N<micro_batch>``, by which the coordinator injects a micro-batch."""
     return Action(_N, micro_batch)
+
+
+def gradient(micro_batch: int) -> Action:
+    """Return ``G<micro_batch>``, by which the coordinator gives the gradient of an output."""
+    return Action(_G, micro_batch)
 
 
 def until(order: Iterator[Action], stop: int, per_update: int, left: int) -> Iterator[Action]:

@@ -96,11 +96,12 @@ def _targets_needed(
     plan: Placement, kind: Kind, address: Address, index: int
 ) -> Iterable[EdgeRule]:
     at_exit = kind is Kind.FORWARD and plan.stage_of(address) in plan.exits
-    return _edges(EdgeKind.TARGET, [COORDINATOR], [address]) if at_exit else ()
+    takes = at_exit and not plan.loss_in_script
+    return _edges(EdgeKind.TARGET, [COORDINATOR], [address]) if takes else ()
 
 
 def _targets_given(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[EdgeRule]:
-    if kind is not Kind.INJECT:
+    if kind is not Kind.INJECT or plan.loss_in_script:
         return ()
     return _edges(EdgeKind.TARGET, [COORDINATOR], [plan.address_of(plan.exits[0], index)])
 
@@ -110,33 +111,52 @@ def _gradients_needed(
 ) -> Iterable[EdgeRule]:
     if kind not in SENDS_BACK:
         return ()
-    consumers = [plan.address_of(c, index) for c in plan.consumers(plan.stage_of(address))]
+    stage = plan.stage_of(address)
+    consumers = [plan.address_of(c, index) for c in plan.consumers(stage)]
+    if plan.loss_in_script and stage in plan.exits:
+        consumers.append(COORDINATOR)
     return _edges(EdgeKind.GRADIENT, consumers, [address])
 
 
 def _gradients_given(
     plan: Placement, kind: Kind, address: Address, index: int
 ) -> Iterable[EdgeRule]:
+    if kind is Kind.GRADIENT:
+        return _edges(EdgeKind.GRADIENT, [COORDINATOR], [plan.address_of(plan.exits[0], index)])
     if kind not in SENDS_BACK:
         return ()
-    producers = [plan.address_of(p, index) for p in plan.producers(plan.stage_of(address))]
+    stage = plan.stage_of(address)
+    producers = [plan.address_of(p, index) for p in plan.producers(stage)]
+    # The script gets the gradient of an input that asks for it.
+    if plan.loss_in_script and stage in plan.entries:
+        producers.insert(0, COORDINATOR)
     return _edges(EdgeKind.GRADIENT, [address], producers)
 
 
 def _losses_needed(plan: Placement, kind: Kind, address: Address, index: int) -> Iterable[EdgeRule]:
-    """An injection waits for a credit: for the losses of the mini-batch `credits` before it."""
-    if kind is not Kind.INJECT:
+    """An injection waits for a credit: for the losses of the mini-batch `credits` before it.
+
+    The gradient of an output waits for all outputs of its mini-batch: the loss may be of the whole.
+    """
+    if kind is Kind.INJECT:
+        behind = plan.credits()
+    elif kind is Kind.GRADIENT:
+        behind = 0
+    else:
         return
     for end in plan.addresses_of(plan.exits[0]):
         yield EdgeRule(
-            Edge(EdgeKind.LOSS, end, COORDINATOR), functools.partial(_last_paid, plan, end)
+            Edge(EdgeKind.LOSS, end, COORDINATOR), functools.partial(_last_paid, plan, end, behind)
         )
 
 
-def _last_paid(plan: Placement, end: Address, micro_batch: int) -> int:
-    """Return the last micro-batch of an exit whose loss must have come before an injection."""
+def _last_paid(plan: Placement, end: Address, behind: int, micro_batch: int) -> int:
+    """Return the last micro-batch of an exit in the mini-batch ``behind`` before that of another.
+
+    Its loss, or its output, must have come before the coordinator acts on the other.
+    """
     # Below 0 for the first mini-batches, so that they wait for nothing.
-    last = (micro_batch // plan.per_update - plan.credits() + 1) * plan.per_update - 1
+    last = (micro_batch // plan.per_update - behind + 1) * plan.per_update - 1
     count = plan.replicas[plan.stage_of(end)]
     # Rounded down to a micro-batch of this replica: its edge carries every r-th loss alone.
     return last - (last - plan.replica_of(end)) % count
@@ -316,14 +336,15 @@ CHANNELS: tuple[Channel, ...] = (
     Channel(
         kind=EdgeKind.GRADIENT,
         by=By.MICRO_BATCH,
-        ends="from consumers to producers",
+        ends="from consumers to producers, and where the script computes the loss, from the "
+        "coordinator to the exit and from the entries to it",
         needed=_gradients_needed,
         given=_gradients_given,
     ),
     Channel(
         kind=EdgeKind.LOSS,
         by=By.MICRO_BATCH,
-        ends="from the exit to the coordinator",
+        ends="from the exit to the coordinator; where the script computes it, the output",
         needed=_losses_needed,
         given=_losses_given,
     ),

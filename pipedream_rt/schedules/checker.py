@@ -184,8 +184,8 @@ class _Checker:
                         f"takes weights out of turn, the next should be T{state.whole}"
                     )
                 state.whole += 1
-            case Kind.INJECT:
-                raise _RuleBroken("the coordinator injects, no stage does")
+            case Kind.INJECT | Kind.GRADIENT:
+                raise _RuleBroken(f"{action} is an action of the coordinator, and of no stage")
             case _:
                 assert_never(action.kind)
         if action.kind in ENDS:
@@ -353,8 +353,9 @@ def prove(plan: Plan, schedule: str | Any, credits: int | None = None) -> None:
     """
     credits, k = credits or plan.credits(), plan.per_update
     if isinstance(schedule, str):
-        # Built-in orders obey the rules; but ties and norms make stages wait, which may deadlock.
-        if plan.ties or plan.norms != "none":
+        # Built-in orders obey the rules; but ties, norms and a loss in the script make stages wait,
+        # which may deadlock.
+        if plan.ties or plan.norms != "none" or plan.loss_in_script:
             _refuse_deadlock(plan, k * (3 + 2 * plan.num_stages), credits)
         return
     length = proof_length(plan.shape, schedule)

@@ -202,6 +202,13 @@ _HINTS = {
 }
 """What to do about a deadlock, by the kind of the missing message."""
 
+_OF_SCRIPT = (
+    "the script computes the loss of a whole mini-batch, so all its outputs must come before the "
+    'first backward: use schedule="gpipe", which does all forwards of a mini-batch first, or '
+    "micro_batches=1; or compute the loss on the last stage, by loss_fn="
+)
+"""What to do where the last stage waits for a gradient from the script."""
+
 
 def deadlock_of(waiting: Sequence[Waiting], titles: Titles) -> str:
     """Return who waits for what, and what to do; empty if no stage waits."""
@@ -209,5 +216,8 @@ def deadlock_of(waiting: Sequence[Waiting], titles: Titles) -> str:
     stages = [each for each in waiting if each.worker != COORDINATOR]
     if not stages:
         return ""
-    hints = {_HINTS[e.need.edge.kind] for e in stages if e.need.edge.kind in _HINTS}
+    edges = [each.need.edge for each in stages]
+    hints = {_HINTS[edge.kind] for edge in edges if edge.kind in _HINTS}
+    if any(edge.kind is EdgeKind.GRADIENT and edge.source == COORDINATOR for edge in edges):
+        hints = {_OF_SCRIPT}  # whatever else is waited for, it is because of that
     return "\n".join(["deadlock: " + ", ".join(e.words(titles) for e in stages), *sorted(hints)])

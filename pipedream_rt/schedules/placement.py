@@ -64,6 +64,8 @@ class Placement:
         norms: Which norm of all gradients updates need; see `with_norms`.
         ahead: The number of mini-batches that the coordinator injects before it waits for the
             first result; 0 for as many as keep the first stage from waiting. See `credits`.
+        loss_in_script: Whether the script computes the loss, in the place of the last stage: the
+            exit sends it the output, and gets the gradient back.
         addresses: All addresses but the coordinator's, stage by stage.
         replicas: By stage, the number of its replicas.
         replicated: Whether a stage has several.
@@ -79,6 +81,7 @@ class Placement:
     ties: tuple[Tie, ...] = ()
     norms: Norms = "none"
     ahead: int = 0
+    loss_in_script: bool = False
     addresses: tuple[Address, ...] = field(init=False, repr=False, compare=False)
     replicas: tuple[int, ...] = field(init=False, repr=False, compare=False)
     replicated: bool = field(init=False, repr=False, compare=False)

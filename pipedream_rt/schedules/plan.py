@@ -8,6 +8,10 @@ summary and the drawings ask it. A chain of three stages has these edges for mic
     coordinator ──────────────────────target──────────────────────► 2
                                 0 ◄───gradient─── 1 ◄───gradient─── 2
 
+Where the script computes the loss, it is one more place behind the last stage::
+
+    2 ──output, on the edge of losses──► coordinator ──gradient──► 2
+
 A plan is a placement (`placement.py`, where the stages are) with orders and with the table of
 channels (`channels.py`, what an action needs and gives).
 """
@@ -21,12 +25,14 @@ from typing import Any, TypeAlias
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.schedules.actions import (
+    OF_COORDINATOR,
     OF_STAGES,
     OF_UPDATES,
     Action,
     Kind,
     apply,
     drain,
+    gradient,
     inject,
     until,
 )
@@ -98,10 +104,10 @@ class Plan(Placement):
         found = {
             row.edge
             for address in (COORDINATOR, *self.addresses)
-            for action in ((Kind.INJECT,) if address == COORDINATOR else OF_STAGES)
+            for action in (OF_COORDINATOR if address == COORDINATOR else OF_STAGES)
             for place in range(self.cycle(address))
             # Every update concerns each replica; of micro-batches, only its own do.
-            if action is Kind.INJECT
+            if action in OF_COORDINATOR
             or action in OF_UPDATES
             or self.next_own(address, place) == place
             for row in channel.given(self, action, address, place)
@@ -143,13 +149,30 @@ class Plan(Placement):
             ScheduleError: Only the name of the schedule is known.
         """
         if worker == COORDINATOR:
-            return map(inject, count(start) if stop is None else range(start, stop))
+            return self._order_of_coordinator(start, stop)
         endless = self._known.order.order(worker, self.shape, start)
         if apart := [a for a in self.stages_of(worker) if self.applied_by(a) is Kind.APPLY]:
             endless = with_applies(self, endless, apart, self.first_of(worker), start)
         if stop is None:
             return endless
         return self.rest(endless, worker, stop, self.work(worker, start, stop))
+
+    def _order_of_coordinator(self, start: int, stop: int | None) -> Iterator[Action]:
+        """Yield the injections; where the script computes the loss, with its gradients between.
+
+        With one micro-batch for each update and two mini-batches ahead::
+
+            N0 N1 G0 N2 G1 N3 G2 ...
+        """
+        k, given = self.per_update, start
+        ahead = self.credits() * k
+        for m in count(start) if stop is None else range(start, stop):
+            if self.loss_in_script and m - given >= ahead:
+                yield from map(gradient, range(given, given + k))
+                given += k
+            yield inject(m)
+        if self.loss_in_script and stop is not None:
+            yield from map(gradient, range(given, stop))
 
     def rest(self, order: Iterator[Action], worker: int, stop: int, left: int) -> Iterator[Action]:
         """Yield the rest of a worker's endless order when the micro-batches end: the drain.
@@ -198,6 +221,7 @@ class Plan(Placement):
             "replicas": list(self.replicas),
             "shard_optimizer": shape.shard_optimizer,
             "norms": self.norms,
+            "loss_in_script": self.loss_in_script,
         }
 
     @staticmethod
@@ -231,6 +255,7 @@ class Plan(Placement):
             ties=tuple(Tie(name, tuple(stages)) for name, stages in data.get("ties", ())),
             # Data from before norms were estimated may say "delayed".
             norms="estimated" if data.get("norms") == "delayed" else data.get("norms", "none"),
+            loss_in_script=data.get("loss_in_script", False),
         )
 
 

@@ -203,7 +203,7 @@ class _Run:
         each = micro_batches * (3 if self._splits() else 2)
         updates = micro_batches // plan.per_update * (3 if plan.replicated else 2) + 1
         most = each * plan.num_stages + updates * len(plan.addresses)
-        self.recorder = Recorder(most + 2 * micro_batches)
+        self.recorder = Recorder(most + (3 if plan.loss_in_script else 2) * micro_batches)
 
     def _way(self, edge: Edge) -> _Channel:
         """Return an edge with its costs."""
@@ -250,6 +250,8 @@ class _Run:
 
         def doing(number: int) -> _Doing:
             needs, gives = plan.rows(Action(kind, number), address)
+            # The gradient of an input goes to the script only where that asks for it.
+            gives = tuple(row for row in gives if row.edge[::2] != (EdgeKind.GRADIENT, COORDINATOR))
             took: Samples = (costs.injection,)
             speed, sending = 1.0, 0.0
             if address != COORDINATOR:

@@ -213,7 +213,13 @@ class Exchange:
             if edge.kind is EdgeKind.LOSS:
                 structure = [] if values is None else output.structure
                 said = metrics or {}
-                payload = Loss(loss=number, trail=trail, metrics=said, structure=structure)
+                payload = Loss(
+                    loss=number,
+                    trail=trail,
+                    metrics=said,
+                    structure=structure,
+                    requires_grad=list(output.requires_grad),
+                )
                 self._send(Key(edge, head.position), payload, output.tensors)
                 continue
             tensors, coded = output.tensors, list[Any]()
@@ -234,7 +240,10 @@ class Exchange:
     def send_back(self, micro_batch: int, found: Sequence[Gradients]) -> None:
         """Send the gradients that a backward found to the stages that its inputs came from."""
         position, route = self.positions[micro_batch], self.route(micro_batch)
+        skips = self.stage.skips
         for edge, number in route.back:
+            if edge.target == COORDINATOR and not (found and found[number]):
+                continue  # the script asks for no gradient of this input
             # Of a micro-batch without samples nothing was found; its producers wait all the same.
             present, tensors = dense(found[number] if found else [])
             coded: list[Any] = []
@@ -242,7 +251,9 @@ class Exchange:
                 places = [i for i, there in enumerate(present) if there]
                 with self.computing:
                     tensors, coded = self._coding.packed(edge, micro_batch, tensors, places)
-            self._send(Key(edge, position), Gradient(present=present, coded=coded), tensors)
+            self._send(
+                Key(edge, position), Gradient(present=present, coded=coded, skips=skips), tensors
+            )
 
     def reply(self, position: int, result: object, refused: str = "") -> None:
         """Send the result of a command to the coordinator, or the text of a refusal."""

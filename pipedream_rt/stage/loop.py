@@ -45,7 +45,7 @@ from pipedream_rt.stage.commands import carry_out, define
 from pipedream_rt.stage.exchange import Exchange
 from pipedream_rt.stage.process_memory import peak_memory_bytes
 from pipedream_rt.stage.stage import Stage
-from pipedream_rt.stage.values import Gradients, Outgoing, activation_of, target_of
+from pipedream_rt.stage.values import Gradients, Outgoing, activation_of, skips, target_of
 from pipedream_rt.tracing.spans import NOBODY, Recorder
 from pipedream_rt.tracing.trace import CODES, COMMAND, PASS
 
@@ -97,6 +97,9 @@ class Loop:
         self._worker = worker
         self._inbox = inbox
         self._options = options
+        # What waits for a backward may wait for the script, which thinks as long as it likes. That
+        # a worker hangs, the coordinator finds out.
+        self._patience = None if self._plan.loss_in_script else options.timeout
         self._free_ns = time.monotonic_ns()  # when the last span ended
         # When the last message of the present action arrived (`time.monotonic_ns`), and from where.
         self._arrived = (0, NOBODY)
@@ -213,7 +216,7 @@ class Loop:
             if row.edge.kind in _OF_FEED:
                 continue
             for key in hosted.keys(row, action.index):
-                message = yield self._wanted(key)
+                message = yield Wanted(key, Deadline(self._patience))
                 self._note_arrival(message)
                 if row.edge.kind is EdgeKind.GRADIENT:
                     messages.append(message)
@@ -366,6 +369,7 @@ class Loop:
         """Do a backward or one of its halves, and send the gradients that it gives."""
         stage, (kind, m, _) = hosted.stage, action
         gradients = hosted.gradients_of(messages)
+        stage.skips = stage.skips or skips(messages)
         found: list[Gradients] = []
         outgoing: Outgoing = {}
         waits = hosted.saver.saving is not None

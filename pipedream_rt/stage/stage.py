@@ -74,6 +74,7 @@ class Stage:
         optimizer: The optimizer of the stage; None until one is set.
         ended: The micro-batch whose backward is to end next.
         steps: How many updates have had their step; some may wait to be applied.
+        skips: Whether the pending update is skipped, as the script has said.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Stage:
         self._asks_first = self._first.asked
         self._has_buffers = self.runner.buffers.any
         self.optimizer: StageOptimizer | None = None
-        self.steps = 0
+        self.steps, self.skips = 0, False
         # The name is the stage's own: two stages must not draw the same numbers in a backward.
         innermost = (name for name, each in self.module.named_modules() if not each._modules)
         self._backward_name = f"backward of {next(innermost, '')}"
@@ -360,8 +361,11 @@ class Stage:
 
     def _pending(self, update: int) -> Update:
         """Take what is pending, as an update."""
-        made = Update(update, self.parameters.take_gradients(), self._hyper, self._read)
-        self._read = []
+        gradients, skipped = self.parameters.take_gradients(), self.skips
+        if skipped:  # for an input, a backward may have computed some
+            gradients = [None] * len(gradients)
+        made = Update(update, gradients, self._hyper, self._read, skipped)
+        self._read, self.skips = [], False
         return made
 
     def reduce(self, update: int) -> Outgoing:

@@ -48,6 +48,11 @@ def gradients_of(message: Message, tensors: tuple[Tensor, ...]) -> Gradients:
     return with_gaps(payload.present, tensors)
 
 
+def skips(messages: Sequence[Message]) -> bool:
+    """Whether gradients that came for a micro-batch say that its update is skipped."""
+    return any(m.payload.skips for m in messages if isinstance(m.payload, Gradient))
+
+
 def trail_of(inputs: Sequence[Message]) -> list[Passed]:
     """Return the trails of all inputs merged, one entry a stage, in the order of stages."""
     trails = (m.payload.trail for m in inputs if isinstance(m.payload, Activation))

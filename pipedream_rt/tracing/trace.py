@@ -55,8 +55,9 @@ PLAN = fields(
         "replicas": list_of(whole(1, _MOST), _MOST),
         "shard_optimizer": truth,
         "norms": one_of("none", "estimated", "exact", "delayed"),
+        "loss_in_script": truth,
     },
-    optional=("entries", "ties", "synchronous", "shard_optimizer", "norms"),
+    optional=("entries", "ties", "synchronous", "shard_optimizer", "norms", "loss_in_script"),
 )
 """The check of what `Plan.packed` returns."""
 
@@ -88,8 +89,9 @@ _UNREADABLE = (
 CODES = {kind: ord(kind.value) for kind in Kind}
 """The number that stands for each kind of action in a span."""
 
-INJECTED, LOSS_CAME = CODES[Kind.INJECT], ord("L")
-"""The kinds of the coordinator's spans: the injection of a micro-batch, the arrival of a loss."""
+INJECTED, LOSS_CAME, GAVE = CODES[Kind.INJECT], ord("L"), CODES[Kind.GRADIENT]
+"""The kinds of the coordinator's spans: the injection of a micro-batch, the arrival of its loss or
+output, and the gradient of an output."""
 
 DRAIN, PASS, COMMAND = CODES[Kind.DRAIN], ord("E"), ord("C")
 """The kinds of a stage's spans in which it trains nothing: the end of a flush, a forward of
@@ -274,7 +276,7 @@ def fitting(trace: Trace) -> Trace:
         and not 0 <= on_devices["stage"].min() <= on_devices["stage"].max() < len(plan.addresses)
     ):
         raise ValueError("it has spans of devices that are those of no stage")
-    of_coordinator = np.isin(kinds, (INJECTED, LOSS_CAME))
+    of_coordinator = np.isin(kinds, (INJECTED, LOSS_CAME, GAVE))
     of_stage = np.isin(kinds, _OF_A_STAGE)
     if not (np.where(stages < 0, of_coordinator, of_stage)).all():
         raise ValueError("it has spans of a kind that does not fit their place")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Mapping
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 from pipedream_rt.batches.items import Prepare, batch_of, require_loader
 from pipedream_rt.checkpoint import Manifest
@@ -16,6 +18,29 @@ from pipedream_rt.errors import ConfigError
 from pipedream_rt.stage.evaluation import Metric, packed_metrics
 
 _log = logging.getLogger(__name__)
+
+
+class Script(Protocol):
+    """What an iteration over outputs asks of the script's place in the plan (`ScriptLoss`)."""
+
+    def take(self) -> Any:
+        """Wait for the output of the oldest mini-batch on its way."""
+
+    def answer(self) -> int:
+        """Give the gradients that lie on it; return the number of the mini-batch."""
+
+    def leave(self) -> None:
+        """Skip the updates of what is on its way."""
+
+
+class State(Protocol):
+    """What an iteration over outputs asks of the run's state (`RunState`)."""
+
+    def rest_is_due(self) -> bool:
+        """Whether a checkpoint wants that nothing is on its way."""
+
+    def mini_batch_was_fed(self) -> None:
+        """Make the checkpoint."""
 
 
 def say_if_not_drawn(begun: list[bool]) -> None:
@@ -81,43 +106,84 @@ class Epochs:
     ) -> Generator[StepResult, None, None]:
         """Train on every mini-batch of a loader; see `Pipeline.train_epoch`."""
         feeder, packed = self._feeder, packed_metrics(metrics or {})
-        require_loader(loader, "train_epoch")
+        with self._under_way(loader, "train_epoch") as items:
+            try:
+                while True:
+                    while len(items.pending) >= feeder.credits:
+                        yield self._seen(items.pending.popleft().result())
+                    if not items.fetched:
+                        break
+                    batch = batch_of(items.fetched.pop(), prepare)
+                    items.pending.append(feeder.inject(batch, packed))
+                    injected()
+                    items.fetch()  # now, while the pipe computes, rather than after the result
+                while items.pending:
+                    yield self._seen(items.pending.popleft().result())
+            except GeneratorExit:
+                if items.pending:
+                    _log.info(
+                        "epoch %d was left after result %d: the mini-batches up to %d are trained "
+                        "on, and their results are not handed out",
+                        self.number, self.seen - 1, feeder.step - 1,
+                    )  # fmt: skip
+                raise
+
+    def outputs(
+        self,
+        loader: Iterable[Any],
+        script: Script,
+        state: State,
+        prepare: Prepare | None = None,
+    ) -> Generator[tuple[Any, Any], None, None]:
+        """Hand out the output of every mini-batch of a loader; see `Pipeline.outputs`."""
+        feeder, on_way, rests = self._feeder, deque[Any](), False
+        with self._under_way(loader, "outputs") as items:
+            try:
+                while True:
+                    # A checkpoint is of a moment at which the script owes no gradient: what it
+                    # keeps itself is then as old as the stages are.
+                    while items.fetched and not rests and len(feeder.pending) < feeder.credits:
+                        on_way.append(items.fetched.pop())
+                        feeder.inject(batch_of(on_way[-1], prepare)._replace(target=None))
+                        rests = state.rest_is_due()
+                        items.fetch()
+                    if feeder.pending:
+                        yield script.take(), on_way.popleft()
+                        self.seen = script.answer() + 1
+                    elif rests:
+                        rests = False
+                        state.mini_batch_was_fed()
+                    else:
+                        break
+            except GeneratorExit:
+                self.seen = script.answer() + 1
+                raise
+            finally:
+                script.leave()
+
+    @contextmanager
+    def _under_way(self, loader: Iterable[Any], what: str) -> Iterator[Loading]:
+        """Begin an epoch over a loader, which ends with the body."""
+        require_loader(loader, what)
         if self._loading is not None:
             raise ConfigError(
-                f"epoch {self.number} is under way: an iteration over train_epoch has not ended. "
+                f"epoch {self.number} is under way: an iteration over {what} has not ended. "
                 "Two at a time (nested, or in zip) would mix their mini-batches; end the first "
-                "one, or close it: epoch = pipe.train_epoch(...), then epoch.close()"
+                f"one, or close it: epoch = pipe.{what}(...), then epoch.close()"
             )
         self._loading = items = self._load_from(loader)
         try:
-            while True:
-                while len(items.pending) >= feeder.credits:
-                    yield self._seen(items.pending.popleft().result())
-                if not items.fetched:
-                    break
-                items.pending.append(feeder.inject(batch_of(items.fetched.pop(), prepare), packed))
-                injected()
-                items.fetch()  # now, while the pipe computes, rather than after the result
-            while items.pending:
-                yield self._seen(items.pending.popleft().result())
-            feeder.script.end()
-        except GeneratorExit:
-            if items.pending:
-                _log.info(
-                    "epoch %d was left after result %d: the mini-batches up to %d are trained on, "
-                    "and their results are not handed out",
-                    self.number, self.seen - 1, feeder.step - 1,
-                )  # fmt: skip
-            raise
+            yield items
+            self._feeder.script.end()
         finally:
             self._loading = None
             self.number += 1
         if items.is_empty:
             _log.warning(
                 "the loader of epoch %d yielded nothing. A generator or an iterator can be used "
-                "once: give train_epoch something that begins anew, as a list or a DataLoader",
-                self.number - 1,
-            )
+                "once: give %s something that begins anew, as a list or a DataLoader",
+                self.number - 1, what,
+            )  # fmt: skip
         if items.error is not None:
             raise items.error
 

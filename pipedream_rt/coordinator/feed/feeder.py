@@ -36,7 +36,7 @@ from pipedream_rt.coordinator.recovery.group import WorkerGroup
 from pipedream_rt.coordinator.results import PendingStep, StepResult
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.script_values import ScriptValues
-from pipedream_rt.messages.message import CommandName, Head, Key, Loss, Mode
+from pipedream_rt.messages.message import CommandName, Head, Key, Loss, Message, Mode
 from pipedream_rt.messages.tree import unflatten
 from pipedream_rt.models.settings import (
     Settings,
@@ -67,6 +67,7 @@ class Feeder:
         credits: Number of mini-batches that may be on their way at a time.
         step: Number of mini-batches injected so far.
         script: The values of the script that stages have copies of.
+        first: Called with the first mini-batch, before it is fed.
         passes: Number of micro-batches fed so far for evaluation and inference.
         numbers: Numbers for what stages keep between the passes of a generation or evaluation.
         pending: The mini-batches on their way, oldest first.
@@ -93,7 +94,7 @@ class Feeder:
         watch: Sequence[Callable[[StepResult], object]] = (),
         injected: Callable[[CutBatch, DistributedOptimizer], object] | None = None,
     ) -> None:
-        self._first = first  # called with the first mini-batch, before it is fed
+        self.first = first
         self._injected = injected
         self._watch = watch
         self._fingerprint_every = fingerprint_every  # in mini-batches
@@ -132,6 +133,13 @@ class Feeder:
         """Whether something but training may have changed weights or optimizers since the start."""
         return self._group.feed.touched
 
+    def places_of_inputs(self, part: MicroBatch) -> Iterator[tuple[int, list[int]]]:
+        """Yield stages, with the places of what each takes among inputs that ask for gradients."""
+        asks = zip(part.inputs.tensors, part.inputs.requires_grad)
+        at = {id(each): i for i, each in enumerate(t for t, asked in asks if asked)}
+        for stage, _, tensors in self.forwards.shares(part.program, part.inputs):
+            yield stage, [at[id(tensor)] for tensor in tensors if id(tensor) in at]
+
     def cut(self, batch: Batch) -> CutBatch:
         """Cut a mini-batch as it would be fed, without feeding it."""
         return self._cutter.cut(batch, self.training)
@@ -140,17 +148,10 @@ class Feeder:
 
     def inject(self, batch: Batch | Accumulated, metrics: bytes = b"") -> PendingStep:
         """Wait for a credit, then feed one mini-batch with the present hyper-parameters."""
-        self._group.life.check()
-        optimizer = self.optimizer
-        if not self._has_loss or optimizer is None:
-            raise ConfigError("training needs loss_fn and optimizer; give both to Pipeline")
-        refuse_no_grad()
-        self._refuse_local_contexts()
-        if self._refuse is not None:
-            self._refuse()
+        optimizer = self.ready()
         given = self.script.now()
         if not self.step:
-            self._first(batch if isinstance(batch, Batch) else batch.parts[0])
+            self.first(batch if isinstance(batch, Batch) else batch.parts[0])
         adds = isinstance(batch, Accumulated) and self._losses_add(batch)
         cut = self._cutter.cut(batch, self.training, adds)
         compared = self._compared(cut.first_part or cut)
@@ -158,26 +159,15 @@ class Feeder:
             self.collect_oldest()
         hyper = optimizer.hyper()
         self._group.feed.define()
-        shares = [part.share for part in cut.parts]
-        pending = PendingStep(self, self.step, self._group.feed.position, shares)
+        shares, sizes = ([getattr(p, of) for p in cut.parts] for of in ("share", "samples"))
+        pending = PendingStep(self, self.step, self._group.feed.position, shares, sizes)
         every = self._fingerprint_every
         wants_mark = every is not None and (self.step + 1) % every == 0
         with self._group.life.guard():  # a mini-batch that is fed in part must end the pipeline
             for i, part in enumerate(cut.parts):
                 number = self.step * self._per_update + i
-                start = time.monotonic_ns()
-                head = Head(
-                    position=self._group.feed.position,
-                    micro_batch=number,
-                    mode=Mode.TRAIN,
-                    empty=not part.samples,
-                    program=part.program,
-                    fingerprint=wants_mark and i == len(cut.parts) - 1,
-                    hyper=hyper,
-                    given=given,
-                )
-                self._group.feed.micro_batch(head, part, compared.get(i, ()), metrics)
-                self._record(INJECTED, number, NOBODY, start, start)
+                marks = wants_mark and i == len(cut.parts) - 1
+                self.feed(part, number, hyper, given, marks, compared.get(i, ()), metrics)
             optimizer.count_step()
             self.step += 1
             self.pending.append(pending)
@@ -188,6 +178,44 @@ class Feeder:
             self.watch_first = look if look(cut, pending) else None
         return pending
 
+    def ready(self) -> DistributedOptimizer:
+        """Return the optimizer; refuse to train where that cannot be, or would differ."""
+        self._group.life.check()
+        optimizer = self.optimizer
+        if optimizer is None or not (self._has_loss or self._group.plan.loss_in_script):
+            raise ConfigError("training needs loss_fn and optimizer; give both to Pipeline")
+        refuse_no_grad()
+        self._refuse_local_contexts()
+        if self._refuse is not None:
+            self._refuse()
+        return optimizer
+
+    def feed(
+        self,
+        part: MicroBatch,
+        number: int,
+        hyper: list[dict[str, Any]],
+        given: list[list[Any]],
+        fingerprint: bool = False,
+        compared: Sequence[int] = (),
+        metrics: bytes = b"",
+    ) -> int:
+        """Feed a micro-batch to train on; return its position."""
+        start = time.monotonic_ns()
+        head = Head(
+            position=self._group.feed.position,
+            micro_batch=number,
+            mode=Mode.TRAIN,
+            empty=not part.samples,
+            program=part.program,
+            fingerprint=fingerprint,
+            hyper=hyper,
+            given=given,
+        )
+        self._group.feed.micro_batch(head, part, compared, metrics)
+        self.record(INJECTED, number, NOBODY, start, start)
+        return head.position
+
     def _losses_add(self, batch: Accumulated) -> bool:
         """Whether losses of micro-batches that are told the total add up to that of the whole."""
         first = batch.parts[0]
@@ -197,7 +225,7 @@ class Feeder:
             # A model may take the total and not divide by it, so it is asked once, in eval mode.
             passes, total = self.passes, torch.as_tensor(first.kwargs[TOTAL])
             others = [first.kwargs | {TOTAL: total * factor} for factor in (1, 2)]
-            parts = [self._part(Batch((), each, each), Mode.EVALUATE) for each in others]
+            parts = [self.part(Batch((), each, each), Mode.EVALUATE) for each in others]
             once, twice = [loss.loss for _, loss, _ in self._passed(Mode.EVALUATE, parts)]
             self.passes = passes  # layers must draw random numbers as if these had not been
             self._adds = once != twice
@@ -208,7 +236,7 @@ class Feeder:
         refuse_other_settings(self._settings)
         refuse_contexts()
 
-    def _part(self, batch: Batch, mode: Mode, samples: int = 1) -> MicroBatch:
+    def part(self, batch: Batch, mode: Mode, samples: int = 1) -> MicroBatch:
         """Return what is fed of a micro-batch."""
         return self._cutter.part(batch, mode, self._group.feed.training, samples)
 
@@ -231,7 +259,7 @@ class Feeder:
         # As many micro-batches as are in flight in training, so that it takes no more memory.
         pairs = cut.first(max(2, self._group.plan.in_flight(0)))
         # The first micro-batch once more: where its loss differs, the model is random in eval mode.
-        parts = [self._part(each, Mode.EVALUATE, size) for each, size in (*pairs, pairs[1])]
+        parts = [self.part(each, Mode.EVALUATE, size) for each, size in (*pairs, pairs[1])]
         passes = self.passes
         losses = [loss.loss for _, loss, _ in self._passed(Mode.EVALUATE, parts)]
         self.passes = passes  # layers must draw random numbers as if these had not been
@@ -247,22 +275,43 @@ class Feeder:
 
     def collect_oldest(self) -> None:
         """Wait for the losses of the oldest mini-batch on its way, and set its outcome."""
+        self.messages_of(self.pending[0])
+        self.pending.popleft()
+
+    def messages_of(self, pending: PendingStep) -> list[Message]:
+        """Wait for the losses, or the outputs, of the oldest mini-batch, and set its outcome."""
         self._group.check_settings_unchanged()
-        pending = self.pending[0]
         with self._group.life.guard():  # an error in between loses the losses taken before it
-            asked, taken = time.monotonic_ns(), []
-            for i in range(len(pending.shares)):
-                number = pending.step * self._per_update + i
-                taken.append(self._take_loss(pending.first + i, number)[0])
-                self._group.recovery.next_loss = number + 1
-                source = self._loss_edge(number).source
-                self._record(LOSS_CAME, number, source, asked, time.monotonic_ns())
+            asked = time.monotonic_ns()
+            messages = [self.take(key, number) for key, number in self.keys_of(pending)]
         self.waited_s += (time.monotonic_ns() - asked) / 1e9
+        self._came(pending, messages)
+        return messages
+
+    def take(self, key: Key, number: int) -> Message:
+        """Wait for the loss, or the output, of a training micro-batch."""
+        asked = time.monotonic_ns()
+        message = self._group.take(key)
+        self._group.recovery.next_loss = number + 1
+        self.record(LOSS_CAME, number, key.edge.source, asked, time.monotonic_ns())
+        return message
+
+    def _came(self, pending: PendingStep, messages: Sequence[Message]) -> None:
+        """Set the outcome of a mini-batch, and tell of it."""
+        payloads = (message.payload for message in messages)
+        taken = [each for each in payloads if isinstance(each, Loss)]
         pending.outcome = _result(pending, taken)
         self._say_of_bad_metrics(taken)
-        self.pending.popleft()
         for watch in self._watch:
             watch(pending.outcome)
+
+    def closed(self, position: int, messages: Sequence[Message], samples: Sequence[int]) -> None:
+        """Count an update whose micro-batches were fed one by one; their outputs are there."""
+        pending = PendingStep(self, self.step, position, [0.0] * len(messages), samples)
+        assert self.optimizer is not None
+        self.optimizer.count_step()
+        self.step += 1
+        self._came(pending, messages)
 
     def _say_of_bad_metrics(self, taken: Sequence[Loss]) -> None:
         """Warn once of each metric that gave no number."""
@@ -273,15 +322,21 @@ class Feeder:
 
     def has_losses(self, pending: PendingStep) -> bool:
         """Whether the losses of a mini-batch have all arrived."""
-        number = pending.step * self._per_update
-        keys = (
-            Key(self._loss_edge(number + i), pending.first + i) for i in range(len(pending.shares))
-        )
-        return all(map(self._group.holds, keys))
+        return all(self._group.holds(key) for key, _ in self.keys_of(pending))
+
+    def keys_of(self, pending: PendingStep) -> list[tuple[Key, int]]:
+        """Return the keys of the losses, or outputs, of a mini-batch, and their micro-batches."""
+        numbers = range(pending.step * self._per_update, (pending.step + 1) * self._per_update)
+        return [(self.key_of(m, pending.first + i), m) for i, m in enumerate(numbers)]
+
+    def key_of(self, number: int, position: int) -> Key:
+        """Return the key of the loss, or the output, of a training micro-batch."""
+        return Key(self._loss_edge(number), position)
 
     def flush(self) -> None:
         """Wait until nothing is in flight on any stage, and every update is applied."""
         self._group.check_settings_unchanged()
+        self._group.settle()
         while self.pending:  # first, because the messages of an edge are taken by rising position
             self.collect_oldest()
         self._group.command(CommandName.FLUSH, self._group.feed.next_micro_batch)
@@ -291,14 +346,14 @@ class Feeder:
         plan = self._group.plan
         return Edge(EdgeKind.LOSS, plan.address_of(plan.exits[0], number), COORDINATOR)
 
-    def _take_loss(self, position: int, number: int = 0) -> tuple[Loss, Any]:
+    def _take_loss(self, position: int) -> tuple[Loss, Any]:
         """Wait for the last stage's message about a position; return it, and the output in it."""
-        message = self._group.take(Key(self._loss_edge(number), position))
+        message = self._group.take(self.key_of(0, position))
         loss = message.payload
         assert isinstance(loss, Loss)
         return loss, unflatten(loss.structure, message.tensors) if loss.structure else None
 
-    def _record(self, kind: int, number: int, waited_for: int, ready: int, start: int) -> None:
+    def record(self, kind: int, number: int, waited_for: int, ready: int, start: int) -> None:
         """Record a span of the coordinator that ends now; times are of ``time.monotonic_ns``."""
         if self._recorder is not None:
             arrived = 0 if waited_for == NOBODY else self._group.recovery.inbox.arrived_ns
@@ -407,17 +462,21 @@ class Feeder:
         require_loader(loader, "predict")
         items = begun(loader)
         batches = (input_of(item if prepare is None else prepare(item)) for item in items)
-        parts = (self._part(batch, Mode.INFER) for batch in batches)
+        parts = (self.part(batch, Mode.INFER) for batch in batches)
         with closing(self._passed(Mode.INFER, parts, version)) as passed:
             for _, _, output in passed:
                 yield output
 
-    def infer(self, batch: Batch, *, training: bool) -> Any:
-        """Flush, and return the model's output for one input; see `Pipeline.__call__`."""
+    def infer(self, batch: Batch, *, training: bool, flushes: bool = True) -> Any:
+        """Return the model's output for one input; see `Pipeline.__call__`.
+
+        ``flushes``: whether to flush first; not where all updates are applied, and others wait.
+        """
         self._refuse_local_contexts()
-        self.flush()
+        if flushes:
+            self.flush()
         mode = Mode.INFER_IN_TRAINING_MODE if training else Mode.INFER
-        position = self._pass(mode, self._part(batch, mode))
+        position = self._pass(mode, self.part(batch, mode))
         _, output = self._take_loss(position)
         if mode.leaves_no_trace:
             self._group.feed.log.forget(position)
@@ -459,7 +518,7 @@ class Feeder:
         """Return the model's output for one forward of a generation, and the forward's position."""
         self._refuse_local_contexts()
         if cache is None:
-            part = self._part(batch, Mode.INFER)
+            part = self.part(batch, Mode.INFER)
         else:
             part = self._cutter.cached(batch, cache, length)
         position = self._pass(Mode.INFER, part, version, number)
@@ -484,6 +543,7 @@ class Feeder:
 def _result(pending: PendingStep, taken: list[Loss]) -> StepResult:
     pairs = zip((loss.loss for loss in taken), pending.shares, strict=True)
     weighed = [(loss, share) for loss, share in pairs if loss is not None and share]
+    in_script = any(loss.structure for loss in taken)  # the outputs came, for the script's loss
     oldest = min(version for loss in taken for _, version, *_ in loss.trail)
     marks = [mark for *_, mark in taken[-1].trail]
     said: dict[str, list[tuple[float, float]]] = {}
@@ -493,7 +553,7 @@ def _result(pending: PendingStep, taken: list[Loss]) -> StepResult:
     return StepResult(
         step=pending.step,
         # Summed in the order of the micro-batches, so that no timing can change the bits.
-        loss=sum(loss * share for loss, share in weighed),
+        loss=math.nan if in_script else sum(loss * share for loss, share in weighed),
         losses=tuple(loss for loss, _ in weighed),
         versions=tuple(version for _, version, *_ in taken[-1].trail),
         staleness=max(0, pending.step - oldest),

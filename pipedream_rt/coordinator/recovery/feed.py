@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from pipedream_rt.messages.message import (
     Activation,
     Command,
     CommandName,
+    Gradient,
     Head,
     Key,
     Mode,
@@ -31,6 +33,8 @@ from pipedream_rt.messages.message import (
 from pipedream_rt.messages.tree import flat_copy, flatten, unflatten
 from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind, Plan
 from pipedream_rt.schedules.edges import Address
+
+Tensors: TypeAlias = tuple[Tensor, ...]
 
 _TOUCHING = (
     CommandName.LOAD, CommandName.LOAD_STATE, CommandName.LOAD_OPTIMIZER_STATE, CommandName.CALL,
@@ -88,6 +92,14 @@ class Feed:
             if head.mode is Mode.TRAIN:
                 self.next_micro_batch = head.micro_batch + 1
 
+    def gradient(self, micro_batch: int, position: int, given: Gradient, tensors: Tensors) -> None:
+        """Feed the gradient that the script gives for an output, and keep it for recoveries."""
+        self._life.check()
+        if self.log.on:
+            self.log.given[position] = given, tensors
+        with self._life.guard():
+            self._send_gradient(micro_batch, position, given, tensors)
+
     def command(self, name: CommandName, argument: object = None, role: Role = Role.EVERY) -> int:
         """Feed a command, keep it for recoveries, and return its position; wait for no reply."""
         self._life.check()
@@ -120,6 +132,9 @@ class Feed:
         for entry in self.log.since(restore_point):
             self._send_entry(entry)
             replayed += isinstance(entry, FedMicroBatch)
+            if isinstance(entry, FedMicroBatch) and entry.position in self.log.given:
+                given = self.log.given[entry.position]
+                self._send_gradient(entry.head.micro_batch, entry.position, *given)
         return replayed
 
     def restore_point(self) -> RestorePoint:
@@ -145,16 +160,17 @@ class Feed:
         route = head.micro_batch if head.mode is Mode.TRAIN else 0
         on_its_way = [plan.address_of(stage, route) for stage in range(plan.num_stages)]
         turns = [self._next_turn(address) for address in on_its_way]
+        asks = {id(t) for t, asked in zip(part.inputs.tensors, part.inputs.requires_grad) if asked}
         for stage, structure, tensors in self._forwards.shares(part.program, part.inputs):
             activation = Activation(
                 head=head,
                 turns=turns,
                 structure=structure,
-                requires_grad=[False] * len(tensors),
+                requires_grad=[id(tensor) in asks for tensor in tensors],
             )
             key = Key(Edge(EdgeKind.ACTIVATION, COORDINATOR, on_its_way[stage]), turns[stage])
             self._send(key, activation, tensors)
-        if not head.mode.has_target:
+        if not head.mode.has_target or (plan.loss_in_script and head.mode is Mode.TRAIN):
             return
         target = Target(
             structure=part.target.structure,
@@ -165,6 +181,12 @@ class Feed:
         for stage in plan.exits:
             key = Key(Edge(EdgeKind.TARGET, COORDINATOR, on_its_way[stage]), turns[stage])
             self._send(key, target, part.target.tensors)
+
+    def _send_gradient(
+        self, micro_batch: int, position: int, given: Gradient, tensors: Tensors
+    ) -> None:
+        exit_ = self._plan.address_of(self._plan.exits[0], micro_batch)
+        self._send(Key(Edge(EdgeKind.GRADIENT, COORDINATOR, exit_), position), given, tensors)
 
     def _send_command(self, command: Command, tensors: tuple[Tensor, ...], role: Role) -> None:
         plan = self._plan

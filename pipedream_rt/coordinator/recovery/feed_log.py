@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeAlias
 from torch import Tensor
 
 from pipedream_rt.batches.micro_batches import MicroBatch
-from pipedream_rt.messages.message import Command, Head
+from pipedream_rt.messages.message import Command, Gradient, Head
 
 
 class Role(Enum):
@@ -100,6 +100,8 @@ class FeedLog:
     Attributes:
         on: Whether entries are kept; not if the run recovers from no failure.
         restore_points: The restore points, oldest first.
+        given: By position of a micro-batch, the gradient that the script has given for its output:
+            a recovery asks the script for nothing twice.
     """
 
     def __init__(self, on: bool) -> None:
@@ -107,6 +109,7 @@ class FeedLog:
         # Two, so that a run whose newest checkpoint is damaged can go back further.
         self.restore_points: deque[RestorePoint] = deque([RestorePoint()], maxlen=2)
         self._entries: deque[Entry] = deque()
+        self.given: dict[int, tuple[Gradient, tuple[Tensor, ...]]] = {}
         self._holds = 0
         self._next: RestorePoint | None = None
 
@@ -136,7 +139,7 @@ class FeedLog:
         self.restore_points.append(restore_point)
         first = self.restore_points[0].position
         while self._entries and self._entries[0].position < first:
-            self._entries.popleft()
+            self.given.pop(self._entries.popleft().position, None)
 
     def forget(self, position: int) -> None:
         """Forget what was fed at a position, which left no trace and whose result was taken."""
@@ -151,6 +154,7 @@ class FeedLog:
         """Forget all entries, and keep none from now on."""
         self.on = False
         self._entries.clear()
+        self.given.clear()
 
     def since(self, restore_point: RestorePoint) -> Iterator[Entry]:
         """Return the entries that were fed after a restore point, in order."""

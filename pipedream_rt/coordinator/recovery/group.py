@@ -32,11 +32,14 @@ class WorkerGroup:
         life: See `Recovery`.
         feed: What the stages are fed.
         recovery: The workers of the present generation, and how the next one begins.
+        settle: Called before something needs all stages: a script that computes losses then gives
+            the gradients that it has, or is refused.
     """
 
     def __init__(self, recovery: Recovery) -> None:
         self.plan, self.recovery = recovery.plan, recovery
         self.life, self.feed = recovery.life, recovery.feed
+        self.settle: Callable[[], object] = lambda: None
         end = weakref.finalize(self, _close, self.life)
         # Else the finalizer would keep what a closed group has.
         recovery.before_workers_end.append(end.detach)
@@ -54,6 +57,7 @@ class WorkerGroup:
     def command(self, name: CommandName, argument: object = None, role: Role = Role.EVERY) -> Any:
         """Feed a command, and wait for the replies of all addresses."""
         self.check_settings_unchanged()
+        self.settle()
         position = self.feed.command(name, argument, role)
         try:
             return self.replies(position)

@@ -24,6 +24,7 @@ class ReplicaGradients(NamedTuple):
     gradients: list[Tensor | None]
     hyper: list[Hyper]
     read: list[int]  # versions, one for each micro-batch with samples
+    skipped: bool = False
 
 
 class Replicas(UpdateRule):
@@ -47,17 +48,17 @@ class Replicas(UpdateRule):
                     f"stage {self._context.stage}: the gradient of {name!r} is sparse, and "
                     "replicas add up dense ones alone; make the layer with sparse=False"
                 )
-        part = ReplicaGradients(update.gradients, update.hyper, update.read)
+        part = ReplicaGradients(update.gradients, update.hyper, update.read, update.skipped)
         self._mine[update.number] = part
         return {EdgeKind.PARTIAL: part}
 
     def pack(self, edge: Edge, value: ReplicaGradients) -> Packed:
         present, tensors = dense(value.gradients)
-        return Packed([present, value.hyper, value.read], tensors)
+        return Packed([present, *value[1:]], tensors)
 
     def open(self, edge: Edge, number: int, packed: Packed) -> ReplicaGradients:
-        present, hyper, read = packed.values
-        return ReplicaGradients(with_gaps(present, packed.tensors), hyper, read)
+        present, *rest = packed.values
+        return ReplicaGradients(with_gaps(present, packed.tensors), *rest)
 
     def receive(self, kind: EdgeKind, sender: Address, value: Any) -> None:
         """Take the gradients of another replica for the update whose step is next."""
@@ -78,5 +79,6 @@ class Replicas(UpdateRule):
                     # A clone: the update may change it, while others still use what was sent.
                     total[i] = gradient.clone() if before is None else before.add_(gradient)
         update.gradients, update.hyper = total, ordered[0].hyper
+        update.skipped = any(part.skipped for part in ordered)
         update.read = [version for part in ordered for version in part.read]
         return {}

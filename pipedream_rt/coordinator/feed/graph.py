@@ -1,0 +1,131 @@
+"""A call of the model in the autograd graph of the script: where it enters the stages and leaves.
+
+A backward must reach the outputs of all calls before it asks for the gradient of an input, since
+the stages do the backwards of an update in the order of the calls. Of the nodes that are ready,
+autograd's engine takes the one that was made last in its thread. The nodes of the entrances are
+therefore made in threads of their own, whose counts begin at 0: they come after all others.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pipedream_rt.batches.micro_batches import MicroBatch
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.messages.message import Message
+
+
+class Stages(Protocol):
+    """What a call asks for in a backward."""
+
+    def input_gradients(self, call: Call) -> list[Tensor | None]:
+        """Return the gradients of those inputs that ask for one."""
+
+
+class Call:
+    """A forward that the script has called, one micro-batch of the update that it is in.
+
+    Attributes:
+        message: The message in which its output came.
+        asked: The inputs that require a gradient.
+        gradients: The sums of the gradients that came so far, by output that asks for one.
+        is_given: Whether these went to the stages.
+        is_reached: Whether a backward has reached its inputs.
+        came: Whether the gradients of its inputs came, in ``found``, by address.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        number: int,
+        position: int,
+        part: MicroBatch,
+        message: Message,
+        asked: Sequence[Tensor],
+    ) -> None:
+        self.stages, self.number, self.position = stages, number, position
+        self.part, self.message, self.asked = part, message, asked
+        self.gradients: list[Tensor | None] = []
+        self.is_given = self.is_reached = self.came = False
+        self.found: list[tuple[int, Message]] = []
+
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add the gradients of one backward."""
+        if torch.is_grad_enabled():
+            raise ConfigError(
+                "create_graph=True asks for a second derivative through the stages, which keep no "
+                "graph of their backward; a penalty on gradients can be computed where that part "
+                "of the model is in the script"
+            )
+        if self.is_given and any(gradient is not None for gradient in gradients):
+            raise ConfigError(
+                "a backward reaches the output of a forward whose gradient has gone to the stages: "
+                "by step(), or since that of the input of a later forward was asked for. Add the "
+                "losses up and call backward once, before step()"
+            )
+        pairs = zip(self.gradients, gradients, strict=True)
+        self.gradients = [
+            new if old is None else old if new is None else old + new for old, new in pairs
+        ]
+
+
+class _Entrance(torch.autograd.Function):
+    """Where inputs enter the stages; its backward waits for their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *inputs: Tensor) -> Tensor:
+        ctx.call, ctx.devices = call, [each.device for each in inputs]
+        return torch.empty(0, device="cpu")
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[Tensor | None, ...]:
+        found = ctx.call.stages.input_gradients(ctx.call)
+        return None, *(
+            gradient if gradient is None else gradient.to(device)
+            for gradient, device in zip(found, ctx.devices, strict=True)
+        )
+
+
+class _Exit(torch.autograd.Function):
+    """Where outputs leave the stages; its backward collects their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, entrance: Tensor, outputs: list[Tensor]) -> Any:
+        ctx.call = call
+        # Else autograd makes zeros where no gradient comes.
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        ctx.call.add(gradients)
+        return None, torch.empty(0, device="cpu"), None
+
+
+def entered(call: Call) -> Tensor:
+    """Return a tensor behind the inputs of a call that require a gradient; a leaf if none does."""
+    if not call.asked:
+        return torch.empty(0, requires_grad=True, device="cpu")
+    made: list[Tensor] = []
+    thread = threading.Thread(
+        target=lambda: made.append(_Entrance.apply(call, *call.asked)),  # type: ignore[no-untyped-call]
+        name="entrance",
+    )
+    thread.start()
+    thread.join()
+    return made[0]
+
+
+def left(
+    call: Call, entrance: Tensor, tensors: Sequence[Tensor], asks: Sequence[bool]
+) -> list[Tensor]:
+    """Return the outputs of a call, those that ask for a gradient in the graph."""
+    mine = [tensor for tensor, wanted in zip(tensors, asks, strict=True) if wanted]
+    call.gradients = [None] * len(mine)
+    inside = iter(_Exit.apply(call, entrance, mine) if mine else ())  # type: ignore[no-untyped-call]
+    return [next(inside) if wanted else t for t, wanted in zip(tensors, asks, strict=True)]

@@ -1,0 +1,410 @@
+"""The script's place in the plan, where it computes the loss: one more place behind the last stage.
+
+Outputs come to it, and the gradients that it computes go back to the exit. There are two ways to
+use it. `Epochs.outputs` hands out the output of one whole mini-batch after another, with others on
+their way meanwhile. And `forward` is one call of the model, in the graph of autograd, of which
+`step` makes an update: each call is a micro-batch of it.
+
+Nothing waits for the script by a clock. Whoever needs the stages meanwhile, as a flush does, calls
+`settle` first: it gives the gradients that are there, or refuses if the script owes others.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipedream_rt.batches.cutting import unmarked
+from pipedream_rt.batches.items import Batch
+from pipedream_rt.batches.joining import Part, joined
+from pipedream_rt.batches.micro_batches import EMPTY
+from pipedream_rt.coordinator.feed.feeder import Feeder
+from pipedream_rt.coordinator.feed.graph import Call, entered, left
+from pipedream_rt.coordinator.recovery.group import WorkerGroup
+from pipedream_rt.errors import ConfigError, NonFiniteLoss
+from pipedream_rt.messages.message import Gradient, Key, Loss, Message, Mode
+from pipedream_rt.messages.tree import Value, flatten, own, unflatten
+from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind
+from pipedream_rt.stage.values import dense, gradients_of
+from pipedream_rt.tracing.spans import NOBODY
+from pipedream_rt.tracing.trace import GAVE
+
+_log = logging.getLogger(__name__)
+
+Given = Sequence["Tensor | None"]
+"""The gradients of those tensors of an output that ask for one; None where there is none."""
+
+
+class _Handed:
+    """The output of a mini-batch in the hands of the script.
+
+    Attributes:
+        parts: Its micro-batches with samples.
+        is_given: Whether its gradients went to the stages, so that none may come any more.
+        value: The output, joined.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts, self.is_given = parts, False
+        structure, tensors, flags = joined(self.parts)
+        self._leaves = [tensor for tensor, asks in zip(tensors, flags, strict=True) if asks]
+        self._came: list[Tensor | None] = [None] * len(self._leaves)
+        for i, leaf in enumerate(self._leaves):
+            leaf.requires_grad_()
+            leaf.register_hook(lambda gradient, i=i: self._note(i, gradient))
+        self.value = unflatten(structure, tensors)
+
+    def _note(self, i: int, gradient: Tensor) -> None:
+        if self.is_given:
+            raise ConfigError(
+                "a backward reaches an output whose update has ended: the loop has gone on, or a "
+                "flush, an evaluation or a look at the weights came between the output and "
+                "loss.backward(). Call backward before these; and detach what is kept of an output "
+                "for later mini-batches"
+            )
+        before = self._came[i]
+        self._came[i] = gradient if before is None else before + gradient
+
+    def gradients(self) -> list[Tensor | None]:
+        """Return what lies on the leaves: the sum of all backwards, or what the script put there.
+
+        It has the strides with which it came. `leaf.grad` may have others, those of the leaf, and
+        kernels round differently for other strides.
+        """
+        return [
+            came if came is not None and leaf.grad is not None and torch.equal(came, leaf.grad)
+            else leaf.grad
+            for leaf, came in zip(self._leaves, self._came, strict=True)
+        ]  # fmt: skip
+
+
+class ScriptLoss:
+    """The outputs that the script has, and those that it has yet to get.
+
+    Attributes:
+        output_bytes: The bytes of the outputs of the last mini-batch.
+    """
+
+    def __init__(self, group: WorkerGroup, feeder: Feeder, on_nan: str) -> None:
+        self._group, self._feeder, self._on_nan = group, feeder, on_nan
+        self._plan = group.plan
+        self._handed: _Handed | None = None
+        self._last = -1
+        self._calls: list[Call] = []
+        self._is_filled = False  # whether no other forward can join the open update
+        self._has_closed = False
+        # Messages that nobody will wait for; those of an edge must be taken in order.
+        self._rest: deque[Key] = deque()
+        self._told_of_no_grad = False
+        self.output_bytes = 0
+        # No strong reference: workers of a dropped pipeline would never end.
+        settle = weakref.WeakMethod(self.settle)
+        group.settle = lambda: (still := settle()) and still()
+
+    # -- whole mini-batches -----------------------------------------------------------------------
+
+    def take(self) -> Any:
+        """Wait for the outputs of the oldest mini-batch on its way; return them joined."""
+        self._refuse_open("an iteration over outputs")
+        self._take_rest()
+        pending = self._feeder.pending[0]
+        first, messages = pending.step * self._plan.per_update, self._feeder.messages_of(pending)
+        parts = [
+            Part(first + i, samples, _value_of(messages[i]))
+            for i, samples in enumerate(pending.samples)
+            if samples
+        ]
+        self.output_bytes = sum(t.nbytes for part in parts for t in part.value.tensors)
+        self._handed, self._last = _Handed(parts), pending.step
+        return self._handed.value
+
+    def answer(self) -> int:
+        """Give the gradients that lie on the output that the script has, if it has one.
+
+        Return the number of the last mini-batch whose output the script has had.
+        """
+        if (handed := self._handed) is None:
+            return self._last
+        gradients = handed.gradients()
+        self._require_finite(gradients, self._feeder.pending[0].step)
+        self._handed, handed.is_given = None, True
+        self._give_all(handed, gradients)
+        return self._last
+
+    def _give_all(self, handed: _Handed | None, gradients: Given) -> None:
+        """Give the gradients of the oldest mini-batch; without one, its update is skipped."""
+        pending = self._feeder.pending.popleft()
+        skips = all(gradient is None for gradient in gradients)
+        first, parts = pending.step * self._plan.per_update, {}
+        start = 0
+        for part in handed.parts if handed is not None else ():
+            parts[part.number] = [_slice(g, start, part.samples) for g in gradients]
+            start += part.samples
+        for i in range(len(pending.shares)):
+            self._give(first + i, pending.first + i, parts.get(first + i, ()), skips)
+
+    def leave(self) -> None:
+        """Skip the updates of all mini-batches whose loss the script will not compute."""
+        if self._group.life.is_over:
+            return
+        if self._handed is not None:
+            self._handed.is_given, self._handed = True, None
+        skipped = len(self._feeder.pending)
+        while self._feeder.pending:
+            pending = self._feeder.pending[0]
+            if pending.outcome is None:
+                self._rest.extend(key for key, _ in self._feeder.keys_of(pending))
+            self._give_all(None, ())
+        if self._calls:
+            self._close(update=False)
+        if skipped:
+            last = self._feeder.step - 1
+            _log.warning(
+                "the script has left its loop over outputs: of the mini-batches %d to %d, which "
+                "were on their way, it has computed no loss, so they change no weight",
+                last - skipped + 1, last,
+            )  # fmt: skip
+
+    # -- one call after another -------------------------------------------------------------------
+
+    def forward(self, batch: Batch) -> Any:
+        """Run one forward of the open update; see `Pipeline.forward`."""
+        batch = unmarked(batch)
+        if not torch.is_grad_enabled():
+            return self._inferred(batch)
+        feeder, k = self._feeder, self._plan.per_update
+        if feeder.pending:
+            raise ConfigError(
+                "forward cannot be called in a loop over outputs(), whose mini-batches are on "
+                "their way: compute with the output that the loop gives, or use forward alone"
+            )
+        optimizer = feeder.ready()
+        _, given = flatten(feeder.forwards.inputs(batch))
+        asks = tuple(tensor.requires_grad for tensor in given)
+        self._refuse_forward(any(asks))
+        self._take_rest()
+        if not self._calls and not feeder.step:
+            feeder.first(batch)
+        part = feeder.part(batch, Mode.TRAIN)
+        part = part._replace(inputs=part.inputs._replace(requires_grad=asks))
+        self._group.feed.define()
+        number = feeder.step * k + len(self._calls)
+        position = feeder.feed(part, number, optimizer.hyper(), feeder.script.now())
+        with self._group.life.guard():
+            message = feeder.take(feeder.key_of(number, position), number)
+        value = _value_of(message)
+        asked = [tensor for tensor, wanted in zip(given, asks, strict=True) if wanted]
+        call = Call(self, number, position, part, message, asked)
+        self._calls.append(call)
+        made = [own(tensor, copy=True) for tensor in value.tensors]
+        self.output_bytes = sum(tensor.nbytes for tensor in made)
+        return unflatten(value.structure, left(call, entered(call), made, value.requires_grad))
+
+    def has_closed(self) -> bool:
+        """Whether an update was closed since this was asked last."""
+        closed, self._has_closed = self._has_closed, False
+        return closed
+
+    def _refuse_forward(self, asks: bool) -> None:
+        """Refuse a forward that the open update has no place for."""
+        plan, k = self._plan, self._plan.per_update
+        if len(self._calls) == k:
+            raise ConfigError(
+                f"an update is of at most {k} forwards, as micro_batches={k} says, and all were "
+                "called: call step(), which closes the update, or give more micro_batches"
+            )
+        if self._is_filled:
+            raise ConfigError(
+                "the gradient of an input was computed, for which the stages have ended the "
+                "forwards of this update: call all forwards of an update before such a backward, "
+                "or step() in between"
+            )
+        if asks and (not plan.flushes or plan.replicated):
+            what = f"with {plan.title}" if not plan.flushes else "with replicas"
+            raise ConfigError(
+                f"an input requires a gradient, which {what} comes too late, or not at all: use "
+                'schedule="gpipe" without replicas, or give forward(x.detach())'
+            )
+
+    def step(self, update: bool) -> None:
+        """Close the open update; see `Pipeline.step`."""
+        if not self._calls:
+            raise ConfigError("step() closes an update of forward() calls, and there was none")
+        if not update and self._calls[-1].is_given and len(self._calls) == self._plan.per_update:
+            raise ConfigError(
+                "the gradient of the input of the last micro-batch was computed, and with it this "
+                "update was applied: to drop an update after such a backward, give "
+                f"micro_batches={self._plan.per_update + 1} or more, one more than its forwards"
+            )
+        for call in self._calls:
+            self._require_finite(call.gradients, self._feeder.step)
+        self._close(update)
+
+    def _close(self, update: bool) -> None:
+        """End the forwards and the backwards of the open update."""
+        calls, feeder, k = self._calls, self._feeder, self._plan.per_update
+        self._fill()
+        used = any(call.is_given or any(g is not None for g in call.gradients) for call in calls)
+        skips = not (update and used)
+        for call in calls:
+            if not call.is_given:
+                self._give_call(call, skips)
+            self._rest.extend(self._keys_of_inputs(call) if not call.came else ())
+        for i in range(len(calls), k):
+            self._give(feeder.step * k + i, calls[0].position + i, (), skips)
+        self._calls, self._is_filled, self._has_closed = [], False, True
+        messages, samples = zip(*((call.message, call.part.samples) for call in calls), strict=True)
+        feeder.closed(calls[0].position, messages, samples)
+
+    def _fill(self) -> None:
+        """Feed what is missing of the open update: micro-batches without samples."""
+        if self._is_filled:
+            return
+        feeder, k, self._is_filled = self._feeder, self._plan.per_update, True
+        assert feeder.optimizer is not None
+        hyper, given = feeder.optimizer.hyper(), feeder.script.now()
+        for i in range(len(self._calls), k):
+            number = feeder.step * k + i
+            position = feeder.feed(EMPTY, number, hyper, given)
+            self._rest.append(feeder.key_of(number, position))
+
+    @torch.enable_grad()  # a backward turns it off, and stages may compute in this thread
+    def input_gradients(self, call: Call) -> list[Tensor | None]:
+        """Return the gradients of a call's inputs, which ends the forwards of its update."""
+        if call not in self._calls or call.is_reached:
+            raise ConfigError(
+                "a second backward goes to the input of a forward, whose activations the stages "
+                "have freed: add the losses up and call backward once, or call forward again"
+            )
+        call.is_reached = True
+        self._fill()
+        # The stages do the backwards in the order of the calls, so those before come too.
+        until = self._calls[: self._calls.index(call) + 1]
+        for each in until:
+            if not each.is_given:
+                self._require_finite(each.gradients, self._feeder.step)
+                self._give_call(each, skips=False)
+        for each in until:
+            if each.asked and not each.came:
+                each.came = True
+                for key in self._keys_of_inputs(each):
+                    each.found.append((key.edge.source, self._group.take(key)))
+        return self._of_inputs(call)
+
+    def _of_inputs(self, call: Call) -> list[Tensor | None]:
+        """Return the gradients of a call's inputs, summed over the stages that take them."""
+        total: list[Tensor | None] = [None] * len(call.asked)
+        for stage, places in self._feeder.places_of_inputs(call.part):
+            address = self._plan.address_of(stage, call.number)
+            for source, message in call.found:
+                if source == address:
+                    for i, gradient in zip(places, gradients_of(message, message.tensors)):
+                        if gradient is not None:
+                            before = total[i]
+                            total[i] = gradient if before is None else before + gradient
+        return total
+
+    def _inferred(self, batch: Batch) -> Any:
+        """Run a forward without a gradient: an inference in training mode."""
+        if not self._told_of_no_grad:
+            self._told_of_no_grad = True
+            _log.warning(
+                "forward under no_grad is an inference in training mode: dropout drops, and "
+                "statistics of BatchNorm move. pipe(x) runs the model in eval mode"
+            )
+        if not self._calls:
+            return self._feeder.infer(batch, training=True)
+        if not self._plan.flushes or len(self._calls) == self._plan.per_update or self._is_filled:
+            raise ConfigError(
+                "a forward under no_grad needs the stages, which wait for the gradients of the "
+                "open update: call it before the forwards of an update, or after step()"
+            )
+        self._take_rest()
+        return self._feeder.infer(batch, training=True, flushes=False)
+
+    # -- what goes and comes ----------------------------------------------------------------------
+
+    def _give_call(self, call: Call, skips: bool) -> None:
+        call.is_given = True
+        self._give(call.number, call.position, call.gradients, skips)
+
+    def _give(self, number: int, position: int, gradients: Given, skips: bool) -> None:
+        """Send the gradients of the output of a micro-batch."""
+        # Copies: the script may set its gradients to zero before they are sent.
+        sent = [None if skips or g is None else own(g, copy=True) for g in gradients]
+        present, tensors = dense(sent)
+        payload = Gradient(present=present, skips=skips)
+        self._group.feed.gradient(number, position, payload, tensors)
+        now = time.monotonic_ns()
+        self._feeder.record(GAVE, number, NOBODY, now, now)
+
+    def _keys_of_inputs(self, call: Call) -> list[Key]:
+        """Return the keys of the messages with the gradients of a call's inputs."""
+        if not call.asked:
+            return []
+        addresses = [
+            self._plan.address_of(stage, call.number)
+            for stage, places in self._feeder.places_of_inputs(call.part)
+            if places
+        ]
+        edges = [Edge(EdgeKind.GRADIENT, address, COORDINATOR) for address in addresses]
+        return [Key(edge, call.position) for edge in edges]
+
+    def _take_rest(self) -> None:
+        """Take the messages that nobody waits for."""
+        while self._rest:
+            self._group.take(self._rest.popleft())
+
+    def settle(self) -> None:
+        """Give what the script has computed, before something needs the stages; or refuse."""
+        self._refuse_open("this")
+        if self._handed is not None and len(self._feeder.pending) > 1:
+            raise ConfigError(
+                f"this needs the stages, and {len(self._feeder.pending) - 1} more mini-batches are "
+                "on their way, whose loss the script has not computed. Do it after the loop over "
+                "outputs (which can be of a part of the loader, as itertools.islice(items, 100)), "
+                'or use schedule="gpipe" or Layout(credits=1), with which nothing is on its way'
+            )
+        self.answer()
+        self._take_rest()
+
+    def _refuse_open(self, what: str) -> None:
+        if self._calls:
+            raise ConfigError(
+                f"{what} needs the stages, which wait for the gradients of {len(self._calls)} "
+                "forwards: call step() first, or step(update=False), which drops them"
+            )
+
+    def _require_finite(self, gradients: Given, step: int) -> None:
+        """Refuse to train on gradients that are NaN or infinite, unless that is to be ignored."""
+        there = [] if self._on_nan != "raise" else [g for g in gradients if g is not None]
+        if any(not math.isfinite(g.sum()) and not g.isfinite().all() for g in there):
+            raise NonFiniteLoss(
+                f"the gradient that the script computes for the output of mini-batch {step} is NaN "
+                "or infinite, and was not sent: lower the learning rate, look at the data and the "
+                'loss, or pass Training(on_nan="ignore")',
+                stage=self._plan.exits[0],
+                action=f"G{step * self._plan.per_update}",
+            )
+
+
+def _value_of(message: Message) -> Value:
+    """Return the output in a message."""
+    payload = message.payload
+    assert isinstance(payload, Loss)
+    return Value(payload.structure, message.tensors, tuple(payload.requires_grad))
+
+
+def _slice(gradient: Tensor | None, start: int, samples: int) -> Tensor | None:
+    """Return the part of a gradient that is of some samples; what is not joined may have none."""
+    if gradient is None or (not start and (not gradient.dim() or len(gradient) == samples)):
+        return gradient
+    return gradient.narrow(0, start, samples)
