@@ -153,6 +153,10 @@ class Cutter:
         parts += [EMPTY] * (k - len(parts))
         return found[0]._replace(parts=parts, first_part=found[0])
 
+    def parts(self, batch: Batch, count: int, training: bool | None) -> list[MicroBatch]:
+        """Return the micro-batches, up to ``count``, of a forward to train on."""
+        return [*self._cut(batch, count, training).filled.values()]
+
     def _cut(self, batch: Batch, k: int, training: bool | None, adds: bool = False) -> CutBatch:
         """Cut a mini-batch, or a part of one, into some number of micro-batches."""
         samples = samples_of(batch)

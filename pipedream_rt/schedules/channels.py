@@ -121,7 +121,7 @@ def _gradients_needed(
 def _gradients_given(
     plan: Placement, kind: Kind, address: Address, index: int
 ) -> Iterable[EdgeRule]:
-    if kind is Kind.GRADIENT:
+    if kind is Kind.GRADIENT and plan.loss_in_script:
         return _edges(EdgeKind.GRADIENT, [COORDINATOR], [plan.address_of(plan.exits[0], index)])
     if kind not in SENDS_BACK:
         return ()

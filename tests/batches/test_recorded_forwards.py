@@ -39,7 +39,8 @@ EXAMPLE = Batch((X, SCALE), {}, None)
 def forwards_of(model=None, example=EXAMPLE, own_loss=False, **options):
     """The forwards of a model with two stages, of which the second begins at layer b."""
     model = model or Net()
-    made = RecordedForwards(model, find_layers(model), own_loss, **options)
+    made = RecordedForwards(model, find_layers(model), **options)
+    made.own_loss = own_loss
     made.begin(example, {Mode.TRAIN: made.record(example, Mode.TRAIN)}, ["b"])
     return made
 
@@ -145,4 +146,4 @@ def test_a_model_that_computes_its_loss_says_over_how_many_labels():
 )
 def test_the_coarsest_dtype_counts(weights, autocast, dtype):
     model = Net().to(weights)
-    assert RecordedForwards(model, find_layers(model), False, autocast).dtype is dtype
+    assert RecordedForwards(model, find_layers(model), autocast).dtype is dtype

@@ -32,6 +32,7 @@ REPLICAS = plan("async-1f1b", per_update=2, replicas=(2, 1))
 FLUSHED_REPLICAS = plan("1f1b", per_update=2, replicas=(2, 1))
 SHARDS = plan("1f1b", per_update=2, replicas=(2, 1), shard_optimizer=True)
 HALVES = {**plan("zero-bubble", per_update=2), "proved": True}
+IN_SCRIPT = {"plan": dataclasses.replace(FLUSHES["plan"], loss_in_script=True)}
 DELAYED = {"corrections": (DelayCompensation(),)}
 NORM = {"training": Training(clip=Clip(norm=1.0))}
 SCALED = {"training": Training(loss_scale=LossScale())}
@@ -56,6 +57,8 @@ CASES = [
     {**HALVES, "training": Training(recompute=True)},
     {**HALVES, **of_model(hooked="0.weight")},
     {**FLUSHES, **of_model(tied="w", tied_hooked="w", hooked="w")},
+    {**IN_SCRIPT, **SCALED},
+    {**IN_SCRIPT, "training": Training(weigh=len)},
     {**ASYNC, **of_model(renormed="0")},
 ]
 

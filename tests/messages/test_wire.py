@@ -70,7 +70,7 @@ def test_what_msgpack_cannot_write_is_refused_with_the_message_named():
 def test_another_format_is_refused():
     import msgpack
 
-    with pytest.raises(TransportError, match=r"has format 99, but .* reads format 13"):
+    with pytest.raises(TransportError, match=r"has format 99, but .* reads format 14"):
         decode(msgpack.packb([99, 0, 0, 0, 0, 0, 0, []]), [])
 
 

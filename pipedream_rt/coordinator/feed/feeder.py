@@ -133,6 +133,10 @@ class Feeder:
         """Whether something but training may have changed weights or optimizers since the start."""
         return self._group.feed.touched
 
+    def parts(self, batch: Batch, count: int) -> list[MicroBatch]:
+        """Return the micro-batches, up to ``count``, of what is to be trained on."""
+        return self._cutter.parts(batch, count, self.training)
+
     def places_of_inputs(self, part: MicroBatch) -> Iterator[tuple[int, list[int]]]:
         """Yield stages, with the places of what each takes among inputs that ask for gradients."""
         asks = zip(part.inputs.tensors, part.inputs.requires_grad)
@@ -305,9 +309,9 @@ class Feeder:
         for watch in self._watch:
             watch(pending.outcome)
 
-    def closed(self, position: int, messages: Sequence[Message], samples: Sequence[int]) -> None:
+    def closed(self, messages: Sequence[Message], samples: Sequence[int]) -> None:
         """Count an update whose micro-batches were fed one by one; their outputs are there."""
-        pending = PendingStep(self, self.step, position, [0.0] * len(messages), samples)
+        pending = PendingStep(self, self.step, 0, [0.0] * len(messages), samples)
         assert self.optimizer is not None
         self.optimizer.count_step()
         self.step += 1

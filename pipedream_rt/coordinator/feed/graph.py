@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from pipedream_rt.batches.micro_batches import MicroBatch
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.messages.message import Message
+from pipedream_rt.messages.message import Key, Message
 
 
 class Stages(Protocol):
@@ -27,11 +27,25 @@ class Stages(Protocol):
         """Return the gradients of those inputs that ask for one."""
 
 
-class Call:
-    """A forward that the script has called, one micro-batch of the update that it is in.
+class Fed(NamedTuple):
+    """A micro-batch that was fed.
 
     Attributes:
-        message: The message in which its output came.
+        key: The key under which its output comes.
+    """
+
+    number: int
+    position: int
+    samples: int
+    key: Key
+
+
+class Call:
+    """A forward that the script has called: one or more micro-batches of the update that it is in.
+
+    Attributes:
+        part: Its first micro-batch.
+        messages: The messages in which its output came.
         asked: The inputs that require a gradient.
         gradients: The sums of the gradients that came so far, by output that asks for one.
         is_given: Whether these went to the stages.
@@ -42,14 +56,12 @@ class Call:
     def __init__(
         self,
         stages: Stages,
-        number: int,
-        position: int,
         part: MicroBatch,
-        message: Message,
+        fed: Sequence[Fed],
         asked: Sequence[Tensor],
     ) -> None:
-        self.stages, self.number, self.position = stages, number, position
-        self.part, self.message, self.asked = part, message, asked
+        self.stages, self.part, self.fed, self.asked = stages, part, fed, asked
+        self.messages: list[Message] = []
         self.gradients: list[Tensor | None] = []
         self.is_given = self.is_reached = self.came = False
         self.found: list[tuple[int, Message]] = []

@@ -25,12 +25,12 @@ from torch import Tensor
 from pipedream_rt.batches.cutting import unmarked
 from pipedream_rt.batches.items import Batch
 from pipedream_rt.batches.joining import Part, joined
-from pipedream_rt.batches.micro_batches import EMPTY
+from pipedream_rt.batches.micro_batches import EMPTY, MicroBatch
 from pipedream_rt.coordinator.feed.feeder import Feeder
-from pipedream_rt.coordinator.feed.graph import Call, entered, left
+from pipedream_rt.coordinator.feed.graph import Call, Fed, entered, left
 from pipedream_rt.coordinator.recovery.group import WorkerGroup
 from pipedream_rt.errors import ConfigError, NonFiniteLoss
-from pipedream_rt.messages.message import Gradient, Key, Loss, Message, Mode
+from pipedream_rt.messages.message import Gradient, Key, Loss, Message
 from pipedream_rt.messages.tree import Value, flatten, own, unflatten
 from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind
 from pipedream_rt.stage.values import dense, gradients_of
@@ -98,7 +98,8 @@ class ScriptLoss:
         self._plan = group.plan
         self._handed: _Handed | None = None
         self._last = -1
-        self._calls: list[Call] = []
+        self._calls: list[Call] = []  # those of the open update, and its micro-batches so far
+        self._fed: list[Fed] = []
         self._is_filled = False  # whether no other forward can join the open update
         self._has_closed = False
         # Messages that nobody will wait for; those of an edge must be taken in order.
@@ -136,20 +137,17 @@ class ScriptLoss:
         gradients = handed.gradients()
         self._require_finite(gradients, self._feeder.pending[0].step)
         self._handed, handed.is_given = None, True
-        self._give_all(handed, gradients)
+        self._give_all(gradients)
         return self._last
 
-    def _give_all(self, handed: _Handed | None, gradients: Given) -> None:
+    def _give_all(self, gradients: Given) -> None:
         """Give the gradients of the oldest mini-batch; without one, its update is skipped."""
         pending = self._feeder.pending.popleft()
-        skips = all(gradient is None for gradient in gradients)
-        first, parts = pending.step * self._plan.per_update, {}
-        start = 0
-        for part in handed.parts if handed is not None else ():
-            parts[part.number] = [_slice(g, start, part.samples) for g in gradients]
-            start += part.samples
-        for i in range(len(pending.shares)):
-            self._give(first + i, pending.first + i, parts.get(first + i, ()), skips)
+        parts = [
+            Fed(number, pending.first + i, pending.samples[i], key)
+            for i, (key, number) in enumerate(self._feeder.keys_of(pending))
+        ]
+        self._give_slices(parts, gradients, all(gradient is None for gradient in gradients))
 
     def leave(self) -> None:
         """Skip the updates of all mini-batches whose loss the script will not compute."""
@@ -162,7 +160,7 @@ class ScriptLoss:
             pending = self._feeder.pending[0]
             if pending.outcome is None:
                 self._rest.extend(key for key, _ in self._feeder.keys_of(pending))
-            self._give_all(None, ())
+            self._give_all(())
         if self._calls:
             self._close(update=False)
         if skipped:
@@ -175,48 +173,61 @@ class ScriptLoss:
 
     # -- one call after another -------------------------------------------------------------------
 
-    def forward(self, batch: Batch) -> Any:
-        """Run one forward of the open update; see `Pipeline.forward`."""
-        batch = unmarked(batch)
+    def forward(self, batch: Batch, count: int = 1) -> Any:
+        """Run one forward of the open update, in ``count`` micro-batches: `Pipeline.forward`."""
         if not torch.is_grad_enabled():
-            return self._inferred(batch)
-        feeder, k = self._feeder, self._plan.per_update
+            return self._inferred(unmarked(batch))
+        feeder = self._feeder
         if feeder.pending:
             raise ConfigError(
                 "forward cannot be called in a loop over outputs(), whose mini-batches are on "
                 "their way: compute with the output that the loop gives, or use forward alone"
             )
         optimizer = feeder.ready()
-        _, given = flatten(feeder.forwards.inputs(batch))
-        asks = tuple(tensor.requires_grad for tensor in given)
-        self._refuse_forward(any(asks))
+        inputs = flatten(feeder.forwards.inputs(unmarked(batch)))[1]
+        asked = [tensor for tensor in inputs if tensor.requires_grad]
+        self._refuse_forward(count, bool(asked))
         self._take_rest()
-        if not self._calls and not feeder.step:
+        if not self._fed and not feeder.step:
             feeder.first(batch)
-        part = feeder.part(batch, Mode.TRAIN)
-        part = part._replace(inputs=part.inputs._replace(requires_grad=asks))
+        parts = feeder.parts(batch, count)
+        if asked:
+            flags = tuple(tensor.requires_grad for tensor in inputs)
+            parts = [
+                part._replace(inputs=part.inputs._replace(requires_grad=flags)) for part in parts
+            ]
         self._group.feed.define()
-        number = feeder.step * k + len(self._calls)
-        position = feeder.feed(part, number, optimizer.hyper(), feeder.script.now())
+        hyper, given = optimizer.hyper(), feeder.script.now()
+        call = Call(self, parts[0], [self._feed(part, hyper, given) for part in parts], asked)
         with self._group.life.guard():
-            message = feeder.take(feeder.key_of(number, position), number)
-        value = _value_of(message)
-        asked = [tensor for tensor, wanted in zip(given, asks, strict=True) if wanted]
-        call = Call(self, number, position, part, message, asked)
+            call.messages = [feeder.take(fed.key, fed.number) for fed in call.fed]
         self._calls.append(call)
-        made = [own(tensor, copy=True) for tensor in value.tensors]
-        self.output_bytes = sum(tensor.nbytes for tensor in made)
-        return unflatten(value.structure, left(call, entered(call), made, value.requires_grad))
+        outputs = [
+            Part(fed.number, fed.samples, _value_of(message))
+            for fed, message in zip(call.fed, call.messages, strict=True)
+        ]
+        structure, tensors, flags = joined(outputs)
+        self.output_bytes = sum(tensor.nbytes for tensor in tensors)
+        return unflatten(structure, left(call, entered(call), tensors, flags))
+
+    def _feed(self, part: MicroBatch, hyper: list[dict[str, Any]], given: list[list[Any]]) -> Fed:
+        """Feed the next micro-batch of the open update."""
+        feeder = self._feeder
+        number = feeder.step * self._plan.per_update + len(self._fed)
+        position = feeder.feed(part, number, hyper, given)
+        fed = Fed(number, position, part.samples, feeder.key_of(number, position))
+        self._fed.append(fed)
+        return fed
 
     def has_closed(self) -> bool:
         """Whether an update was closed since this was asked last."""
         closed, self._has_closed = self._has_closed, False
         return closed
 
-    def _refuse_forward(self, asks: bool) -> None:
+    def _refuse_forward(self, count: int, asks: bool) -> None:
         """Refuse a forward that the open update has no place for."""
         plan, k = self._plan, self._plan.per_update
-        if len(self._calls) == k:
+        if len(self._fed) + count > k and not self._is_filled:
             raise ConfigError(
                 f"an update is of at most {k} forwards, as micro_batches={k} says, and all were "
                 "called: call step(), which closes the update, or give more micro_batches"
@@ -226,6 +237,11 @@ class ScriptLoss:
                 "the gradient of an input was computed, for which the stages have ended the "
                 "forwards of this update: call all forwards of an update before such a backward, "
                 "or step() in between"
+            )
+        if asks and count > 1:
+            raise ConfigError(
+                "an input requires a gradient, and is cut into micro-batches: give "
+                "micro_batches=1, or the input detached"
             )
         if asks and (not plan.flushes or plan.replicated):
             what = f"with {plan.title}" if not plan.flushes else "with replicas"
@@ -238,11 +254,12 @@ class ScriptLoss:
         """Close the open update; see `Pipeline.step`."""
         if not self._calls:
             raise ConfigError("step() closes an update of forward() calls, and there was none")
-        if not update and self._calls[-1].is_given and len(self._calls) == self._plan.per_update:
+        k = self._plan.per_update
+        if not update and self._calls[-1].is_given and self._calls[-1].fed[-1].number % k == k - 1:
             raise ConfigError(
                 "the gradient of the input of the last micro-batch was computed, and with it this "
                 "update was applied: to drop an update after such a backward, give "
-                f"micro_batches={self._plan.per_update + 1} or more, one more than its forwards"
+                f"micro_batches={k + 1} or more, one more than its forwards"
             )
         for call in self._calls:
             self._require_finite(call.gradients, self._feeder.step)
@@ -250,7 +267,7 @@ class ScriptLoss:
 
     def _close(self, update: bool) -> None:
         """End the forwards and the backwards of the open update."""
-        calls, feeder, k = self._calls, self._feeder, self._plan.per_update
+        calls, feeder = self._calls, self._feeder
         self._fill()
         used = any(call.is_given or any(g is not None for g in call.gradients) for call in calls)
         skips = not (update and used)
@@ -258,23 +275,22 @@ class ScriptLoss:
             if not call.is_given:
                 self._give_call(call, skips)
             self._rest.extend(self._keys_of_inputs(call) if not call.came else ())
-        for i in range(len(calls), k):
-            self._give(feeder.step * k + i, calls[0].position + i, (), skips)
-        self._calls, self._is_filled, self._has_closed = [], False, True
-        messages, samples = zip(*((call.message, call.part.samples) for call in calls), strict=True)
-        feeder.closed(calls[0].position, messages, samples)
+        filled = sum(len(call.fed) for call in calls)
+        for fed in self._fed[filled:]:
+            self._give(fed, (), skips)
+        pairs = [p for call in calls for p in zip(call.fed, call.messages, strict=True)]
+        self._calls, self._fed, self._is_filled, self._has_closed = [], [], False, True
+        feeder.closed([message for _, message in pairs], [fed.samples for fed, _ in pairs])
 
     def _fill(self) -> None:
         """Feed what is missing of the open update: micro-batches without samples."""
         if self._is_filled:
             return
-        feeder, k, self._is_filled = self._feeder, self._plan.per_update, True
-        assert feeder.optimizer is not None
-        hyper, given = feeder.optimizer.hyper(), feeder.script.now()
-        for i in range(len(self._calls), k):
-            number = feeder.step * k + i
-            position = feeder.feed(EMPTY, number, hyper, given)
-            self._rest.append(feeder.key_of(number, position))
+        self._is_filled, optimizer = True, self._feeder.optimizer
+        assert optimizer is not None
+        hyper, given = optimizer.hyper(), self._feeder.script.now()
+        while len(self._fed) < self._plan.per_update:
+            self._rest.append(self._feed(EMPTY, hyper, given).key)
 
     @torch.enable_grad()  # a backward turns it off, and stages may compute in this thread
     def input_gradients(self, call: Call) -> list[Tensor | None]:
@@ -303,7 +319,7 @@ class ScriptLoss:
         """Return the gradients of a call's inputs, summed over the stages that take them."""
         total: list[Tensor | None] = [None] * len(call.asked)
         for stage, places in self._feeder.places_of_inputs(call.part):
-            address = self._plan.address_of(stage, call.number)
+            address = self._plan.address_of(stage, call.fed[0].number)
             for source, message in call.found:
                 if source == address:
                     for i, gradient in zip(places, gradients_of(message, message.tensors)):
@@ -322,7 +338,7 @@ class ScriptLoss:
             )
         if not self._calls:
             return self._feeder.infer(batch, training=True)
-        if not self._plan.flushes or len(self._calls) == self._plan.per_update or self._is_filled:
+        if not self._plan.flushes or len(self._fed) == self._plan.per_update:
             raise ConfigError(
                 "a forward under no_grad needs the stages, which wait for the gradients of the "
                 "open update: call it before the forwards of an update, or after step()"
@@ -334,29 +350,36 @@ class ScriptLoss:
 
     def _give_call(self, call: Call, skips: bool) -> None:
         call.is_given = True
-        self._give(call.number, call.position, call.gradients, skips)
+        self._give_slices(call.fed, call.gradients, skips)
 
-    def _give(self, number: int, position: int, gradients: Given, skips: bool) -> None:
+    def _give_slices(self, parts: Sequence[Fed], gradients: Given, skips: bool) -> None:
+        """Give each of some micro-batches its slice of the gradients of their joined output."""
+        start = 0
+        for fed in parts:
+            self._give(fed, [_slice(g, start, fed.samples) for g in gradients], skips)
+            start += fed.samples
+
+    def _give(self, fed: Fed, gradients: Given, skips: bool) -> None:
         """Send the gradients of the output of a micro-batch."""
         # Copies: the script may set its gradients to zero before they are sent.
         sent = [None if skips or g is None else own(g, copy=True) for g in gradients]
         present, tensors = dense(sent)
         payload = Gradient(present=present, skips=skips)
-        self._group.feed.gradient(number, position, payload, tensors)
+        self._group.feed.gradient(fed.number, fed.position, payload, tensors)
         now = time.monotonic_ns()
-        self._feeder.record(GAVE, number, NOBODY, now, now)
+        self._feeder.record(GAVE, fed.number, NOBODY, now, now)
 
     def _keys_of_inputs(self, call: Call) -> list[Key]:
         """Return the keys of the messages with the gradients of a call's inputs."""
         if not call.asked:
             return []
         addresses = [
-            self._plan.address_of(stage, call.number)
+            self._plan.address_of(stage, call.fed[0].number)
             for stage, places in self._feeder.places_of_inputs(call.part)
             if places
         ]
         edges = [Edge(EdgeKind.GRADIENT, address, COORDINATOR) for address in addresses]
-        return [Key(edge, call.position) for edge in edges]
+        return [Key(edge, call.fed[0].position) for edge in edges]
 
     def _take_rest(self) -> None:
         """Take the messages that nobody waits for."""

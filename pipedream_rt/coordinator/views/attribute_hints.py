@@ -38,7 +38,6 @@ ADVICE: Mapping[str, str] = {
     **dict.fromkeys(("modules", "named_modules", "children", "named_children"), _WHOLE),
     **dict.fromkeys(("get_submodule", "get_parameter", "get_buffer", "model"), _WHOLE),
     **dict.fromkeys(("buffers", "named_buffers"), "pipe.state_dict() has them"),
-    "forward": "call the pipeline: pipe(x)",
     "compile": "Training(compile=True) compiles the layers",
     "eval": "pipe.train(False), for training in eval mode; pipe(x) and evaluate use it anyway",
     "training": "pipe.train() and pipe.train(False) set the mode",
