@@ -192,9 +192,9 @@ class ScriptLoss:
             feeder.first(batch)
         parts = feeder.parts(batch, count)
         if asked:
-            flags = tuple(tensor.requires_grad for tensor in inputs)
+            asks = tuple(tensor.requires_grad for tensor in inputs)
             parts = [
-                part._replace(inputs=part.inputs._replace(requires_grad=flags)) for part in parts
+                part._replace(inputs=part.inputs._replace(requires_grad=asks)) for part in parts
             ]
         self._group.feed.define()
         hyper, given = optimizer.hyper(), feeder.script.now()
