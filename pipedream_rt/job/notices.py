@@ -93,7 +93,7 @@ def about_plan(plan: Plan, left_out: DisabledFeatures) -> list[str]:
     said = []
     if stalest > 1:
         enough = plan.shape.longest_lag + 1
-        helps = plan.name in RECIPES and enough > plan.per_update
+        helps = plan.name in RECIPES and enough > plan.per_update and not plan.loss_in_script
         said.append(
             f"gradients are up to {stalest} updates stale, which costs samples; "
             + (

@@ -19,7 +19,8 @@ class Place(NamedTuple):
     Attributes:
         step: The number of the mini-batch.
         micro_batch: Counted over all mini-batches; -1 for what belongs to the update.
-        kind: ``"input"`` or ``"output"`` of a layer, ``"loss"``, ``"gradient"``, ``"state"``.
+        kind: ``"input"`` or ``"output"`` of a layer, ``"loss"``, or ``"result"``, the output of the
+            model, where the script computes the loss; ``"gradient"``, ``"state"``.
         name: The layer, with ``#2`` at its second call; the parameter or the buffer.
         number: Which of the tensors of an input or output.
     """
@@ -37,6 +38,7 @@ class Place(NamedTuple):
             "input": f"the input{which} of layer {self.name}",
             "output": f"the output{which} of layer {self.name}",
             "loss": "the loss",
+            "result": "the output of the model",
             "gradient": f"the gradient of {self.name}",
             "state": f"{self.name} after the update",
         }[self.kind]
@@ -211,6 +213,11 @@ _CAUSES: Mapping[str, str] = {
     "loss": (
         "All layers gave the same, so it is the loss: it reads something that the script or a "
         "layer changes (a global, a closure, an attribute), or draws random numbers of its own"
+    ),
+    "result": (
+        "The script gets another output than a copy of its model gives: a layer goes by something "
+        "else than its input and its weights (a global, an attribute of its class, random numbers "
+        "of Python or NumPy, a clock)"
     ),
     "gradient": (
         "All layers and losses gave the same, so it is in the backward: a hook of the model or of "

@@ -36,6 +36,7 @@ from pipedream_rt.stage.seeds import layer_seed
 from pipedream_rt.stage.spec import LossFunction, own_loss, total_of
 from pipedream_rt.verify.compare import Place, Seen, apart, sampled
 from pipedream_rt.verify.isolation import Kept, drawn, generators_in, held_by
+from pipedream_rt.verify.stand_in import GivenGradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +219,8 @@ class PlainTraining:
     ) -> None:
         self.job, self._copies, self._model = job, copies, copies.model
         self._loss = own_loss if job.forwards.own_loss else copies.loss_fn
+        if self._loss is None:  # the script's, of which the gradients are known
+            self._loss = GivenGradients()
         self._by_stage = names
         self._trained = {
             copies.model.names[id(p)]: p
@@ -232,7 +235,7 @@ class PlainTraining:
         }
         self._given = {} if self._model.sequence is not None else without_cache(self._model.whole)
         spared = weights_in(copies.model.modules.values())
-        roots = ([("model", whole), ("the loss", self._loss)], [("", self._optimizer)])
+        roots = ([("model", whole), ("the loss", copies.loss_fn)], [("", self._optimizer)])
         holders, of_optimizer = (list(Parcel(each, spared).found.values()) for each in roots)
         self._generators = generators_in([*holders, *of_optimizer])
         self._holders = holders
@@ -335,7 +338,10 @@ class PlainTraining:
                 draws = _Seeding(drawing.get(part.program, ()), tap.inside, seed)
                 loss = self._computed(copy_of(part.inputs), copy_of(part.target), draws)
                 tap.at = None
-                seen[Place(step, number, "loss")] = loss.item()
+                if isinstance(self._loss, GivenGradients):
+                    seen[Place(step, number, "result")] = self._loss.outputs
+                else:
+                    seen[Place(step, number, "loss")] = loss.item()
                 if share:
                     # In a backward each stage draws for itself: what is drawn cannot be compared.
                     self.seed(number, "backward")

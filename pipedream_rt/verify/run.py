@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
+import torch
 from torch import Tensor
 
-from pipedream_rt.batches.cutting import keeps_state
+from pipedream_rt.batches.cutting import keeps_state, unmarked
 from pipedream_rt.batches.items import Batch, Prepare, batch_of, require_loader
 from pipedream_rt.batches.looking import looking
 from pipedream_rt.batches.micro_batches import CutBatch
@@ -27,6 +28,7 @@ from pipedream_rt.coordinator.run import Run
 from pipedream_rt.errors import ConfigError, PipelineError
 from pipedream_rt.job.job import Job
 from pipedream_rt.job.rules import scale_of
+from pipedream_rt.messages.tree import Value, flat_copy
 from pipedream_rt.models.communication import communicates
 from pipedream_rt.models.preserving_state import drawn_outside
 from pipedream_rt.schedules import Plan
@@ -45,7 +47,11 @@ from pipedream_rt.verify.compare import (
 from pipedream_rt.verify.cutting import MANY, Cutting, noise_of, whole_and_parts
 from pipedream_rt.verify.isolation import Shared
 from pipedream_rt.verify.plain import Copies, PlainTraining, copies_of, rounding_in
+from pipedream_rt.verify.stand_in import NOTE, MeanOfOutputs, with_stand_in
 from pipedream_rt.verify.twin import Twin, names_by_stage, steps_that_draw
+
+_RESULTS = ("loss", "result")
+"""The kinds of what the workers return for a micro-batch."""
 
 _NOT_COMPARED = "the first mini-batch was not compared with plain PyTorch"
 
@@ -81,7 +87,7 @@ def verified(
 ) -> Verification:
     """Compare stages with plain PyTorch on the first mini-batches of a loader."""
     require_loader(loader, "verify")
-    optimizer = run.feeder.optimizer
+    optimizer, job = run.feeder.optimizer, with_stand_in(job)
     if job.loss_fn is None or optimizer is None:
         raise ConfigError("verify trains copies, so Pipeline needs loss_fn and optimizer")
     items = looking(loader, steps)
@@ -116,7 +122,7 @@ def beside(
         loss = plain.loss_of(batches[0]) if run is not None else None
         plain.set_mode(training)
         twin.set_mode(training)
-        notes = [*twin.left_out, *_staleness(job.plan)]
+        notes = [*twin.left_out, *_staleness(job.plan), *[NOTE] * job.plan.loss_in_script]
         for step, (batch, of_step) in enumerate(zip(batches, hyper)):
             began = time.monotonic()
             cut, own, theirs, cutting = _both(shared, twin, plain, step, batch, of_step)
@@ -180,7 +186,9 @@ def _parted(
     return number, parted
 
 
-def _said_of(cutting: Cutting | None, notes: list[str]) -> tuple[str, float, str] | None:
+def _said_of(
+    cutting: Cutting | None, notes: list[str], in_script: bool = False
+) -> tuple[str, float, str] | None:
     """Return what micro-batches change, by how much and why; None for nothing but state."""
     if cutting is None:
         return None
@@ -193,6 +201,14 @@ def _said_of(cutting: Cutting | None, notes: list[str]) -> tuple[str, float, str
         )
         if note not in notes:
             notes.append(note)
+    if cutting.loss and in_script:
+        return (
+            "the output of two micro-batches as one and one by one",
+            cutting.loss,
+            "A value is cut that belongs to every micro-batch, or along another dimension "
+            "(pipedream_rt.Whole and Along say how), or a layer lets samples depend on each other; "
+            "micro_batches=1 makes it as in plain PyTorch",
+        )
     if cutting.loss:
         whole, parts = cutting.losses
         return (
@@ -239,7 +255,11 @@ def _with_workers(
 ) -> Verification:
     """Compare the loss of a mini-batch in eval mode on the workers themselves, too."""
     feeder, passes = run.feeder, run.feeder.passes
-    theirs = feeder.evaluate([batch], _as_it_is)["loss"]
+    if job.plan.loss_in_script:
+        output = feeder.infer(unmarked(batch), training=False)
+        theirs = MeanOfOutputs()(output, None).item()
+    else:
+        theirs = feeder.evaluate([batch], _as_it_is)["loss"]
     # Seeds count passes: layers that draw are to draw as if this one had not been.
     feeder.passes = passes
     apart_by = abs(own - theirs) / max(abs(own), abs(theirs), 1e-30)
@@ -272,7 +292,10 @@ class Watching:
     """
 
     def __init__(self, job: Job, run: Run, asked: int) -> None:
-        self._job, self._run, self._asked = job, run, asked
+        self._job, self._run, self._asked = with_stand_in(job) if asked else job, run, asked
+        self._cut: CutBatch | None = None  # the first mini-batch, until the script answers it
+        if job.plan.loss_in_script and not asked and run.script_loss is not None:
+            run.script_loss.watch_first = self.answered
         self._batches: list[Batch] = []
         self._hyper: list[list[Hyper]] = []
         # Stages in this process will have changed it when the first mini-batch is compared.
@@ -303,8 +326,12 @@ class Watching:
             )
             return False
         if not self._asked:
-            if self._at_first is not None:
-                self._compare_first(cut, pending)
+            if self._job.plan.loss_in_script:
+                self._cut = cut
+            elif self._at_first is not None:
+                began, result = time.monotonic(), pending.result()
+                took = time.monotonic() - began
+                self._compare_first(cut, took, lambda own: self._of_workers(own, result, cut))
             self._batches.clear()
             return False
         if len(self._batches) == self._asked:
@@ -321,24 +348,46 @@ class Watching:
                 raise ConfigError(f"verified: {found}")
             print(f"verified: {found}", file=sys.stderr, flush=True)
 
-    def _compare_first(self, cut: CutBatch, pending: PendingStep) -> None:
+    def answered(self, cut: CutBatch | None, values: Sequence[Value], given: Sequence[Any]) -> None:
+        """Look at the first update whose loss the script has computed.
+
+        Of each micro-batch there is the output, and the gradients of those tensors that ask for
+        one. ``cut`` is None for the mini-batch that was injected.
+        """
+        optimizer = self._run.feeder.optimizer
+        assert optimizer is not None
+        if cut is not None and self._run.feeder.step == 1:  # forwards by hand
+            self._cut, self._hyper = cut, [optimizer.groups()]
+        if self._at_first is None or self._cut is None:
+            return
+        targets = [_spread(value, of_part) for value, of_part in zip(values, given, strict=True)]
+        answered = _with_targets(self._cut, targets)
+        self._cut = None
+
+        def theirs(own: Seen) -> Seen:
+            places = [Place(0, i, "result") for i in answered.filled]
+            outputs = [tuple(map(sampled, value.tensors)) for value in values]
+            settled = self._run.script_loss is not None and self._run.script_loss.is_settled
+            return dict(zip(places, outputs, strict=True)) | (self._states(own) if settled else {})
+
+        self._compare_first(answered, 0.0, theirs)
+
+    def _compare_first(self, cut: CutBatch, took: float, theirs_of: Callable[[Seen], Seen]) -> None:
         """Compare what the workers return for the first mini-batch with plain PyTorch."""
-        began = time.monotonic()
-        result = pending.result()
-        until = time.monotonic() + _TIMES * max(time.monotonic() - began, _SHORT_S)
+        until = time.monotonic() + _TIMES * max(took, _SHORT_S)
         late = functools.partial(_is_after, until)
         if (found := self._tried(lambda: self._plain(cut, late))) is None:
             return
         own, cutting = found
         self._say_of_cutting(cutting)
-        theirs = self._of_workers(own, result, cut)
+        theirs = theirs_of(own)
         number, parted = compared(own, theirs)
         if parted is not None and not parted.rounds:
             # Rounded otherwise: what then differs as much says nothing about the workers.
             if (again := self._tried(lambda: self._plain(cut, nudged=True))) is None:
                 return
             noise = {at: difference(own[at], value) for at, value in again[0].items() if at in own}
-            if not all(rounds for at, (_, rounds) in noise.items() if at.kind == "loss"):
+            if not all(rounds for at, (_, rounds) in noise.items() if at.kind in _RESULTS):
                 _log.info("%s: computed there twice, it differs", _NOT_COMPARED)
                 return
             number, parted = compared(
@@ -352,7 +401,8 @@ class Watching:
     def _say_of_cutting(self, cutting: Cutting | None) -> None:
         """Say what micro-batches change; refuse another gradient where nobody asked for them."""
         notes: list[str] = []
-        text = _said_of(cutting, notes)
+        in_script = self._job.plan.loss_in_script
+        text = _said_of(cutting, notes, in_script)
         # Of layers of the user's it was said before anything ran.
         if not any(map(keeps_state, self._job.model.modules.values())):
             for note in notes:
@@ -360,7 +410,8 @@ class Watching:
         if text is None:
             return
         said = "{} differs by {:.2g}. {}".format(*text)
-        if self._job.cut_unasked and cutting is not None and not cutting.loss:
+        # A loss on the last stage is compared there.
+        if self._job.cut_unasked and cutting is not None and (in_script or not cutting.loss):
             raise ConfigError(
                 f"{said}. To train on micro-batches all the same, as plain PyTorch does where it "
                 f"accumulates gradients, give micro_batches={self._job.plan.per_update}"
@@ -369,7 +420,7 @@ class Watching:
 
     def _refuse(self, parted: Parted) -> NoReturn:
         """Raise the error about a first mini-batch that is not as in plain PyTorch."""
-        found = self._tried(self._beside)
+        found = self._tried(self._beside) if self._batches else None
         where = (
             f"{parted.place} differs by {parted.difference:.2g} of its largest element. Stages "
             f"in this process give what plain PyTorch gives, so it is the workers: {_WORKERS}"
@@ -400,7 +451,11 @@ class Watching:
         """Return what the workers have computed: losses, and where they are compared weights."""
         weighed = [i for i, part in cut.filled.items() if part.share]
         pairs = zip(weighed, result.losses, strict=True)
-        theirs: Seen = {Place(0, i, "loss"): loss for i, loss in pairs}
+        return {Place(0, i, "loss"): loss for i, loss in pairs} | self._states(own)
+
+    def _states(self, own: Seen) -> Seen:
+        """Return the weights on the workers, where they are compared."""
+        theirs: Seen = {}
         if _steps_plainly(self._job) and any(place.kind == "state" for place in own):
             for name, value in self._run.run_state.gathered().items():
                 if (place := Place(0, -1, "state", name)) in own and isinstance(value, Tensor):
@@ -429,10 +484,32 @@ class Watching:
                     "the model, loss or optimizer draws random numbers of Python or NumPy, which "
                     "are not seeded per layer; draw them with torch, which is"
                 )
-            if late() or nudged:
+            if late() or nudged or not (cut.batch.args or cut.batch.kwargs):
                 return seen, None
             self._at_first.put_back()
             return seen, whole_and_parts(plain, cut.first_part or cut)
+
+
+def _spread(value: Value, given: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Return the gradients of all tensors of an output; None for those that ask for none."""
+    left = iter(given)
+    return tuple(next(left, None) if asks else None for asks in value.requires_grad)
+
+
+def _with_targets(cut: CutBatch, targets: Sequence[tuple[Tensor | None, ...]]) -> CutBatch:
+    """Return a mini-batch with the gradients of its outputs as targets, by micro-batch."""
+    pairs = zip(cut.filled.items(), targets, strict=True)
+    parts = {i: part._replace(target=flat_copy(each), share=1.0) for (i, part), each in pairs}
+    whole = tuple(
+        None if any(each is None for each in of_all) else torch.cat([*of_all])
+        for of_all in zip(*targets, strict=True)
+        if len(targets) > 1
+    )
+    return CutBatch(
+        batch=cut.batch._replace(target=whole),
+        parts=[parts.get(i, part) for i, part in enumerate(cut.parts)],
+        told=True,  # what the parts give adds up
+    )
 
 
 def _is_after(until: float) -> bool:
@@ -475,7 +552,7 @@ def _steps_plainly(job: Job) -> bool:
 
 def watching(job: Job, run: Run, asked: int) -> Watching | None:
     """Return what verifies the first mini-batches of a run; None if nothing does."""
-    trains = job.loss_fn is not None and job.optimizer is not None
+    trains = (job.loss_fn is not None or job.plan.loss_in_script) and job.optimizer is not None
     if trains and (asked or not why_not(job)):
         return Watching(job, run, asked)
     return None

@@ -44,7 +44,7 @@ class Call:
     """A forward that the script has called: one or more micro-batches of the update that it is in.
 
     Attributes:
-        part: Its first micro-batch.
+        parts: Its micro-batches, and ``fed`` how they were fed.
         messages: The messages in which its output came.
         asked: The inputs that require a gradient.
         gradients: The sums of the gradients that came so far, by output that asks for one.
@@ -56,11 +56,11 @@ class Call:
     def __init__(
         self,
         stages: Stages,
-        part: MicroBatch,
+        parts: Sequence[MicroBatch],
         fed: Sequence[Fed],
         asked: Sequence[Tensor],
     ) -> None:
-        self.stages, self.part, self.fed, self.asked = stages, part, fed, asked
+        self.stages, self.parts, self.fed, self.asked = stages, parts, fed, asked
         self.messages: list[Message] = []
         self.gradients: list[Tensor | None] = []
         self.is_given = self.is_reached = self.came = False

@@ -16,8 +16,9 @@ import math
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from torch import Tensor
 from pipedream_rt.batches.cutting import unmarked
 from pipedream_rt.batches.items import Batch
 from pipedream_rt.batches.joining import Part, joined
-from pipedream_rt.batches.micro_batches import EMPTY, MicroBatch
+from pipedream_rt.batches.micro_batches import EMPTY, CutBatch, MicroBatch
 from pipedream_rt.coordinator.feed.feeder import Feeder
 from pipedream_rt.coordinator.feed.graph import Call, Fed, entered, left
 from pipedream_rt.coordinator.recovery.group import WorkerGroup
@@ -39,8 +40,10 @@ from pipedream_rt.tracing.trace import GAVE
 
 _log = logging.getLogger(__name__)
 
-Given = Sequence["Tensor | None"]
+Given: TypeAlias = Sequence["Tensor | None"]
 """The gradients of those tensors of an output that ask for one; None where there is none."""
+
+Watch: TypeAlias = Callable[[CutBatch | None, Sequence[Value], Sequence[Given]], object]
 
 
 class _Handed:
@@ -91,6 +94,8 @@ class ScriptLoss:
 
     Attributes:
         output_bytes: The bytes of the outputs of the last mini-batch.
+        watch_first: Called with the first update that the script has computed: its micro-batches
+            where they were forwards by hand, the outputs, and their gradients; None for nobody.
     """
 
     def __init__(self, group: WorkerGroup, feeder: Feeder, on_nan: str) -> None:
@@ -106,6 +111,7 @@ class ScriptLoss:
         self._rest: deque[Key] = deque()
         self._told_of_no_grad = False
         self.output_bytes = 0
+        self.watch_first: Watch | None = None
         # No strong reference: workers of a dropped pipeline would never end.
         settle = weakref.WeakMethod(self.settle)
         group.settle = lambda: (still := settle()) and still()
@@ -138,6 +144,9 @@ class ScriptLoss:
         self._require_finite(gradients, self._feeder.pending[0].step)
         self._handed, handed.is_given = None, True
         self._give_all(gradients)
+        if (watch := self.watch_first) is not None and any(g is not None for g in gradients):
+            self.watch_first = None
+            watch(None, [p.value for p in handed.parts], _slices(handed.parts, gradients))
         return self._last
 
     def _give_all(self, gradients: Given) -> None:
@@ -198,7 +207,7 @@ class ScriptLoss:
             ]
         self._group.feed.define()
         hyper, given = optimizer.hyper(), feeder.script.now()
-        call = Call(self, parts[0], [self._feed(part, hyper, given) for part in parts], asked)
+        call = Call(self, parts, [self._feed(part, hyper, given) for part in parts], asked)
         with self._group.life.guard():
             call.messages = [feeder.take(fed.key, fed.number) for fed in call.fed]
         self._calls.append(call)
@@ -281,6 +290,11 @@ class ScriptLoss:
         pairs = [p for call in calls for p in zip(call.fed, call.messages, strict=True)]
         self._calls, self._fed, self._is_filled, self._has_closed = [], [], False, True
         feeder.closed([message for _, message in pairs], [fed.samples for fed, _ in pairs])
+        if (watch := self.watch_first) is not None and not skips:
+            self.watch_first = None
+            cut = CutBatch(Batch((), {}, None), [part for call in calls for part in call.parts])
+            given = [of for call in calls for of in _slices(call.fed, call.gradients)]
+            watch(cut, [_value_of(message) for _, message in pairs], given)
 
     def _fill(self) -> None:
         """Feed what is missing of the open update: micro-batches without samples."""
@@ -318,7 +332,7 @@ class ScriptLoss:
     def _of_inputs(self, call: Call) -> list[Tensor | None]:
         """Return the gradients of a call's inputs, summed over the stages that take them."""
         total: list[Tensor | None] = [None] * len(call.asked)
-        for stage, places in self._feeder.places_of_inputs(call.part):
+        for stage, places in self._feeder.places_of_inputs(call.parts[0]):
             address = self._plan.address_of(stage, call.fed[0].number)
             for source, message in call.found:
                 if source == address:
@@ -354,10 +368,8 @@ class ScriptLoss:
 
     def _give_slices(self, parts: Sequence[Fed], gradients: Given, skips: bool) -> None:
         """Give each of some micro-batches its slice of the gradients of their joined output."""
-        start = 0
-        for fed in parts:
-            self._give(fed, [_slice(g, start, fed.samples) for g in gradients], skips)
-            start += fed.samples
+        for fed, of_part in zip(parts, _slices(parts, gradients), strict=True):
+            self._give(fed, of_part, skips)
 
     def _give(self, fed: Fed, gradients: Given, skips: bool) -> None:
         """Send the gradients of the output of a micro-batch."""
@@ -375,7 +387,7 @@ class ScriptLoss:
             return []
         addresses = [
             self._plan.address_of(stage, call.fed[0].number)
-            for stage, places in self._feeder.places_of_inputs(call.part)
+            for stage, places in self._feeder.places_of_inputs(call.parts[0])
             if places
         ]
         edges = [Edge(EdgeKind.GRADIENT, address, COORDINATOR) for address in addresses]
@@ -398,6 +410,11 @@ class ScriptLoss:
             )
         self.answer()
         self._take_rest()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the script owes no gradient."""
+        return not self._feeder.pending and not self._calls
 
     def _refuse_open(self, what: str) -> None:
         if self._calls:
@@ -424,6 +441,15 @@ def _value_of(message: Message) -> Value:
     payload = message.payload
     assert isinstance(payload, Loss)
     return Value(payload.structure, message.tensors, tuple(payload.requires_grad))
+
+
+def _slices(parts: Sequence[Part | Fed], gradients: Given) -> list[Given]:
+    """Return the gradients of a joined output by micro-batch."""
+    starts = accumulate((part.samples for part in parts), initial=0)
+    return [
+        [_slice(gradient, start, part.samples) for gradient in gradients]
+        for part, start in zip(parts, starts, strict=False)
+    ]
 
 
 def _slice(gradient: Tensor | None, start: int, samples: int) -> Tensor | None:
