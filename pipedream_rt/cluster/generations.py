@@ -43,14 +43,12 @@ class Generations:
         self._open = ExitStack()
         self._loop: ControlLoop | None = None
         self._door: Listener | None = None
-        self._is_closed = self._has_started = False
+        self._is_closed = False
 
     def start(self, spec: ClusterSpec) -> Cluster:
         """Start or await the workers of a generation; under torchrun, returns on rank 0 alone."""
         if self._is_closed:
             raise PipelineClosed("the pipeline was closed")
-        spec = replace(spec, recovers=self._has_started)
-        self._has_started = True
         if self._elsewhere is not None:
             return self._await(self._elsewhere, spec)
         if self._workers == "serial":

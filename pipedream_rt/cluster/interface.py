@@ -38,7 +38,6 @@ class ClusterSpec:
         start_timeout: How long to wait until all workers have joined.
         heartbeat: How long a worker process may be silent.
         threads: Number of threads for torch's own parallel loops in each worker started here.
-        recovers: Whether the pipeline has had workers before.
     """
 
     plan: Plan
@@ -50,7 +49,6 @@ class ClusterSpec:
     start_timeout: timedelta
     heartbeat: timedelta
     threads: int
-    recovers: bool = False
 
 
 class Reference(Protocol):

@@ -18,14 +18,14 @@ from pipedream_rt.cluster.listener import Listener
 from pipedream_rt.cluster.local import Local
 from pipedream_rt.cluster.subprocesses import end_processes
 from pipedream_rt.deadline import Deadline
-from pipedream_rt.errors import PipelineClosed, PipelineError, TransportError
+from pipedream_rt.errors import ConfigError, PipelineClosed, PipelineError, TransportError
 from pipedream_rt.lifecycle import Lifecycle
 from pipedream_rt.schedules import COORDINATOR
 from pipedream_rt.tracing.clock import Reading
 from pipedream_rt.transport.interface import Transport
 from pipedream_rt.transport.limits import ensure_descriptors, make_room_for_agent
 from pipedream_rt.transport.rpc import fence
-from pipedream_rt.transport.rpc.endpoint import Endpoint, NoEndpoint, is_open, refuse_second
+from pipedream_rt.transport.rpc.endpoint import Endpoint, NoEndpoint
 from pipedream_rt.transport.sockets import SocketTransport
 
 _STOP_TIMEOUT = timedelta(seconds=5)
@@ -50,13 +50,6 @@ class ProcessCluster:
         wish = rpc_of_environment()
         ensure_descriptors(spec.assignment.most)
         obstacles = {COORDINATOR_NAME: fence.obstacle()}
-        if fence.decided(wish, obstacles) != "off":
-            if spec.recovers and wish == "auto" and is_open():
-                # A run must not end because it would have no references after a recovery.
-                obstacles[COORDINATOR_NAME] = "taken"
-            else:
-                refuse_second()
-                make_room_for_agent()
         self.generation = spec.generation
         self._life = Lifecycle("the cluster")
         self._fail = spec.fail
@@ -70,6 +63,9 @@ class ProcessCluster:
         self._elsewhere = elsewhere
         workers = self._workers = Generation(spec, door, self._local, elsewhere)
         try:
+            wanted = fence.decided(wish, obstacles) != "off"
+            if wanted and not self._takes_agent(wish, spec.timeout):
+                obstacles[COORDINATOR_NAME] = "taken"
             deadline = Deadline(spec.start_timeout)
             self._local.start(own)
             loop.run(workers.gather(deadline))
@@ -90,6 +86,17 @@ class ProcessCluster:
             self.close()
             raise
 
+    def _takes_agent(self, wish: fence.Wish, timeout: timedelta) -> bool:
+        """Whether this pipeline has from now on the one agent that torch allows in a process."""
+        try:
+            self._rpc = Endpoint(timeout)
+        except ConfigError:  # another pipeline has it
+            if wish == "on":
+                raise
+            return False
+        make_room_for_agent()
+        return True
+
     def _form(self, spec: ClusterSpec, mode: fence.AgentMode, deadline: Deadline) -> None:
         """Connect to all members, and join torch RPC with them; nothing listens afterwards."""
         loop, workers = self._loop, self._workers
@@ -97,16 +104,16 @@ class ProcessCluster:
         transport = self._sockets = SocketTransport(group, gives=memory_is_shared())
         self.transport: Transport = transport
         if mode == "off":
+            self._rpc.close()  # so that another pipeline can have the agent
             self._rpc = NoEndpoint(self.without_rpc)
-        else:
-            self._rpc = Endpoint(group, transport.tunnel, spec.timeout, mode)
         transport.open(COORDINATOR, spec.receive, self._peer_lost)
         transport.connect(loop.run(workers.connect(group, deadline)))
         # To join torch RPC blocks until all members do the same, so it has a thread of its own: a
         # worker that dies meanwhile is noticed, and ends it.
         with ThreadPoolExecutor(1, thread_name_prefix="join") as thread:
             try:
-                loop.run(workers.all_joined(thread.submit(self._rpc.join, deadline), deadline))
+                joining = thread.submit(self._rpc.join, group, transport.tunnel, mode, deadline)
+                loop.run(workers.all_joined(joining, deadline))
             except BaseException as error:
                 self._rpc.close()  # ends the calls to other members that are under way
                 if isinstance(error, RuntimeError):

@@ -24,13 +24,6 @@ def torchrun(monkeypatch, ranks, local):
     monkeypatch.setenv("MASTER_ADDR", "localhost")
 
 
-def test_later_generations_know_that_they_recover():
-    given = []
-    made = Generations(lambda spec: given.append(spec) or "the workers")
-    assert [made.start(spec(2)) for _ in range(3)] == ["the workers"] * 3
-    assert [each.recovers for each in given] == [False, True, True]
-
-
 def test_nothing_starts_after_a_close():
     made = Generations(pytest.fail)
     made.close()

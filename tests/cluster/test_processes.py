@@ -2,15 +2,18 @@
 
 import os
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from support.deadlines import LATEST_S
-from support.inside import pids
+from support.inside import kill, pids
 from support.models import (
     OPTIMIZERS,
     POINTS,
@@ -28,6 +31,7 @@ from support.pinned import Pipeline
 from torch import nn
 
 from pipedream_rt import (
+    ConfigError,
     MessageTimeout,
     NonFiniteLoss,
     PeerLost,
@@ -37,6 +41,7 @@ from pipedream_rt import (
     TransportError,
     WorkerLost,
 )
+from pipedream_rt.transport.rpc import fence
 from pipedream_rt.transport.rpc.endpoint import Endpoint, NoEndpoint
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("environment")]
@@ -183,6 +188,85 @@ def test_references_and_values_of_every_kind(monkeypatch):
             open_pipe(stages=1)
         # ... and that refusal has not harmed the open one.
         assert len(list(pipe.train_epoch(regression(2)))) == 2
+
+
+DATA = batches(24), regression(24)
+
+
+def two_pipes(**options):
+    """Return how to open one pipeline, and another with a model and an optimizer of its own."""
+    torch.manual_seed(0)
+    images = {"stages": POINTS[2][1:], "loss_fn": F.cross_entropy, "optimizer": OPTIMIZERS["adam"]}
+    return (
+        partial(open_pipe, kitchen_sink(), **images, **options),
+        partial(open_pipe, mlp(), stages=2, seed=3, **options),
+    )
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The losses and the weights of each where no other is open."""
+    found = []
+    for opened, data in zip(two_pipes(), DATA, strict=True):
+        with opened() as pipe:
+            found.append(([r.loss for r in pipe.train_epoch(data)], pipe.state_dict()))
+    return found
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_two_pipelines_have_the_bits_of_each_alone_if_a_worker_of_either_is_killed(victim, alone):
+    first, second = (opened(max_restarts=1) for opened in two_pipes())
+    with first, second:
+        found = [], []
+        epochs = (pipe.train_epoch(data) for pipe, data in zip((first, second), DATA, strict=True))
+        for results in zip(*epochs, strict=True):
+            for losses, result in zip(found, results, strict=True):
+                losses.append(result.loss)
+            if results[0].step == 8:
+                kill((first, second)[victim], "worker-1")
+        assert [len(pipe.restarts) for pipe in (first, second)] == [1 - victim, victim]
+        for pipe, losses, expected in zip((first, second), found, alone, strict=True):
+            assert losses == expected[0]
+            assert_same(pipe.state_dict(), expected[1])
+
+
+def test_two_threads_open_a_pipeline_each(alone):
+    """At once: then both are about to have the one agent that torch allows."""
+    begin = threading.Barrier(2)
+
+    def trained(opened, data):
+        begin.wait(LATEST_S)
+        with opened() as pipe:
+            return [r.loss for r in pipe.train_epoch(data)]
+
+    with ThreadPoolExecutor(2) as threads:
+        losses = list(threads.map(trained, two_pipes(), DATA, timeout=LATEST_S))
+    assert losses == [expected for expected, _ in alone]
+
+
+def has_agent(pipe):
+    return "the workers are endpoints of torch RPC" in " ".join(pipe.explain().split())
+
+
+@pytest.mark.rights
+@pytest.mark.parametrize("closed_first", [0, 1])
+def test_one_of_the_open_pipelines_has_the_agent_of_torch(closed_first, caplog, monkeypatch):
+    monkeypatch.setattr(fence, "_told", set())
+    with caplog.at_level("INFO"):
+        pipes = [open_pipe(stages=1) for _ in range(3)]
+    assert list(map(has_agent, pipes)) == [True, False, False]
+    words = "another pipeline of the process has the one agent that torch allows"
+    assert caplog.text.count(words) == 1
+    with pytest.raises(ConfigError, match=words):
+        pipes[1].stages[0].rref.to_here()
+    pipes.pop(closed_first).close()
+    with open_pipe(stages=1) as later:
+        assert has_agent(later) == (closed_first == 0)
+        for pipe in (*pipes, later):
+            assert len(list(pipe.train_epoch(regression(2)))) == 2
+        for pipe in pipes:
+            pipe.close()
+        assert len(list(later.train_epoch(regression(2)))) == 2
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])

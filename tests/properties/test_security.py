@@ -439,7 +439,7 @@ def test_a_stranger_who_connects_before_the_guard_stands_is_cut_off(tmp_path, mo
     group = Group(generation=1, rank=0, names=("coordinator",), hosts=(), key=KEY)
     transport = SocketTransport(group)
     transport.connect({})
-    endpoint = Endpoint(group, transport.tunnel, timedelta(seconds=20))
+    endpoint = Endpoint(timedelta(seconds=20))
     guard = transport.tunnel.guard
 
     def late(port):
@@ -455,7 +455,7 @@ def test_a_stranger_who_connects_before_the_guard_stands_is_cut_off(tmp_path, mo
     agents = []
     transport.tunnel.guard = late
     try:
-        endpoint.join(Deadline(timedelta(seconds=20)))
+        endpoint.join(group, transport.tunnel, "fenced", Deadline(timedelta(seconds=20)))
         said, _ = agents[0].communicate(timeout=LATEST_S)
         assert said.startswith("refused"), said
         assert list(tmp_path.iterdir()) == []

@@ -107,9 +107,7 @@ def host_stage(
         if mode != "off":
             make_room_for_agent()
         transport = SocketTransport(group, gives=memory_is_shared())
-        endpoint = (
-            NoEndpoint() if mode == "off" else Endpoint(group, transport.tunnel, timeout, mode)
-        )
+        endpoint = NoEndpoint() if mode == "off" else Endpoint(timeout)
         _join(control, welcome, group, transport, endpoint, secret, bind)
     except (PipelineError, RuntimeError, OSError) as error:
         _log.error("could not join the group: %s", error)
@@ -174,7 +172,7 @@ def _join(
             return await _unless_it_speaks(control, links.meet())
 
         transport.connect(asyncio.run(meet()))
-    endpoint.join(deadline)
+    endpoint.join(group, transport.tunnel, welcome["rpc"], deadline)
 
 
 async def _unless_it_speaks(control: Control, meeting: Coroutine[Any, Any, T]) -> T:

@@ -54,6 +54,9 @@ _THREADS = 2
 _current: Endpoint | None = None
 """The open endpoint, for `_part`. At most one, since torch allows one agent per process."""
 
+_changing = threading.Lock()
+"""For `_current`: two threads may open a pipeline each."""
+
 
 class Directory(dist.Store):
     """The store in which torch's agent finds names and addresses of the group. It has no port."""
@@ -80,34 +83,23 @@ class Directory(dist.Store):
         return desired
 
 
-def is_open() -> bool:
-    """Whether an endpoint is open in this process."""
-    return _current is not None
-
-
-def refuse_second() -> None:
-    """Refuse a second endpoint in this process; callers ask before they start a worker."""
-    if _current is not None:
-        raise ConfigError(
-            "this process has an open pipeline on worker processes already, and torch RPC allows "
-            "only one. Close it first: if the script or the notebook calls it pipe, the line "
-            'pipe.close() does, before the next Pipeline(...). Or use workers="serial" for one '
-            "of the two"
-        )
-
-
 class Endpoint:
-    """The endpoint of this process in torch RPC. A process has one at a time."""
+    """The endpoint of this process in torch RPC. While one is open, another one is refused."""
 
-    def __init__(
-        self, group: Group, tunnel: Tunnel, timeout: timedelta, mode: AgentMode = "fenced"
-    ) -> None:
+    _group: Group  # once it has joined
+
+    def __init__(self, timeout: timedelta) -> None:
         global _current
-        refuse_second()
-        _current = self
-        self._group = group
-        self._tunnel = tunnel
-        self._mode: AgentMode = mode
+        with _changing:
+            if _current is not None:
+                raise ConfigError(
+                    "this process has an open pipeline on worker processes already, and torch RPC "
+                    "allows only one. Close it first: if the script or the notebook calls it pipe, "
+                    "the line pipe.close() does, before the next Pipeline(...). Or use "
+                    'workers="serial" for one of the two, or unset PIPEDREAM_RT_RPC, and the '
+                    "second does without torch RPC"
+                )
+            _current = self
         self._timeout_s = timeout.total_seconds()  # of a call
         self._parts: dict[int, Callable[[str], Any]] = {}
         self._life = Lifecycle("the RPC endpoint")
@@ -118,9 +110,9 @@ class Endpoint:
         """Let the coordinator make references to parts of a stage: ``part(name)`` returns one."""
         self._parts[address] = part
 
-    def join(self, deadline: Deadline) -> None:
+    def join(self, group: Group, tunnel: Tunnel, mode: AgentMode, deadline: Deadline) -> None:
         """Join the group. The coordinator returns when it has called every worker."""
-        group = self._group
+        self._group = group
         callees = group.others if group.rank == 0 else ()
         options = rpc.TensorPipeRpcBackendOptions(
             num_worker_threads=_THREADS,
@@ -135,11 +127,11 @@ class Endpoint:
         with self._lock:
             if not self._life.is_open:  # `close` was called meanwhile: no agent may stay behind
                 raise PipelineError("the transport was closed while it joined the group")
-            self._tunnel.start(callees, self._mode)
+            tunnel.start(callees, mode)
             # Kept, since the agent calls the directory for as long as it lives.
-            self._directory = directory = Directory(group, self._tunnel)
+            self._directory = directory = Directory(group, tunnel)
             # Nobody can connect between torch's `listen` and the guard of the tunnel.
-            listening.run(lambda: self._start_agent(options, directory), self._tunnel.fence_off)
+            listening.run(lambda: self._start_agent(options, directory), tunnel.fence_off)
         self._call(callees, deadline)
 
     def _start_agent(self, options: rpc.TensorPipeRpcBackendOptions, directory: Directory) -> None:
@@ -198,7 +190,7 @@ class Endpoint:
         with self._lock:
             if not self._life.begin_closing():
                 return
-        if is_rpc_agent_set():
+        if self._directory is not None and is_rpc_agent_set():
             ignore_leaks_of_rrefs()
             with _quiet():
                 rpc.shutdown(graceful=False)
@@ -216,7 +208,7 @@ class NoEndpoint:
     def expose(self, address: int, part: Callable[[str], Any]) -> None:
         pass
 
-    def join(self, deadline: Deadline) -> None:
+    def join(self, group: Group, tunnel: Tunnel, mode: AgentMode, deadline: Deadline) -> None:
         pass
 
     def close(self) -> None:

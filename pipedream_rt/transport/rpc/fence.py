@@ -105,6 +105,8 @@ def why_left_out(wish: Wish, obstacles: Mapping[str, Obstacle]) -> str:
         return "PIPEDREAM_RT_RPC=off leaves it out"
     where, first = _named(obstacles)
     what, remedy = OBSTACLES[first]
+    if first == "taken":
+        return f"{what}; {remedy}"
     return f"nothing would keep strangers from it at {where}: {what}; {remedy}"
 
 
@@ -132,7 +134,7 @@ def refusal(left_out: str) -> str:
 
 
 def tell(wish: Wish, obstacles: Mapping[str, Obstacle]) -> None:
-    """Log once that agents are left out for want of a fence, or run without one."""
+    """Log once that agents are left out, or run without a fence."""
     mode = decided(wish, obstacles)
     if mode == "fenced" or wish == "off" or mode in _told:
         return

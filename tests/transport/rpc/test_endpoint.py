@@ -1,6 +1,5 @@
 """The endpoint of torch RPC: one in a process, and none where torch RPC is left out."""
 
-from contextlib import closing
 from datetime import timedelta
 
 import pytest
@@ -11,7 +10,6 @@ from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.rpc import endpoint
 from pipedream_rt.transport.rpc.endpoint import Directory, Endpoint, NoEndpoint
 from pipedream_rt.transport.rpc.pickling import install
-from pipedream_rt.transport.rpc.tunnel import Tunnel
 
 GROUP = Group(generation=1, rank=0, names=("coordinator", "w0"), hosts=(1, 1), key=b"k" * 32)
 SOON = timedelta(seconds=20)
@@ -30,39 +28,48 @@ class Ports:
         self.guarded.append(port)
 
 
+def refused():
+    """Whether another endpoint is refused, by the words that it is refused with."""
+    with pytest.raises(ConfigError, match="has an open pipeline on worker processes"):
+        Endpoint(SOON)
+    return True
+
+
 def test_one_endpoint_in_a_process():
-    with closing(Tunnel(GROUP, print)) as tunnel:
-        first = Endpoint(GROUP, tunnel, SOON)
-        try:
-            assert endpoint.is_open()
-            with pytest.raises(ConfigError, match="has an open pipeline on worker processes"):
-                Endpoint(GROUP, tunnel, SOON)
-        finally:
-            first.close()
-        assert not endpoint.is_open()
-        endpoint.refuse_second()
-        Endpoint(GROUP, tunnel, SOON).close()
+    first = Endpoint(SOON)
+    try:
+        assert refused()
+    finally:
+        first.close()
+    Endpoint(SOON).close()
 
 
 def test_an_endpoint_that_is_closed_twice_leaves_the_next_one_alone():
-    first = Endpoint(GROUP, Ports(), SOON)
+    first = Endpoint(SOON)
     first.close()
-    second = Endpoint(GROUP, Ports(), SOON)
+    second = Endpoint(SOON)
     first.close()
-    assert endpoint.is_open()
+    assert refused()
     second.close()
 
 
 def test_no_agent_stays_behind_where_it_was_closed_before_it_joined():
-    made = Endpoint(GROUP, Ports(), SOON)
+    made = Endpoint(SOON)
     made.close()
     with pytest.raises(PipelineError, match="was closed while it joined the group"):
-        made.join(Deadline(SOON))
+        made.join(GROUP, Ports(), "fenced", Deadline(SOON))
     install(None)
 
 
+def test_the_agent_of_somebody_else_is_left_alone(monkeypatch):
+    """That of a script, where the pipeline has none in the end."""
+    monkeypatch.setattr(endpoint, "is_rpc_agent_set", lambda: True)
+    monkeypatch.setattr(endpoint.rpc, "shutdown", pytest.fail)
+    Endpoint(SOON).close()
+
+
 def test_parts_are_asked_of_the_stage_that_was_exposed():
-    made = Endpoint(GROUP, Ports(), SOON)
+    made = Endpoint(SOON)
     try:
         for address in (3, 4):
             made.expose(address, lambda name, address=address: (address, name))

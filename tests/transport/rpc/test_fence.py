@@ -81,7 +81,9 @@ def test_one_process_without_a_fence_decides_for_all(wish, obstacles, mode, said
     [("filter", "CAP_NET_ADMIN"), ("loopback", "ip link set lo up"), ("taken", "close that one")],
 )
 def test_what_is_in_the_way_is_said_with_what_helps(obstacle, remedy):
-    assert remedy in fence.why_left_out("auto", {"coordinator": obstacle, "a": ""})
+    said = fence.why_left_out("auto", {"coordinator": obstacle, "a": ""})
+    assert remedy in said
+    assert ("strangers" in said) == (obstacle != "taken")
     assert "CAP_NET_ADMIN" not in fence.why_left_out("auto", {"a": obstacle}) or (
         obstacle == "filter"
     )
