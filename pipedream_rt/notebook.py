@@ -2,8 +2,8 @@
 
 Nothing here acts outside IPython.
 
-- A process has one pipeline on worker processes at a time, and people run a cell again without
-  closing the pipeline that it has opened. So a cell closes the pipelines of earlier cells.
+- People run a cell again without closing the pipeline that it has opened, and its workers would
+  stay. So a cell closes the pipelines of earlier cells.
 - Ctrl-C in the middle of a mini-batch leaves it fed in part, and so ends a pipeline. In a notebook
   it is held back and raised between two mini-batches, so that the pipeline can be used afterwards.
   A second Ctrl-C is raised at once.
@@ -53,7 +53,12 @@ def close_earlier() -> None:
     register(found)
     for pipeline, cell in list(_opened.items()):
         if cell != found.execution_count and pipeline.state.value == "open":
-            _log.warning("%r of cell %d is closed, as this cell opens another one", pipeline, cell)
+            _log.warning(
+                "%r of cell %d is closed, as this cell opens another one; to have both, open both "
+                "in one cell",
+                pipeline,
+                cell,
+            )
             pipeline.close()
 
 

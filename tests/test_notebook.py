@@ -65,8 +65,9 @@ def test_it_does_with_worker_processes_too(shell):
         assert len(list(again.train_epoch(DATA))) == 12
 
 
-def test_two_pipelines_of_one_cell_stay(shell):
-    with opened() as one, opened() as other:
+@pytest.mark.parametrize("workers", ["serial", pytest.param("local", marks=pytest.mark.processes)])
+def test_two_pipelines_of_one_cell_stay(shell, workers):
+    with opened(workers=workers) as one, opened(workers=workers) as other:
         assert one.state.value == other.state.value == "open"
 
 
