@@ -70,6 +70,7 @@ class Exchange:
         ahead: A micro-batch that was taken from the feed before its forward is due; None for none.
         positions: By micro-batch in flight, its position in the feed.
         sent_bytes: The bytes of tensors that it has sent since its last span.
+        output_bytes: The bytes that its last training forward has sent.
     """
 
     def __init__(self, stage: Stage, send: Send) -> None:
@@ -93,7 +94,7 @@ class Exchange:
         self._given: dict[Edge, int] = {}
         self._begun = stage.steps
         self.computing = Computing()
-        self.sent_bytes = 0
+        self.sent_bytes = self.output_bytes = 0
 
     def begin(self) -> None:
         """Begin the order anew: nothing is in flight, and no message is on its way."""
@@ -205,7 +206,7 @@ class Exchange:
         first = activation_of(inputs[0])
         head, turns = first.head, first.turns
         trail = [*trail_of(inputs), [self.stage.index, version, self.computing.busy_ns, mark]]
-        outputs = self.route_of(head).outputs
+        outputs, before = self.route_of(head).outputs, self.sent_bytes
         number = made if isinstance(made, float | DeferredScalar) else None
         values = None if isinstance(made, float | DeferredScalar) else made
         for edge, output in zip(outputs, values or [NOTHING] * len(outputs), strict=True):
@@ -236,6 +237,8 @@ class Exchange:
                 trail=trail,
             )
             self._send(Key(edge, turns[self._plan.stage_of(edge.target)]), payload, tensors)
+        if head.mode is Mode.TRAIN and not head.empty:
+            self.output_bytes = self.sent_bytes - before
 
     def send_back(self, micro_batch: int, found: Sequence[Gradients]) -> None:
         """Send the gradients that a backward found to the stages that its inputs came from."""

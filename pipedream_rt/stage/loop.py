@@ -454,6 +454,7 @@ class Loop:
                 result = {
                     **hosted.stage.statistics(),
                     "busy_ns": hosted.computing.busy_ns,
+                    "output_bytes": hosted.output_bytes,
                     "peak_memory_bytes": peak_memory_bytes(),
                     **hosted.stage.runner.device.facts(),
                 }

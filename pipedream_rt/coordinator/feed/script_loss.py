@@ -93,7 +93,6 @@ class ScriptLoss:
     """The outputs that the script has, and those that it has yet to get.
 
     Attributes:
-        output_bytes: The bytes of the outputs of the last mini-batch.
         watch_first: Called with the first update that the script has computed: its micro-batches
             where they were forwards by hand, the outputs, and their gradients; None for nobody.
     """
@@ -110,7 +109,6 @@ class ScriptLoss:
         # Messages that nobody will wait for; those of an edge must be taken in order.
         self._rest: deque[Key] = deque()
         self._told_of_no_grad = False
-        self.output_bytes = 0
         self.watch_first: Watch | None = None
         # No strong reference: workers of a dropped pipeline would never end.
         settle = weakref.WeakMethod(self.settle)
@@ -129,7 +127,6 @@ class ScriptLoss:
             for i, samples in enumerate(pending.samples)
             if samples
         ]
-        self.output_bytes = sum(t.nbytes for part in parts for t in part.value.tensors)
         self._handed, self._last = _Handed(parts), pending.step
         return self._handed.value
 
@@ -216,7 +213,6 @@ class ScriptLoss:
             for fed, message in zip(call.fed, call.messages, strict=True)
         ]
         structure, tensors, flags = joined(outputs)
-        self.output_bytes = sum(tensor.nbytes for tensor in tensors)
         return unflatten(structure, left(call, entered(call), tensors, flags))
 
     def _feed(self, part: MicroBatch, hyper: list[dict[str, Any]], given: list[list[Any]]) -> Fed:

@@ -70,6 +70,7 @@ def explain(
         for tie in plan.ties
     ]
     lines += _of_codecs(codecs, statistics)
+    lines += _of_script(plan, statistics)
     lines += _of_memory(workers, places)
     if endpoints:
         lines.append(endpoints)
@@ -120,6 +121,29 @@ def _of_codecs(
                 before, after = bytes_text(steps[0][0]), bytes_text(steps[-1][1])
                 found.append(f"  {after} of {what} in the place of {before}, for a micro-batch")
     return found
+
+
+def _of_script(plan: Plan, statistics: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Say what crosses to a script that computes the loss, and if it is much."""
+    if not plan.loss_in_script:
+        return []
+    sizes = dict(zip(plan.addresses, (c["output_bytes"] for c in statistics), strict=True))
+    ends = plan.addresses_of(plan.exits[0])
+    output = max(sizes[end] for end in ends)
+    between = max((size for address, size in sizes.items() if address not in ends), default=0)
+    if not output:
+        return ["the script computes the loss: outputs come to it, and gradients go back"]
+    text = bytes_text(output)
+    lines = [
+        f"the script computes the loss: {text} of outputs come to it for a micro-batch, and as "
+        "much of gradients goes back"
+    ]
+    if output > between > 0:
+        lines.append(
+            f"that is more than the {bytes_text(between)} of activations between two stages; with "
+            "loss_fn, the last stage computes the loss and sends a number"
+        )
+    return lines
 
 
 def _mean(
