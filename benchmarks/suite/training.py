@@ -214,6 +214,47 @@ def _overhead_table(lines: list[Line]) -> Table:
     return table
 
 
+# -- a loss in the script -------------------------------------------------------------------------
+
+
+def _script() -> list[Case]:
+    """The same loss on the last stage and in the script; then one that only a script computes."""
+    cases = []
+    for stages in (2, 8):
+        w = replace(EMULATED, stages=stages, micro_batches=1, updates=120)
+        cases += [_placed(w, "async-1f1b", place) for place in ("stage", "script")]
+    for count in (1, 8):
+        times = {"forward_s": 0.08 / count, "backward_s": 0.16 / count}
+        w = replace(EMULATED, stages=4, micro_batches=count, samples=256 // count, **times)
+        cases.append(_placed(w, "gpipe", "contrastive"))
+    return cases
+
+
+def _placed(w: Workload, schedule: str, place: str) -> Case:
+    """A loss that is computed at a place."""
+    facts = {**_facts(w, "pipedream-rt", schedule), "place": place}
+    return Case(facts, ("script_loss.py", w.to_json(), schedule, place))
+
+
+def _script_table(lines: list[Line]) -> Table:
+    """Throughput, beside that of the case before it on the same number of stages."""
+    table = table_of(
+        "mini-batches per second of a full pipe, and that over the case above",
+        *("<schedule", "stages", "micro-batches", "<loss", "per s", "spread", "ratio"),
+        *("coordinator, ms of a processor", "worker, ms"),
+    )
+    for i, line in enumerate(lines):
+        if "steady_per_s" not in line:
+            continue
+        ratio = f"{line['steady_per_s'] / lines[i - 1]['steady_per_s']:.3f}" if i % 2 else ""
+        table.add_row(
+            line["schedule"], str(line["workers"]), str(line["micro_batches"]), line["place"],
+            f"{line['steady_per_s']:.2f}", f"{line.get('steady_per_s spread', 0):.2f}", ratio,
+            f"{line['coordinator_ms']:.2f}", f"{line['worker_ms']:.2f}",
+        )  # fmt: skip
+    return table
+
+
 PARTS = ("worker", "stages", "links", "coordinator", "main")
 
 BENCHMARKS: dict[str, Benchmark] = {
@@ -223,4 +264,5 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
     "limit": Benchmark("Against the layers alone", _limit(), _limit_table),
     "overhead": Benchmark("What a micro-batch costs", _overhead(), _overhead_table),
+    "script": Benchmark("A loss that the script computes", _script(), _script_table),
 }  # fmt: skip
