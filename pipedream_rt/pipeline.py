@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
@@ -23,7 +22,7 @@ from pipedream_rt.cluster.interface import Reference
 from pipedream_rt.coordinator.checkpointing.pipeline_fingerprint import Fingerprint
 from pipedream_rt.coordinator.choosing import with_stages_chosen
 from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
-from pipedream_rt.coordinator.feed.epochs import Epoch, say_if_not_drawn
+from pipedream_rt.coordinator.feed.epochs import Epoch
 from pipedream_rt.coordinator.feed.script_loss import ScriptLoss
 from pipedream_rt.coordinator.kept_versions import KeptVersion
 from pipedream_rt.coordinator.recovery.decision import Restart
@@ -221,7 +220,7 @@ class Pipeline:
         prepare: Prepare | None = None,
         metrics: Mapping[str, Metric] | None = None,
         progress: bool = False,
-    ) -> Epoch:
+    ) -> Epoch[StepResult]:
         """Train on every mini-batch of a loader, keeping the pipe full.
 
         In asynchronous schedules the pipe is not drained at the end: the next epoch follows at
@@ -255,11 +254,8 @@ class Pipeline:
         """
         self._group.life.check()
         self._require_loss("train_epoch")
-        begun: list[bool] = []
-        results = self._results_of(loader, prepare, metrics, progress, begun)
-        epoch = Epoch(results, loader)
-        weakref.finalize(epoch, say_if_not_drawn, begun).atexit = False
-        return epoch
+        results = self._results_of(loader, prepare, metrics, progress)
+        return Epoch("train_epoch", results, loader)
 
     def _results_of(
         self,
@@ -267,10 +263,8 @@ class Pipeline:
         prepare: Prepare | None,
         metrics: Mapping[str, Metric] | None,
         progress: bool,
-        begun: list[bool],
     ) -> Generator[StepResult, None, None]:
-        """Train, and yield the results. ``begun`` is not empty once something was drawn."""
-        begun.append(True)
+        """Train, and yield the results."""
         with ShorterTracebacks():
             fed = self._run.run_state.mini_batch_was_fed
             results = self._run.epochs.train(loader, fed, prepare, metrics)
@@ -328,7 +322,7 @@ class Pipeline:
 
     def outputs(
         self, loader: Iterable[Any], *, prepare: Prepare | None = None
-    ) -> Generator[tuple[Any, Any], None, None]:
+    ) -> Epoch[tuple[Any, Any]]:
         """Train with a loss that the script computes, keeping the pipe full.
 
         For a pipeline with an optimizer and without ``loss_fn``::
@@ -358,8 +352,15 @@ class Pipeline:
             WorkerLost: A worker died.
             Exception: The loader raised it; the mini-batches before came first.
         """
-        script, state = self._script_loss("outputs"), self._run.run_state
+        script = self._script_loss("outputs")
+        return Epoch("outputs", self._outputs_of(loader, script, prepare), loader)
+
+    def _outputs_of(
+        self, loader: Iterable[Any], script: ScriptLoss, prepare: Prepare | None
+    ) -> Generator[tuple[Any, Any], None, None]:
+        """Train, and yield the outputs with their items."""
         with ShorterTracebacks():
+            state = self._run.run_state
             yield from calmly(self._run.epochs.outputs(loader, script, state, prepare))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,7 @@ from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.defaults import with_schedule
 from pipedream_rt.job.options import Layout, Options
 from pipedream_rt.job.requirements import refuse_unknown
+from pipedream_rt.job.splitting import ForwardOptions, split_model
 from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.planning.auto_split import choose_stages
 from pipedream_rt.planning.profiling import optimizer_choice
@@ -91,10 +92,18 @@ def with_stages_chosen(model: UnsplitModel, options: Options) -> tuple[Options, 
     leave_to_rank_0(options.workers, options.layout.threads)
     numbers, made = numbers_of_workers(options.workers), optimizer_choice(options.optimizer)
     kind = None if made is None else made[0]
-    scheduled = with_schedule(options, kind, max(numbers, default=1), model.modules.values())
+    in_script = kind is not None and options.loss_fn is None and not _owns_loss(model, options)
+    most, modules = max(numbers, default=1), model.modules.values()
+    scheduled = with_schedule(options, kind, most, modules, in_script)
     chosen = choose_stages(model, scheduled, numbers)
     slack = options.layout.slack or chosen.slack
     layout = replace(options.layout, slack=slack, replicas=chosen.replicas)
     if chosen.stages:  # more than one, for the schedule that they were measured for
         options = scheduled
     return replace(options, stages=chosen.stages, layout=layout), chosen.why
+
+
+def _owns_loss(model: UnsplitModel, options: Options) -> bool:
+    """Whether a model computes the loss itself, from what the example gives it."""
+    forward = ForwardOptions(trains=True, may_own_loss=True, autocast=options.training.autocast)
+    return split_model(model, 1, options.example, forward).forwards.own_loss

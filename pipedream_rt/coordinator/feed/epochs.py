@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from pipedream_rt.batches.items import Prepare, batch_of, require_loader
 from pipedream_rt.checkpoint import Manifest
@@ -16,6 +17,8 @@ from pipedream_rt.coordinator.feed.loading import Loading, begin_epoch_at, betwe
 from pipedream_rt.coordinator.results import PendingStep, StepResult
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.stage.evaluation import Metric, packed_metrics
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -43,20 +46,23 @@ class State(Protocol):
         """Make the checkpoint."""
 
 
-def say_if_not_drawn(begun: list[bool]) -> None:
-    """Warn if a script has called `train_epoch` and drawn no result; ``begun`` is then empty."""
+def _say_if_not_drawn(what: str, begun: list[bool]) -> None:
+    """Warn if a script has begun an epoch and drawn nothing; ``begun`` is then empty."""
     if not begun:
         _log.warning(
-            "train_epoch was called, and nothing was trained: it trains while one iterates over "
-            "it, as in `for result in pipe.train_epoch(loader): ...`"
-        )
+            "%s was called, and nothing was trained: it trains while one iterates over it, as in "
+            "`for result in pipe.%s(loader): ...`",
+            what, what,
+        )  # fmt: skip
 
 
-class Epoch(Generator[StepResult, None, None]):
-    """The results of an epoch, one after another; its length is that of its loader."""
+class Epoch(Generator[T, None, None]):
+    """What an epoch yields, one after another; its length is that of its loader."""
 
-    def __init__(self, results: Generator[StepResult, None, None], loader: object) -> None:
+    def __init__(self, what: str, results: Generator[T, None, None], loader: object) -> None:
         self._results, self._loader = results, loader
+        self._begun: list[bool] = []
+        weakref.finalize(self, _say_if_not_drawn, what, self._begun).atexit = False
 
     def __len__(self) -> int:
         """Return the length of the loader; TypeError if it has none."""
@@ -66,14 +72,16 @@ class Epoch(Generator[StepResult, None, None]):
     def __bool__(self) -> bool:
         return True  # as any generator; by default `bool` would ask `__len__`, which may raise
 
-    def __next__(self) -> StepResult:
+    def __next__(self) -> T:
         # That of the base is a frame of the standard library, which a short traceback would keep.
-        return self._results.send(None)
+        return self.send(None)
 
-    def send(self, value: None) -> StepResult:
+    def send(self, value: None) -> T:
+        if not self._begun:
+            self._begun.append(True)
         return self._results.send(value)
 
-    def throw(self, *error: Any) -> StepResult:
+    def throw(self, *error: Any) -> T:
         return self._results.throw(*error)
 
     def close(self) -> None:

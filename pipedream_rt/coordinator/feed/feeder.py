@@ -309,12 +309,14 @@ class Feeder:
         for watch in self._watch:
             watch(pending.outcome)
 
-    def closed(self, messages: Sequence[Message], samples: Sequence[int]) -> None:
+    def closed(self, cut: CutBatch, messages: Sequence[Message]) -> None:
         """Count an update whose micro-batches were fed one by one; their outputs are there."""
-        pending = PendingStep(self, self.step, 0, [0.0] * len(messages), samples)
+        pending = PendingStep(self, self.step, 0, [0.0] * len(messages))
         assert self.optimizer is not None
         self.optimizer.count_step()
         self.step += 1
+        if self._injected is not None:
+            self._injected(cut, self.optimizer)
         self._came(pending, messages)
 
     def _say_of_bad_metrics(self, taken: Sequence[Loss]) -> None:

@@ -283,14 +283,14 @@ class ScriptLoss:
         filled = sum(len(call.fed) for call in calls)
         for fed in self._fed[filled:]:
             self._give(fed, (), skips)
-        pairs = [p for call in calls for p in zip(call.fed, call.messages, strict=True)]
         self._calls, self._fed, self._is_filled, self._has_closed = [], [], False, True
-        feeder.closed([message for _, message in pairs], [fed.samples for fed, _ in pairs])
+        cut = CutBatch(Batch((), {}, None), [part for call in calls for part in call.parts])
+        messages = [message for call in calls for message in call.messages]
+        feeder.closed(cut, messages)
         if (watch := self.watch_first) is not None and not skips:
             self.watch_first = None
-            cut = CutBatch(Batch((), {}, None), [part for call in calls for part in call.parts])
             given = [of for call in calls for of in _slices(call.fed, call.gradients)]
-            watch(cut, [_value_of(message) for _, message in pairs], given)
+            watch(cut, [_value_of(message) for message in messages], given)
 
     def _fill(self) -> None:
         """Feed what is missing of the open update: micro-batches without samples."""
