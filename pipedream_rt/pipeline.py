@@ -23,6 +23,7 @@ from pipedream_rt.coordinator.checkpointing.pipeline_fingerprint import Fingerpr
 from pipedream_rt.coordinator.choosing import with_stages_chosen
 from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
 from pipedream_rt.coordinator.feed.epochs import Epoch
+from pipedream_rt.coordinator.feed.graph import refusing_backward
 from pipedream_rt.coordinator.feed.script_loss import ScriptLoss
 from pipedream_rt.coordinator.kept_versions import KeptVersion
 from pipedream_rt.coordinator.recovery.decision import Restart
@@ -637,7 +638,8 @@ class Pipeline:
             The output of the model.
         """
         with ShorterTracebacks():
-            return self._run.feeder.infer(Batch(args, kwargs, None), training=training)
+            output = self._run.feeder.infer(Batch(args, kwargs, None), training=training)
+            return refusing_backward(output, (args, kwargs)) if training else output
 
     def train(self, mode: bool = True) -> Pipeline:
         """Set the mode that every module has in training, as `nn.Module.train`. Flushes the pipe.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from torch import Tensor
 from pipedream_rt.batches.micro_batches import MicroBatch
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.message import Key, Message
+from pipedream_rt.messages.tree import flatten, unflatten
+from pipedream_rt.models.program import found
 
 
 class Stages(Protocol):
@@ -141,3 +143,29 @@ def left(
     call.gradients = [None] * len(mine)
     inside = iter(_Exit.apply(call, entrance, mine) if mine else ())  # type: ignore[no-untyped-call]
     return [next(inside) if wanted else t for t, wanted in zip(tensors, asks, strict=True)]
+
+
+class _NoWay(torch.autograd.Function):
+    """Between the inputs and the outputs of an inference; a backward gets no further."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: list[Tensor], *inputs: Tensor) -> Any:
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> NoReturn:
+        raise ConfigError(
+            "pipe(x, training=True) computes no gradient of x, so no backward can go through it: "
+            "make the pipeline without loss_fn, and call forward(x), loss.backward() and step()"
+        )
+
+
+def refusing_backward(output: Any, inputs: Any) -> Any:
+    """Return the output of an inference, whose backward is refused by name if an input asks."""
+    asking = [tensor for tensor in found(inputs, Tensor) if tensor.requires_grad]
+    if not (asking and torch.is_grad_enabled()):
+        return output
+    structure, tensors = flatten(output)
+    floats = [tensor for tensor in tensors if tensor.is_floating_point()]
+    inside = iter(_NoWay.apply(floats, *asking))  # type: ignore[no-untyped-call]
+    return unflatten(structure, [next(inside) if t.is_floating_point() else t for t in tensors])
