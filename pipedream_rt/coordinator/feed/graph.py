@@ -68,6 +68,10 @@ class Call:
         self.is_given = self.is_reached = self.came = False
         self.found: list[tuple[int, Message]] = []
 
+    def end(self) -> None:
+        """Forget all values: its update has ended."""
+        self.is_given, self.parts, self.messages, self.found = True, (), [], []
+
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Add the gradients of one backward."""
         if torch.is_grad_enabled():

@@ -57,7 +57,7 @@ class _Handed:
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts, self.is_given = parts, False
-        structure, tensors, flags = joined(self.parts)
+        structure, tensors, flags = joined(parts)
         self._leaves = [tensor for tensor, asks in zip(tensors, flags, strict=True) if asks]
         self._came: list[Tensor | None] = [None] * len(self._leaves)
         for i, leaf in enumerate(self._leaves):
@@ -75,6 +75,11 @@ class _Handed:
             )
         before = self._came[i]
         self._came[i] = gradient if before is None else before + gradient
+
+    def end(self) -> None:
+        """Refuse further gradients, and forget all values: the hooks of the leaves stay."""
+        self.is_given, self.value = True, None
+        self._leaves, self._came, self.parts = [], [], ()
 
     def gradients(self) -> list[Tensor | None]:
         """Return what lies on the leaves: the sum of all backwards, or what the script put there.
@@ -135,15 +140,16 @@ class ScriptLoss:
 
         Return the number of the last mini-batch whose output the script has had.
         """
-        if (handed := self._handed) is None:
+        if (handed := self._handed) is None or self._group.life.is_over:
             return self._last
-        gradients = handed.gradients()
+        gradients, parts = handed.gradients(), handed.parts
         self._require_finite(gradients, self._feeder.pending[0].step)
-        self._handed, handed.is_given = None, True
+        self._handed = None
+        handed.end()
         self._give_all(gradients)
         if (watch := self.watch_first) is not None and any(g is not None for g in gradients):
             self.watch_first = None
-            watch(None, [p.value for p in handed.parts], _slices(handed.parts, gradients))
+            watch(None, [part.value for part in parts], _slices(parts, gradients))
         return self._last
 
     def _give_all(self, gradients: Given) -> None:
@@ -160,7 +166,8 @@ class ScriptLoss:
         if self._group.life.is_over:
             return
         if self._handed is not None:
-            self._handed.is_given, self._handed = True, None
+            self._handed.end()
+            self._handed = None
         skipped = len(self._feeder.pending)
         while self._feeder.pending:
             pending = self._feeder.pending[0]
@@ -291,6 +298,8 @@ class ScriptLoss:
             self.watch_first = None
             given = [of for call in calls for of in _slices(call.fed, call.gradients)]
             watch(cut, [_value_of(message) for message in messages], given)
+        for call in calls:  # the graph refers to them, for as long as the script keeps an output
+            call.end()
 
     def _fill(self) -> None:
         """Feed what is missing of the open update: micro-batches without samples."""
@@ -440,16 +449,13 @@ def _value_of(message: Message) -> Value:
 
 
 def _slices(parts: Sequence[Part | Fed], gradients: Given) -> list[Given]:
-    """Return the gradients of a joined output by micro-batch."""
+    """Return the gradients of an output by micro-batch: nothing for one without samples."""
+    if sum(part.samples > 0 for part in parts) == 1:  # it was not joined, and may be of any shape
+        return [gradients if part.samples else () for part in parts]
     starts = accumulate((part.samples for part in parts), initial=0)
     return [
-        [_slice(gradient, start, part.samples) for gradient in gradients]
+        [None if g is None else g.narrow(0, start, part.samples) for g in gradients]
+        if part.samples
+        else ()
         for part, start in zip(parts, starts, strict=False)
     ]
-
-
-def _slice(gradient: Tensor | None, start: int, samples: int) -> Tensor | None:
-    """Return the part of a gradient that is of some samples; what is not joined may have none."""
-    if gradient is None or (not start and (not gradient.dim() or len(gradient) == samples)):
-        return gradient
-    return gradient.narrow(0, start, samples)
