@@ -215,27 +215,29 @@ def notices_of(job: Job) -> list[str]:
     return said
 
 
-def _first(job: Job) -> Callable[[Batch], object]:
-    """Return what to call with the first mini-batch: under `pipedream-rt profile`, the profiler."""
+def _first(job: Job) -> Callable[[Batch, int], object]:
+    """Return what to call with the first mini-batch, and how often it is cut.
+
+    Under `pipedream-rt profile` it is the profiler.
+    """
     options = job.options
     if (path := profile_option()) is None:
         return functools.partial(_say_of_first, job=job.without_start_data)
-    return functools.partial(
-        profile_and_end,
+    return lambda batch, count: profile_and_end(
+        batch,
         path=path,
         model=job.model.given,
         loss_fn=options.loss_fn,
         optimizer=options.optimizer,
         autocast=options.training.autocast,
-        count=job.plan.per_update,
+        count=count,
         threads=options.layout.threads,
     )
 
 
-def _say_of_first(batch: Batch, job: Job) -> None:
+def _say_of_first(batch: Batch, count: int, job: Job) -> None:
     """Warn of what the first mini-batch shows."""
-    samples = samples_of(batch)
-    modules, count = job.model.modules, job.plan.per_update
+    samples, modules = samples_of(batch), job.model.modules
     for text in about_micro_batches(modules, samples, count) if samples else ():
         _log.warning("%s", text)
 

@@ -67,7 +67,7 @@ class Feeder:
         credits: Number of mini-batches that may be on their way at a time.
         step: Number of mini-batches injected so far.
         script: The values of the script that stages have copies of.
-        first: Called with the first mini-batch, before it is fed.
+        first: Called with the first mini-batch, before it is fed, and the number of micro-batches.
         passes: Number of micro-batches fed so far for evaluation and inference.
         numbers: Numbers for what stages keep between the passes of a generation or evaluation.
         pending: The mini-batches on their way, oldest first.
@@ -90,7 +90,7 @@ class Feeder:
         fingerprint_every: int | None = None,
         refuse: Callable[[], None] | None = None,
         script: ScriptValues,
-        first: Callable[[Batch], object] = lambda batch: None,
+        first: Callable[[Batch, int], object] = lambda batch, count: None,
         watch: Sequence[Callable[[StepResult], object]] = (),
         injected: Callable[[CutBatch, DistributedOptimizer], object] | None = None,
     ) -> None:
@@ -155,7 +155,7 @@ class Feeder:
         optimizer = self.ready()
         given = self.script.now()
         if not self.step:
-            self.first(batch if isinstance(batch, Batch) else batch.parts[0])
+            self.first(batch if isinstance(batch, Batch) else batch.parts[0], self._per_update)
         adds = isinstance(batch, Accumulated) and self._losses_add(batch)
         cut = self._cutter.cut(batch, self.training, adds)
         compared = self._compared(cut.first_part or cut)

@@ -202,7 +202,7 @@ class ScriptLoss:
         self._refuse_forward(count, bool(asked))
         self._take_rest()
         if not self._fed and not feeder.step:
-            feeder.first(batch)
+            feeder.first(batch, count)
         parts = feeder.parts(batch, count)
         if asked:
             asks = tuple(tensor.requires_grad for tensor in inputs)
