@@ -335,12 +335,14 @@ class Pipeline:
         The tensors of ``output`` are leaves. When the next item is asked for, their gradients go to
         the stages. Any use of autograd is right: several backwards, ``autograd.grad``, parts of the
         model and optimizers of the script behind it. A mini-batch without a backward changes no
-        weight. In asynchronous schedules others are on their way meanwhile, so what needs the
-        stages, as `evaluate`, comes after the loop; a loop that is left skips their updates.
+        weight. In asynchronous schedules others are on their way meanwhile: what needs the stages,
+        as `state_dict`, `predict` or `statistics`, comes after the loop, and a loop that is left
+        skips their updates.
 
         Args:
-            loader: As in `train_epoch`. Targets stay in the script.
-            prepare: As in `train_epoch`.
+            loader: As in `train_epoch`; or it yields the input of the model alone, a tensor.
+                Targets stay in the script.
+            prepare: As in `train_epoch`; the items that come with the outputs are the loader's.
 
         Yields:
             The output of the model for a mini-batch, its micro-batches joined; and the item.
@@ -374,6 +376,7 @@ class Pipeline:
             pipe.step()
 
         Each call is one micro-batch of the update that `step` closes, of ``micro_batches`` at most.
+        It waits for its output, so that no two calls overlap; `outputs` keeps the pipe full.
         Gradients flow on to inputs that require one, in schedules that flush. Under ``no_grad`` it
         is an inference in training mode.
 
@@ -411,11 +414,13 @@ class Pipeline:
 
         ``pipe.step()`` gives the gradients that have come to the outputs since the last call, and
         the stages update their weights. ``pipe.step(update=False)`` drops them, as for a model that
-        only passes gradients on. Either way the update counts.
+        only passes gradients on: a discriminator, while its generator learns. Either way the update
+        counts. Where a backward has asked for the gradient of an input of the last of
+        ``micro_batches`` forwards, the update is applied by that, and cannot be dropped any more:
+        give one micro-batch more than there are forwards.
 
         Raises:
-            ConfigError: No forward was called, or the update was applied already, as the gradient
-                of the input of its last micro-batch needs.
+            ConfigError: No forward was called, or the update to drop was applied already.
             NonFiniteLoss: A gradient is NaN or infinite (`Training.on_nan`); it was not sent.
         """
         return Steps.of(self._run.feeder.step, self._close_update)
@@ -425,6 +430,7 @@ class Pipeline:
         require_choice("update", update, (True, False))
         with ShorterTracebacks():
             self._script_loss("step()").step(update)
+            self._run.epochs.seen = self._run.feeder.step
 
     @property
     def seen(self) -> int:
@@ -841,7 +847,7 @@ class Pipeline:
 
         Raises:
             ConfigError: An object lacks these, or its state holds more than numbers, texts, bytes,
-                lists and dicts.
+                tensors, lists and dicts.
         """
         self._run.run_state.attach(**stateful)
 
@@ -1027,14 +1033,20 @@ class Pipeline:
         Raises:
             TraceError: The trace cannot be written; everything has ended all the same.
         """
+        self._close(well=True)
+
+    def _close(self, *, well: bool) -> None:
+        """End all workers; ``well`` says that the script has not raised."""
         life = self._group.life
         # Not after a failure, and not where a signal interrupted a wait.
         healthy = self._group.recovery.is_idle
         try:
             if self._watching is not None and healthy and life.is_open:
                 self._watching.end()
-            if healthy and life.is_open and self._run.script_loss is not None:
-                self._run.script_loss.leave()
+            if healthy and life.is_open and (script := self._run.script_loss) is not None:
+                script.leave()
+                if script.has_closed() and well:  # a checkpoint may be due
+                    self._run.run_state.mini_batch_was_fed()
             if life.begin_closing() and healthy:
                 if self._run.checkpointer.is_begun:
                     self.flush()
@@ -1070,7 +1082,7 @@ class Pipeline:
                 self._run.checkpointer.interrupted(self.step)
             self._run.checkpointer.abandon()
             if issubclass(exception_type, Exception):
-                self.close()
+                self._close(well=False)
         except PipelineError as error:  # the caller's own error is to be seen
             _log.warning("no trace is left: %s", error)
         finally:

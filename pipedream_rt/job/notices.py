@@ -16,7 +16,7 @@ from torch import nn
 from pipedream_rt.batches.cutting import kept_by_forward, micro_batch_sizes
 from pipedream_rt.corrections import Correction
 from pipedream_rt.corrections.advice import samples_taken
-from pipedream_rt.job.defaults import ASYNCHRONOUS, time_of_flush
+from pipedream_rt.job.defaults import ASYNCHRONOUS, OF_SCRIPT, time_of_flush
 from pipedream_rt.job.unsplit_model import UnsplitModel, inside_of_layers, module_named
 from pipedream_rt.models.communication import communicates
 from pipedream_rt.schedules import Plan
@@ -89,7 +89,10 @@ def about_plan(plan: Plan, left_out: DisabledFeatures) -> list[str]:
         return []
     stalest = max(map(plan.staleness, range(plan.num_stages)))
     if plan.flushes:
-        return _about_flushes(plan) if left_out.micro_batches and plan.per_update == 1 else []
+        # Of a loss in the script, other schedules take one micro-batch alone.
+        more = not plan.loss_in_script or plan.name == OF_SCRIPT
+        one = left_out.micro_batches and plan.per_update == 1
+        return _about_flushes(plan) if one and more else []
     said = []
     if stalest > 1:
         enough = plan.shape.longest_lag + 1

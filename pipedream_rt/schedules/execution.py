@@ -217,7 +217,8 @@ def deadlock_of(waiting: Sequence[Waiting], titles: Titles) -> str:
     if not stages:
         return ""
     edges = [each.need.edge for each in stages]
-    hints = {_HINTS[edge.kind] for edge in edges if edge.kind in _HINTS}
+    text = "deadlock: " + ", ".join(each.words(titles) for each in stages)
     if any(edge.kind is EdgeKind.GRADIENT and edge.source == COORDINATOR for edge in edges):
-        hints = {_OF_SCRIPT}  # whatever else is waited for, it is because of that
-    return "\n".join(["deadlock: " + ", ".join(e.words(titles) for e in stages), *sorted(hints)])
+        return f"{_OF_SCRIPT}\n({text})"  # whatever else is waited for, it is because of that
+    hints = {_HINTS[edge.kind] for edge in edges if edge.kind in _HINTS}
+    return "\n".join([text, *sorted(hints)])

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
-from pipedream_rt.batches.items import Prepare, batch_of, require_loader
+from pipedream_rt.batches.items import Prepare, batch_of, input_of, require_loader
 from pipedream_rt.checkpoint import Manifest
 from pipedream_rt.coordinator.checkpointing.checkpointer import result_of
 from pipedream_rt.coordinator.feed.feeder import Feeder
@@ -152,7 +152,8 @@ class Epochs:
                     # keeps itself is then as old as the stages are.
                     while items.fetched and not rests and len(feeder.pending) < feeder.credits:
                         on_way.append(items.fetched.pop())
-                        feeder.inject(batch_of(on_way[-1], prepare)._replace(target=None))
+                        item = on_way[-1] if prepare is None else prepare(on_way[-1])
+                        feeder.inject(input_of(item)._replace(target=None))
                         rests = state.rest_is_due()
                         items.fetch()
                     if feeder.pending:

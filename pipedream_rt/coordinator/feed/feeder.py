@@ -382,9 +382,12 @@ class Feeder:
         """Return the mean loss and metrics over a loader; see `Pipeline.evaluate`."""
         self._group.life.check()
         if not self._has_loss:
+            in_script = "; a loss of the script's is computed of what pipe.predict(loader) yields"
             raise ConfigError(
                 "evaluate needs a loss: give Pipeline loss_fn; or, for a model that computes its "
                 "loss itself, example=, a mini-batch with the labels"
+                + in_script
+                * self._group.plan.loss_in_script
             )
         require_loader(loader, "evaluate")
         packed = packed_metrics(metrics or {})

@@ -179,9 +179,9 @@ class ScriptLoss:
         if skipped:
             last = self._feeder.step - 1
             _log.warning(
-                "the script has left its loop over outputs: of the mini-batches %d to %d, which "
-                "were on their way, it has computed no loss, so they change no weight",
-                last - skipped + 1, last,
+                "the loop over outputs was left with %d mini-batches on their way, up to %d: the "
+                "script has computed no loss of them, so they change no weight",
+                skipped, last,
             )  # fmt: skip
 
     # -- one call after another -------------------------------------------------------------------
@@ -408,10 +408,11 @@ class ScriptLoss:
         self._refuse_open("this")
         if self._handed is not None and len(self._feeder.pending) > 1:
             raise ConfigError(
-                f"this needs the stages, and {len(self._feeder.pending) - 1} more mini-batches are "
-                "on their way, whose loss the script has not computed. Do it after the loop over "
-                "outputs (which can be of a part of the loader, as itertools.islice(items, 100)), "
-                'or use schedule="gpipe" or Layout(credits=1), with which nothing is on its way'
+                f"this needs the stages, and {len(self._feeder.pending) - 1} later mini-batches, "
+                "whose loss the script has not computed, are on their way. Do it after a loop over "
+                "a part of the loader: items = iter(loader), and pipe.outputs(itertools.islice("
+                'items, 100)); or use schedule="gpipe" or Layout(credits=1), with which nothing '
+                "else is on its way"
             )
         self.answer()
         self._take_rest()
