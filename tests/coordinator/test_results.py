@@ -1,13 +1,19 @@
 """Mini-batches on their way through the pipe, and their results."""
 
+import copy
+import gc
+import pickle
+import weakref
+
 import pytest
 import torch
 from support.models import mlp, regression
 from support.pinned import Pipeline
 from torch.nn import functional as F
 
-from pipedream_rt.coordinator.results import PendingStep, StepResult
+from pipedream_rt.coordinator.results import PendingStep, StepResult, Steps
 from pipedream_rt.errors import StageFailed
+from pipedream_rt.messages.tree import flatten
 
 
 def result_of(step, **changes):
@@ -81,3 +87,44 @@ def test_submit_returns_a_handle_that_waits():
         assert last.step == 7
         assert all(p.done() for p in pending)
         assert [p.result().step for p in pending] == list(range(8))
+
+
+def test_a_number_of_steps_is_a_number_that_closes_an_update_where_it_is_called():
+    closed = []
+    steps = Steps.of(3, closed.append)
+    assert (steps, steps + 1, f"{steps:02}", [*range(steps)]) == (3, 4, "03", [0, 1, 2])
+    steps()
+    steps(update=False)
+    assert closed == [True, False]
+    for found in (copy.deepcopy(steps), pickle.loads(pickle.dumps(steps))):
+        assert type(found) is int
+        assert found == 3
+
+
+@pytest.mark.xfail(strict=True, reason="what crosses to the stages takes ints alone, not Steps")
+def test_a_number_of_steps_may_be_an_input_of_the_model():
+    """As of a model with a schedule of its own, or a hyper-parameter of the optimizer."""
+    with Pipeline(
+        mlp(), stages=2, optimizer=(torch.optim.SGD, {"lr": 0.1}), workers="serial"
+    ) as pipe:  # fmt: skip
+        pipe.optimizer.param_groups[0]["note"] = pipe.step
+        flatten((pipe.step,))
+        for output, _ in pipe.outputs(regression(1)):
+            output.sum().backward()
+
+
+@pytest.mark.xfail(strict=True, reason="Steps holds its pipeline")
+def test_a_kept_number_of_steps_keeps_no_pipeline():
+    pipe = Pipeline(
+        mlp(), stages=2, loss_fn=F.mse_loss, optimizer=(torch.optim.SGD, {"lr": 0.1}),
+        workers="serial",
+    )  # fmt: skip
+    kept, dropped = [pipe.step], weakref.ref(pipe)
+    del pipe
+    gc.collect()
+    try:
+        assert dropped() is None
+    finally:
+        if dropped() is not None:
+            dropped().close()
+    assert kept == [0]

@@ -277,3 +277,27 @@ def test_what_is_proved_of_a_written_schedule_is_what_happens(seed):
         accepted += 1
         assert ends(plan, length, draw.random())
     assert accepted > 5
+
+
+def in_script(name, stages=3, **options):
+    """A plan whose loss the script computes."""
+    return dataclasses.replace(plan_for(name, num_stages=stages, **options), loss_in_script=True)
+
+
+def test_the_gradient_of_an_output_waits_for_all_outputs_of_its_mini_batch():
+    plan = in_script("gpipe", per_update=4)
+    needed = [plan.needs(Action(Kind.GRADIENT, m), COORDINATOR) for m in (0, 3, 4)]
+    assert [texts(each) for each in needed] == [
+        ["loss 3 from stage 2 to *"],
+        ["loss 3 from stage 2 to *"],
+        ["loss 7 from stage 2 to *"],
+    ]
+
+
+def test_each_replica_of_the_exit_gets_the_gradients_of_its_own_micro_batches():
+    plan = in_script("gpipe", stages=2, per_update=4, replicas=(1, 2))
+    given = [plan.gives(Action(Kind.GRADIENT, m), COORDINATOR) for m in range(4)]
+    assert [need.edge.target for (need,) in given] == [1, 2, 1, 2]
+    for m in range(4):
+        (need,) = plan.needs(Action(Kind.BACKWARD, m), given[m][0].edge.target)
+        assert need.edge == given[m][0].edge

@@ -9,6 +9,7 @@ from support.shapes import replicated, schedules
 
 from pipedream_rt.errors import ScheduleError
 from pipedream_rt.schedules import COORDINATOR, Action, Kind, Plan, check, plan_for
+from pipedream_rt.schedules.checker import prove
 
 ORDERS = [
     "F0 F1 F2 B0 S0 F3 B1 S1 B2 S2 B3 S3",
@@ -280,3 +281,18 @@ def test_too_many_versions_are_refused():
 def test_a_long_grid_is_cut_to_its_end():
     grid = check(plan_for("async-1f1b", num_stages=2), 50)
     assert grid.render(last=4).splitlines()[0].startswith("stage 0  ... ")
+
+
+def test_the_gradient_of_an_output_is_no_action_of_a_stage():
+    with pytest.raises(ScheduleError, match="G1 is an action of the coordinator"):
+        check(written(lambda orders: orders[2].insert(1, "G1")), 4)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "async-1f1b", "zero-bubble"])
+def test_a_loss_of_the_whole_mini_batch_needs_all_its_forwards_first(name):
+    plan = dataclasses.replace(plan_for(name, num_stages=2, per_update=4), loss_in_script=True)
+    with pytest.raises(ScheduleError, match=r'gradient 0 from the coordinator[^!]*"gpipe"'):
+        prove(plan, name)
+    prove(
+        dataclasses.replace(plan_for(name, num_stages=2, per_update=1), loss_in_script=True), name
+    )

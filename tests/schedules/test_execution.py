@@ -97,3 +97,30 @@ def test_a_coordinator_that_waits_alone_is_no_deadlock():
     list(execution)
     assert [each.worker for each in execution.waiting] == [COORDINATOR]
     assert deadlock_of(execution.waiting, ASYNC.title_of) == ""
+
+
+def in_script(name, stages=3, **options):
+    """A plan whose loss the script computes."""
+    return dataclasses.replace(plan_for(name, num_stages=stages, **options), loss_in_script=True)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero-bubble", "async-1f1b"])
+def test_a_script_that_computes_the_loss_keeps_nobody_waiting(name):
+    plan = in_script(name, per_update=4 if name == "gpipe" else 1)
+    execution = Execution(plan, 8, credits=plan.credits())
+    done = [(worker, str(action)) for worker, _, action in execution]
+    assert execution.waiting == []
+    for m in range(8):
+        last = m // plan.per_update * plan.per_update + plan.per_update - 1
+        at = done.index((COORDINATOR, f"G{m}"))
+        assert done.index((2, f"F{last}")) < at
+        assert at < done.index((2, f"I{m}" if name == "zero-bubble" else f"B{m}"))
+
+
+def test_a_deadlock_by_the_script_says_which_schedule_does_not_wait():
+    plan = in_script("1f1b", per_update=4)
+    execution = Execution(plan, 4)
+    assert [str(action) for worker, _, action in execution if worker == 2] == ["F0"]
+    text = deadlock_of(execution.waiting, plan.title_of)
+    assert "stage 2 waits in B0 for gradient 0 from the coordinator" in text
+    assert 'schedule="gpipe"' in text

@@ -317,3 +317,47 @@ def test_the_edges_of_a_kind_are_those_that_actions_need_or_give(plan):
         found = plan.edges(kind)
         assert set(found) == wanted[kind]
         assert len(found) == len(set(found))
+
+
+def in_script(name, stages=3, **options):
+    """A plan whose loss the script computes."""
+    return dataclasses.replace(plan_for(name, num_stages=stages, **options), loss_in_script=True)
+
+
+def test_a_script_that_computes_the_loss_is_one_more_place_behind_the_exit():
+    plan = in_script("gpipe", per_update=2)
+    assert table(plan, Kind.FORWARD) == [
+        "0: activation *>0 => activation 0>1",
+        "1: activation 0>1 => activation 1>2",
+        "2: activation 1>2 => loss 2>*",
+    ]
+    assert table(plan, Kind.BACKWARD) == [
+        "0: gradient 1>0 => gradient 0>*",
+        "1: gradient 2>1 => gradient 1>0",
+        "2: gradient *>2 => gradient 2>1",
+    ]
+    give = Action(Kind.GRADIENT, 3)
+    assert arrows(plan.needs(give, COORDINATOR)) == "loss 2>*"
+    assert arrows(plan.gives(give, COORDINATOR)) == "gradient *>2"
+    assert plan.edges(EdgeKind.TARGET) == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "per_update", "ahead", "expected"),
+    [
+        ("async-1f1b", 1, 2, "N0 N1 G0 N2 G1 N3 G2 G3"),
+        ("async-1f1b", 1, 1, "N0 G0 N1 G1 N2 G2 N3 G3"),
+        ("gpipe", 2, 1, "N0 N1 G0 G1 N2 N3 G2 G3"),
+    ],
+)
+def test_the_script_gives_gradients_when_it_has_no_credit_left(name, per_update, ahead, expected):
+    plan = dataclasses.replace(in_script(name, per_update=per_update), ahead=ahead)
+    assert " ".join(map(str, plan.order(COORDINATOR, 0, 4))) == expected
+
+
+def test_where_the_loss_is_computed_survives_packing():
+    for plan in (in_script("gpipe"), CHAIN):
+        data = json.loads(json.dumps(plan.packed()))
+        assert Plan.unpacked(data).loss_in_script is plan.loss_in_script
+    del data["loss_in_script"]  # as of an older trace
+    assert not Plan.unpacked(data).loss_in_script

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipedream_rt.coordinator.recovery.feed_log import FedCommand, FeedLog, RestorePoint, Role
-from pipedream_rt.messages.message import Command, CommandName
+from pipedream_rt.messages.message import Command, CommandName, Gradient
 
 START = RestorePoint()
 
@@ -72,3 +72,21 @@ def test_a_release_without_a_restore_point_meanwhile_adds_none():
     log.hold()
     log.release()
     assert list(log.restore_points) == [START]
+
+
+def given(log, *positions):
+    for position in positions:
+        log.given[position] = Gradient(present=[]), ()
+
+
+def test_gradients_of_the_script_are_kept_as_long_as_their_micro_batches():
+    log = fed(10)
+    given(log, 2, 5, 8)
+    log.begin(RestorePoint(position=4))
+    assert list(log.given) == [2, 5, 8]
+    log.begin(RestorePoint(position=6))
+    assert list(log.given) == [5, 8]
+    log.begin(RestorePoint(position=9))
+    assert list(log.given) == [8]
+    log.stop()
+    assert log.given == {}
