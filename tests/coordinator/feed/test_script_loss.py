@@ -1,0 +1,1014 @@
+"""The loss in the script: bits, loops that are left, and what is refused."""
+
+import dataclasses
+import gc
+import itertools
+import threading
+import weakref
+from contextlib import suppress
+from datetime import timedelta
+
+import pytest
+import torch
+from support.inside import feed_log, kill, recovery
+from support.models import OPTIMIZERS, POINTS, batches, kitchen_sink, mlp, regression
+from support.oracle import assert_same, oracle
+from support.outside import train_by_hand, train_joined, train_outputs
+from support.pinned import Pipeline
+from torch import nn
+from torch.nn import functional as F
+
+from pipedream_rt import Checkpoints, Clip, ConfigError, NonFiniteLoss, PipelineClosed
+from pipedream_rt.codecs import BFloat16, Int8
+from pipedream_rt.errors import ScheduleError, StageFailed
+
+SGD = (torch.optim.SGD, {"lr": 0.1})
+
+
+def make(kind="adamw"):
+    cls, options = OPTIMIZERS[kind]
+    return lambda parameters: cls(parameters, **options)
+
+
+def sink(stages=3, **options):
+    """A pipeline over the kitchen sink, whose loss the script computes."""
+    given = {"optimizer": OPTIMIZERS["adamw"], "schedule": "gpipe", "workers": "serial"}
+    return Pipeline(kitchen_sink(), stages=POINTS[stages][1:], **{**given, **options})
+
+
+def small(model=None, **options):
+    """A pipeline over some linear layers."""
+    given = {"stages": 3, "optimizer": SGD, "schedule": "gpipe", "workers": "serial"}
+    return Pipeline(mlp() if model is None else model, **{**given, **options})
+
+
+def joined(data, k=1, **options):
+    """The weights and the losses of plain PyTorch."""
+    model = kitchen_sink()
+    losses = train_joined(model, data, F.cross_entropy, make(), k=k, **options)
+    return model.state_dict(), losses
+
+
+def trained(pipe, data, train=train_outputs, **options):
+    """Train on a pipeline that is closed behind it; return the weights and the losses."""
+    with pipe:
+        losses = train(pipe, data, **options)
+        return pipe.state_dict(), losses
+
+
+def assert_equal(found, expected):
+    assert_same(found[0], expected[0])
+    assert found[1] == expected[1]
+
+
+# -- bits ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schedule", "k"), [("gpipe", 1), ("gpipe", 4), ("zero-bubble", 1), ("1f1b", 1)]
+)
+def test_schedules_that_flush_have_the_bits_of_plain_pytorch(schedule, k):
+    data = batches(6, samples=8)
+    pipe = sink(schedule=schedule, micro_batches=k)
+    assert_equal(trained(pipe, data), joined(data, k))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
+def test_a_loop_by_hand_has_the_bits_of_plain_pytorch(schedule):
+    data = batches(6)
+    assert_equal(trained(sink(schedule=schedule), data, train_by_hand), joined(data))
+
+
+@pytest.mark.parametrize("samples", [5, 3, 2], ids=["last one short", "one empty", "two empty"])
+def test_mini_batches_may_be_too_short_for_all_micro_batches(samples):
+    data = [*batches(2, samples=8), *batches(1, samples=samples), *batches(1, samples=8, seed=4)]
+    assert_equal(trained(sink(micro_batches=4), data), joined(data, 4))
+
+
+@pytest.mark.parametrize("train", [train_outputs, train_by_hand], ids=["outputs", "by hand"])
+@pytest.mark.parametrize(
+    ("stages", "reads", "slack"),
+    [(2, "async-1f1b", ()), (3, "async-1f1b", ()), (3, "vertical-sync", ()),
+     (3, "async-1f1b", (2, 1))],
+)  # fmt: skip
+def test_asynchronous_schedules_read_the_versions_of_the_oracle(stages, reads, slack, train):
+    schedule = "async-1f1b" if reads == "async-1f1b" else "async-1f1b+vertical-sync"
+    data = batches(9)
+    pipe = sink(stages, schedule=schedule, **({"slack": slack} if slack else {}))
+    expected = oracle(
+        kitchen_sink(), POINTS[stages], data, F.cross_entropy, make(), reads=reads, slack=slack
+    )
+    assert_equal(trained(pipe, data, train), expected)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("schedule", ["gpipe", "async-1f1b"])
+def test_worker_processes_have_the_same_bits(schedule):
+    data, options = batches(6), {"schedule": schedule}
+    one = trained(sink(2, workers="local", **options), data)
+    assert_equal(one, trained(sink(2, **options), data))
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam", "adamw"])
+@pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble"])
+def test_a_mini_batch_without_a_backward_changes_no_weight_and_counts(kind, schedule):
+    def odd(step):
+        return step % 2 == 1
+
+    data, model = regression(6), mlp()
+    losses = train_joined(model, data, F.mse_loss, make(kind), leaves_out=odd)
+    with small(optimizer=OPTIMIZERS[kind], schedule=schedule) as pipe:
+        assert train_outputs(pipe, data, F.mse_loss, leaves_out=odd) == losses
+        assert_same(pipe.state_dict(), model.state_dict())
+        assert (pipe.step, pipe.seen) == (6, 6)
+
+
+def test_two_backwards_are_added():
+    data, model = regression(3), mlp()
+    optimizer = make("sgd")(model.parameters())
+    for x, y in data:
+        optimizer.zero_grad()
+        output = model(x)
+        leaf = output.detach().requires_grad_()
+        F.mse_loss(leaf, y).backward()
+        leaf.pow(2).mean().backward()
+        output.backward(leaf.grad)
+        optimizer.step()
+    with small(optimizer=OPTIMIZERS["sgd"]) as pipe:
+        for output, (_, y) in pipe.outputs(data):
+            F.mse_loss(output, y).backward()
+            output.pow(2).mean().backward()
+        assert_same(pipe.state_dict(), model.state_dict())
+
+
+def test_a_script_may_put_the_gradient_on_an_output_itself():
+    data = regression(3)
+
+    def by_grad(output, loss):
+        (output.grad,) = torch.autograd.grad(loss, output)
+
+    def clipped(output, loss):
+        loss.backward()
+        output.grad.clamp_(-0.1, 0.1)
+
+    def afterwards(output, loss):
+        (gradient,) = torch.autograd.grad(loss, output)
+        output.backward(gradient.clamp(-0.1, 0.1))
+
+    found = []
+    for way in (by_grad, lambda output, loss: loss.backward(), clipped, afterwards):
+        with small() as pipe:
+            for output, (_, y) in pipe.outputs(data):
+                way(output, F.mse_loss(output, y))
+            found.append(pipe.state_dict())
+    assert_same(found[0], found[1])
+    assert_same(found[2], found[3])
+    assert not torch.equal(found[0]["0.weight"], found[2]["0.weight"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"recompute": True}, {"clip": Clip(norm=0.01)}, {"replicas": (2, 1, 1), "micro_batches": 2}],
+    ids=["recompute", "clip", "replicas"],
+)
+def test_options_of_training_have_the_bits_that_they_have_with_a_loss_on_the_stages(options):
+    """By a loss that is a sum over samples of a mean, so that the shares are powers of two."""
+    data = regression(5)
+    with small(**options) as pipe:
+        train_outputs(pipe, data, F.mse_loss)
+        found = pipe.state_dict()
+    with small(loss_fn=F.mse_loss, **options) as pipe:
+        for _ in pipe.train_epoch(data):
+            pass
+        assert_same(found, pipe.state_dict())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"autocast": torch.bfloat16}, {"ema": 0.5}, {"codecs": BFloat16()}, {"codecs": Int8()}],
+    ids=lambda options: str(next(iter(options.values()))),
+)
+def test_other_options_work_with_a_loss_in_the_script(options):
+    """With one micro-batch the gradient of the output is that which the stage would have."""
+    data = regression(5)
+    with small(**options) as pipe:
+        train_outputs(pipe, data, lambda output, y: F.mse_loss(output.float(), y))
+        found = pipe.state_dict()
+    with small(loss_fn=lambda output, y: F.mse_loss(output.float(), y), **options) as pipe:
+        for _ in pipe.train_epoch(data):
+            pass
+        assert_same(found, pipe.state_dict())
+
+
+def test_a_tied_weight_gets_the_gradients_of_both_places():
+    model = mlp()
+    model[5].weight = model[0].weight
+    data = regression(4)
+    with small(model) as pipe:
+        train_outputs(pipe, data, F.mse_loss)
+        found = pipe.state_dict()
+    train_joined(model, data, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1))
+    assert_same(found, model.state_dict())
+
+
+@dataclasses.dataclass
+class Said:
+    one: torch.Tensor
+    more: dict
+
+
+class Recorded(nn.Module):
+    """A model with its own forward: two inputs, of which the second enters the second stage."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, beside, factor=1):
+        hidden = torch.relu(self.a(x))
+        late = self.b(hidden + 2 * beside) * factor
+        return Said(self.c(late), {"late": late, "hidden": hidden})
+
+
+def of_all(said, y):
+    return F.mse_loss(said.one, y) + said.more["late"].pow(2).mean() + said.more["hidden"].mean()
+
+
+def recorded(k=1, **options):
+    example = ((torch.randn(4, 8), torch.randn(4, 8)), {}, None)
+    options = {"stages": ["b", "c"], "example": example, "micro_batches": k, **options}
+    return small(Recorded(), **options)
+
+
+def two_inputs(count):
+    return [((x, y), {}, y) for x, y in regression(count)]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble"])
+def test_a_recorded_model_gives_all_that_its_forward_returns(schedule):
+    model = Recorded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for (x, beside), _, y in two_inputs(4):
+        optimizer.zero_grad()
+        of_all(model(x, beside), y).backward()
+        optimizer.step()
+    with recorded(schedule=schedule) as pipe:
+        for said, (_, _, y) in pipe.outputs(two_inputs(4)):
+            assert isinstance(said, Said)
+            of_all(said, y).backward()
+        assert_same(pipe.state_dict(), model.state_dict())
+
+
+def test_a_recorded_model_in_micro_batches_has_all_its_outputs_joined():
+    data = two_inputs(3)
+    with recorded(k=2) as pipe, recorded() as whole:
+        for each in (pipe, whole):
+            for said, (_, _, y) in each.outputs(data):
+                assert len(said.more["late"]) == 4
+                of_all(said, y).backward()
+        one, other = pipe.state_dict(), whole.state_dict()
+    for key, value in one.items():
+        torch.testing.assert_close(value, other[key])
+
+
+def test_an_output_that_gets_no_gradient_has_none():
+    """Else weights that plain PyTorch leaves alone would decay."""
+    options = {"optimizer": (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.5})}
+    with recorded(**options) as pipe:
+        for said, _ in pipe.outputs(two_inputs(2)):
+            said.more["hidden"].mean().backward()
+        found = pipe.state_dict()
+    fresh = Recorded().state_dict()
+    assert torch.equal(found["c.weight"], fresh["c.weight"])
+    assert not torch.equal(found["a.weight"], fresh["a.weight"])
+
+
+# -- loops that are left -----------------------------------------------------------------------
+
+
+def test_a_break_after_a_backward_keeps_its_update_and_skips_those_on_their_way(caplog):
+    data = regression(9)
+    with small(schedule="async-1f1b") as pipe:
+        for output, (_, y) in pipe.outputs(data):
+            F.mse_loss(output, y).backward()
+            break
+        assert (pipe.seen, pipe.step) == (1, pipe.plan.credits())
+        assert "the mini-batches 1 to 3, which were on their way" in caplog.text
+        found = pipe.state_dict()
+        assert train_outputs(pipe, data, F.mse_loss)
+        assert pipe.step == 9 + pipe.plan.credits()
+    with small(schedule="async-1f1b") as pipe:
+        train_outputs(pipe, data[:1], F.mse_loss)
+        assert_same(found, pipe.state_dict())
+
+
+def test_a_break_before_a_backward_changes_nothing():
+    with small(schedule="async-1f1b") as pipe:
+        for _ in pipe.outputs(regression(9)):
+            break
+        assert_same(pipe.state_dict(), mlp().state_dict())
+
+
+def test_after_an_error_in_the_loop_the_pipeline_trains_on():
+    with small(schedule="async-1f1b") as pipe:
+        with suppress(KeyError):
+            for _ in pipe.outputs(regression(9)):
+                raise KeyError
+        assert len(train_outputs(pipe, regression(4), F.mse_loss)) == 4
+
+
+def test_an_error_of_the_loader_comes_behind_the_mini_batches_before_it():
+    def loader():
+        yield from regression(3)
+        raise KeyError("the loader's own")
+
+    seen = []
+    with small(schedule="async-1f1b") as pipe:
+        with pytest.raises(KeyError, match="the loader's own"):
+            train_outputs(pipe, loader(), F.mse_loss, at=seen.append)
+        assert len(seen) == pipe.step == 3
+
+
+@pytest.mark.parametrize("workers", ["serial", pytest.param("local", marks=pytest.mark.processes)])
+def test_a_pipeline_is_closed_in_the_middle(workers):
+    with small(stages=2, workers=workers, schedule="async-1f1b") as pipe:
+        loop = pipe.outputs(regression(6))
+        output, _ = next(loop)
+        output.sum().backward()
+        pipe.close()
+        with pytest.raises(PipelineClosed):
+            next(loop)
+    with small(stages=2, workers=workers, micro_batches=2) as pipe:
+        output = pipe.forward(regression(1)[0][0])
+        pipe.close()
+        with pytest.raises(PipelineClosed):
+            pipe.step()
+        del output
+
+
+def test_a_dropped_loop_ends_with_its_pipeline():
+    with small(schedule="async-1f1b") as pipe:
+        loop = pipe.outputs(regression(6))
+        next(loop)
+        next(loop)
+    del loop
+    assert pipe.state.value == "closed"
+
+
+@pytest.mark.xfail(strict=True, reason="an output is in a cycle, so that only the collector frees")
+def test_an_output_is_freed_when_the_loop_goes_on():
+    """Outputs may be large, and the collector of garbage does not look at their sizes."""
+    kept, gone = [], []
+    gc.disable()
+    try:
+        with small() as pipe:
+            for output, _ in pipe.outputs(regression(4)):
+                output.sum().backward()
+                kept.append(weakref.ref(output))
+                gone = [reference() is None for reference in kept[:-1]]
+                del output
+    finally:
+        gc.enable()
+    assert all(gone)
+
+
+# -- in the body of the loop -----------------------------------------------------------------------
+
+
+def test_with_nothing_on_its_way_the_stages_can_be_asked_in_the_loop():
+    """That ends the update, whose gradient is there."""
+    data, model = regression(4), mlp()
+    train_joined(model, data, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1))
+    updates = []
+    with small() as pipe:
+        for output, (_, y) in pipe.outputs(data):
+            F.mse_loss(output, y).backward()
+            updates.append(pipe.statistics()[0]["updates"])
+            assert "gpipe" in pipe.explain()
+            with pytest.raises(ConfigError, match="a backward reaches an output whose update"):
+                output.sum().backward()
+            last = pipe.state_dict()
+        assert updates == [1, 2, 3, 4]
+        assert_same(pipe.state_dict(), last)
+        assert_same(last, model.state_dict())
+
+
+@pytest.mark.parametrize(
+    "ask", [lambda p: p.statistics(), lambda p: p.flush(), lambda p: p.state_dict(),
+            lambda p: p(torch.ones(4, 8))], ids=["statistics", "flush", "state_dict", "inference"],
+)  # fmt: skip
+def test_with_others_on_their_way_the_loop_goes_on_after_a_refusal(ask):
+    data = regression(6)
+    with small(schedule="async-1f1b") as pipe, small(schedule="async-1f1b") as calm:
+        for output, (_, y) in pipe.outputs(data):
+            F.mse_loss(output, y).backward()
+            if pipe.seen == 1:
+                with pytest.raises(ConfigError, match="more mini-batches are on their way"):
+                    ask(pipe)
+        train_outputs(calm, data, F.mse_loss)
+        assert_same(pipe.state_dict(), calm.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "where"),
+    [("gpipe", "loader"), ("async-1f1b", "loader"), ("async-1f1b", "prepare")],
+)
+@pytest.mark.xfail(strict=True, reason="the stages wait for ever: outputs on their way are dropped")
+def test_what_draws_the_items_may_ask_the_stages_or_is_refused(schedule, where):
+    """As a loader that labels its own items with the model does."""
+    with small(schedule=schedule, answer=timedelta(seconds=1)) as pipe:
+
+        def look(item):
+            pipe(item[0])
+            return item
+
+        items, prepare = regression(4), look
+        if where == "loader":
+            items, prepare = map(look, items), None
+        try:
+            for output, _ in pipe.outputs(items, prepare=prepare):
+                output.sum().backward()
+        except ConfigError:
+            pass
+        pipe.flush()
+
+
+# -- by hand ---------------------------------------------------------------------------------------
+
+
+def test_several_forwards_make_one_update():
+    data, model = regression(3), mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for (x, y), (z, _) in itertools.product(data, data):
+        optimizer.zero_grad()
+        (F.mse_loss(model(x), y) - model(z).mean()).backward()
+        optimizer.step()
+    with small(micro_batches=4) as pipe:
+        for (x, y), (z, _) in itertools.product(data, data):
+            one, two = pipe.forward(x), pipe.forward(z)
+            (F.mse_loss(one, y) - two.mean()).backward()
+            pipe.step()
+        assert pipe.step == 9
+        for key, value in pipe.state_dict().items():
+            torch.testing.assert_close(value, model.state_dict()[key])
+
+
+def test_the_gradients_of_inputs_flow_on_to_an_encoder_in_front():
+    encoder, model, data = nn.Linear(8, 8), mlp(), regression(3)
+    plain = nn.Linear(8, 8)
+    plain.load_state_dict(encoder.state_dict())
+    optimizer = torch.optim.SGD([*plain.parameters(), *model.parameters()], lr=0.1)
+    for x, y in data:
+        optimizer.zero_grad()
+        F.mse_loss(model(plain(x)), y).backward()
+        optimizer.step()
+    ours = torch.optim.SGD(encoder.parameters(), lr=0.1)
+    with small() as pipe:
+        for x, y in data:
+            ours.zero_grad()
+            F.mse_loss(pipe.forward(encoder(x)), y).backward()
+            ours.step()
+            pipe.step()
+        assert_same(pipe.state_dict(), model.state_dict())
+    assert_same(encoder.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble", "1f1b"])
+def test_two_entries_give_the_gradients_of_their_inputs(schedule):
+    model, (x, y) = Recorded(), regression(1)[0]
+    found = []
+    for forward in (model, None):
+        one, two = x.clone().requires_grad_(), y.clone().requires_grad_()
+        with recorded(schedule=schedule) as pipe:
+            of_all((forward or pipe.forward)(one, two), y).backward()
+            if forward is None:
+                pipe.step()
+        found.append((one.grad, two.grad))
+    assert all(map(torch.equal, *found))
+
+
+def test_an_input_that_is_given_twice_gets_the_sum():
+    x = torch.randn(4, 8)
+    found = []
+    for pipe in (recorded(), None):
+        leaf = x.clone().requires_grad_()
+        if pipe is None:
+            of_all(Recorded()(leaf, leaf), x).backward()
+        else:
+            with pipe:
+                of_all(pipe.forward(leaf, leaf), x).backward()
+                pipe.step()
+        found.append(leaf.grad)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("codec", [BFloat16(), Int8()], ids=repr)
+def test_codecs_on_edges_do_not_touch_the_gradients_of_inputs(codec):
+    x = torch.randn(4, 8, requires_grad=True)
+    with small(codecs=codec) as pipe:
+        pipe.forward(x).sum().backward()
+        pipe.step()
+    assert x.grad.shape == x.shape
+
+
+def test_an_update_is_dropped_before_or_after_the_gradients_of_its_inputs():
+    fresh, x = mlp().state_dict(), torch.randn(4, 8, requires_grad=True)
+    with small(micro_batches=2) as pipe:
+        pipe.forward(x).sum().backward()
+        assert x.grad is not None
+        pipe.step(update=False)
+        pipe.forward(x.detach()).sum().backward()
+        pipe.step(update=False)
+        pipe.forward(x)
+        pipe.step()  # without a backward
+        assert_same(pipe.state_dict(), fresh)
+        assert pipe.step == 3
+        pipe.forward(x).sum().backward()
+        pipe.step()
+        assert not torch.equal(pipe.state_dict()["0.weight"], fresh["0.weight"])
+    with small() as pipe:
+        pipe.forward(x).sum().backward()
+        with pytest.raises(ConfigError, match="micro_batches=2 or more, one more"):
+            pipe.step(update=False)
+        pipe.step()
+
+
+def plain_gan(zs, reals):
+    made, judge = mlp(layers=4), mlp(layers=4)
+    one = torch.optim.SGD(made.parameters(), lr=0.1)
+    other = torch.optim.SGD(judge.parameters(), lr=0.1)
+    for z, real in zip(zs, reals):
+        fake = made(z)
+        other.zero_grad()
+        a, b = judge(real), judge(fake.detach())
+        (a.mean() - b.mean()).backward()
+        other.step()
+        one.zero_grad()
+        judge(fake).mean().backward()
+        one.step()
+    return made.state_dict(), judge.state_dict()
+
+
+@pytest.mark.parametrize("workers", ["serial", pytest.param("local", marks=pytest.mark.processes)])
+def test_two_pipelines_are_a_generator_and_its_judge(workers):
+    zs, reals = zip(*regression(4))
+    with (
+        small(mlp(layers=4), stages=2, workers=workers) as made,
+        small(mlp(layers=4), stages=2, micro_batches=3) as judge,
+    ):
+        for z, real in zip(zs, reals):
+            fake = made.forward(z)
+            a, b = judge.forward(real), judge.forward(fake.detach())
+            (a.mean() - b.mean()).backward()
+            judge.step()
+            judge.forward(fake).mean().backward()
+            made.step()
+            judge.step(update=False)
+        found = made.state_dict(), judge.state_dict()
+    for one, other in zip(found, plain_gan(zs, reals)):
+        assert_same(one, other)
+
+
+def test_without_gradients_a_forward_is_an_inference_in_training_mode(caplog):
+    x = regression(1)[0][0]
+    with small(micro_batches=2) as pipe, torch.no_grad():
+        assert torch.equal(pipe.forward(x), mlp()(x))
+        with torch.enable_grad():
+            one = pipe.forward(x)
+        pipe.forward(x)
+        with torch.enable_grad():
+            one.sum().backward()
+        pipe.step()
+        assert pipe.step == 1
+    assert caplog.text.count("an inference in training mode") == 1
+
+
+@pytest.mark.xfail(strict=True, reason="once all are fed, it is that of the forward")
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_learning_rate_that_is_set_before_the_step_is_that_of_the_update(k):
+    """As plain PyTorch has it. With a micro-batch left over it is so, without one it is not."""
+    x = regression(1)[0][0]
+    found = []
+    for forwards in (1, k):
+        with small(micro_batches=k) as pipe:
+            for _ in range(forwards):
+                pipe.forward(x).sum().backward()
+            pipe.optimizer.param_groups[0]["lr"] = 0.0
+            pipe.step()
+            found.append(torch.equal(pipe.state_dict()["0.weight"], mlp()[0].weight))
+    assert found == [True, True]
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schedule", "k"), [("1f1b", 4), ("async-1f1b", 2), ("zero-bubble", 4), ("2bw", 3)]
+)
+def test_schedules_whose_stages_would_wait_are_refused_with_one_that_does_not(schedule, k):
+    with pytest.raises(ScheduleError, match='use schedule="gpipe"'):
+        small(schedule=schedule, micro_batches=k)
+
+
+@pytest.mark.parametrize("what", ["train_epoch", "submit"])
+def test_what_needs_a_loss_on_the_stages_is_refused(what):
+    with small() as pipe, pytest.raises(ConfigError, match=f"{what} needs a loss on the stages"):
+        getattr(pipe, what)(regression(1))
+
+
+def test_a_loss_on_the_stages_is_none_in_the_script():
+    with small(loss_fn=F.mse_loss) as pipe:
+        for ask in (lambda: list(pipe.outputs([])), lambda: pipe.forward(1), lambda: pipe.step()):
+            with pytest.raises(ConfigError, match="is for a loss that the script computes"):
+                ask()
+    with small(optimizer=None) as pipe, pytest.raises(ConfigError, match="needs an optimizer"):
+        pipe.forward(torch.ones(4, 8))
+
+
+def test_what_the_script_cannot_do_is_refused_by_name():
+    with pytest.raises(ConfigError, match="weigh"):
+        small(weigh=lambda x, y: 1)
+    with pytest.raises(ConfigError, match="float16"):
+        small(autocast=torch.float16)
+
+
+def test_too_many_forwards_and_too_few_are_refused():
+    x = torch.ones(4, 8)
+    with small(micro_batches=2) as pipe:
+        with pytest.raises(ConfigError, match="there was none"):
+            pipe.step()
+        for _ in range(2):
+            pipe.forward(x)
+        with pytest.raises(ConfigError, match="an update is of at most 2 forwards"):
+            pipe.forward(x)
+        pipe.step()
+        with pytest.raises(ConfigError, match="update must be True or False"):
+            pipe.step(update=1)
+
+
+def test_an_open_update_keeps_all_else_from_the_stages():
+    x = torch.ones(4, 8)
+    with small() as pipe:
+        output = pipe.forward(x)
+        for ask in (pipe.state_dict, pipe.flush, pipe.statistics, lambda: pipe(x), pipe.explain):
+            with pytest.raises(ConfigError, match=r"call step\(\) first"):
+                ask()
+        output.sum().backward()
+        pipe.step()
+        assert pipe.statistics()[0]["updates"] == 1
+
+
+def test_forwards_in_a_loop_over_outputs_are_refused():
+    with small(schedule="async-1f1b") as pipe:
+        for output, (x, _) in pipe.outputs(regression(4)):
+            with pytest.raises(ConfigError, match="forward cannot be called in a loop over"):
+                pipe.forward(x)
+            output.sum().backward()
+        assert pipe.step == 4
+
+
+@pytest.mark.xfail(strict=True, reason="the mini-batch is fed before it is refused")
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_loop_over_outputs_within_an_open_update_is_refused_and_nothing_is_lost(k):
+    x = torch.ones(4, 8)
+    with small(micro_batches=k) as pipe:
+        output = pipe.forward(x)
+        with pytest.raises(ConfigError, match=r"call step\(\) first"):
+            next(pipe.outputs(regression(2)))
+        output.sum().backward()
+        pipe.step()
+        pipe.flush()
+        assert pipe.step == 1
+
+
+def test_backwards_that_come_too_late_are_refused():
+    x = torch.ones(4, 8)
+    with small(micro_batches=2) as pipe:
+        output = pipe.forward(x)
+        pipe.step()
+        with pytest.raises(ConfigError, match="whose gradient has gone to the stages"):
+            output.sum().backward()
+        leaf = x.clone().requires_grad_()
+        loss = pipe.forward(leaf).sum()
+        loss.backward(retain_graph=True)
+        with pytest.raises(ConfigError, match="gradient"):
+            loss.backward()
+        with pytest.raises(ConfigError, match="stages have ended the forwards"):
+            pipe.forward(x)
+        pipe.step()
+        with pytest.raises(ConfigError, match="create_graph=True"):
+            torch.autograd.grad(pipe.forward(leaf).sum(), leaf, create_graph=True)
+        pipe.step(update=False)
+        assert pipe.step == 3
+
+
+def test_a_forward_on_the_output_of_another_one_is_refused_in_its_backward():
+    with small(micro_batches=2) as pipe:
+        one = pipe.forward(torch.ones(4, 8))
+        with pytest.raises(ConfigError, match="a backward reaches the output of a forward"):
+            pipe.forward(one * 2).sum().backward()
+        pipe.step(update=False) if pipe.plan.per_update > 2 else pipe.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"schedule": "async-1f1b"}, "with async-1f1b"), ({"replicas": 2}, "with replicas")],
+)
+def test_gradients_of_inputs_that_come_too_late_are_refused(options, words):
+    said = pytest.raises(ConfigError, match=f"requires a gradient, which {words}")
+    with small(stages=2, **options) as pipe, said:
+        pipe.forward(torch.ones(4, 8, requires_grad=True))
+
+
+class Aside(nn.Module):
+    """A last layer that also returns something else."""
+
+    def __init__(self, aside):
+        super().__init__()
+        self.linear, self.aside = nn.Linear(8, 8), aside
+
+    def forward(self, x):
+        output = self.linear(x)
+        return output, self.aside(output)
+
+
+def beside(aside, k=2, **options):
+    return small(nn.Sequential(nn.Linear(8, 8), Aside(aside)), stages=2, micro_batches=k, **options)
+
+
+def test_outputs_that_cannot_be_joined_are_refused_and_the_pipeline_goes_on():
+    with beside(torch.mean) as pipe:
+        with pytest.raises(ConfigError, match="and only tensors of"):
+            next(pipe.outputs(regression(2)))
+        assert_same(pipe.state_dict(), pipe.state_dict())
+        pipe.forward(torch.ones(4, 8))[1].backward()
+        pipe.step()
+
+
+@pytest.mark.xfail(strict=True, reason="torch raises: a value without samples is narrowed")
+def test_a_mini_batch_of_one_micro_batch_may_have_outputs_that_are_not_of_samples():
+    """The others are empty, so nothing is joined."""
+    with beside(torch.mean) as pipe:
+        for (output, mean), _ in pipe.outputs(regression(2, samples=1)):
+            (output.sum() + mean).backward()
+        assert pipe.step == 2
+
+
+class Sometimes(nn.Module):
+    """Returns a value first that is detached in some micro-batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        output = self.linear(x)
+        return output.detach() if x.detach().abs().max() > 50 else output * 2, output
+
+
+@pytest.mark.xfail(strict=True, reason="the gradients go to other outputs: silently wrong")
+def test_an_output_may_require_a_gradient_in_some_micro_batches_alone():
+    torch.manual_seed(0)
+    model, x = Sometimes(), torch.randn(4, 8)
+    x[0, 0] = 100.0
+    ones, others = torch.randn(4, 8), torch.randn(4, 8)
+    with small(nn.Sequential(model), stages=1, micro_batches=2) as pipe:
+        for (one, other), _ in pipe.outputs([(x, x)]):
+            ((one * ones).sum() + (other * others).sum()).backward()
+        found = pipe.state_dict()["0.linear.weight"]
+    for part in (slice(0, 2), slice(2, 4)):
+        one, other = model(x[part])
+        ((one * ones[part]).sum() + (other * others[part]).sum()).backward()
+    torch.testing.assert_close(found, model.linear.weight - 0.1 * model.linear.weight.grad)
+
+
+# -- NaN -------------------------------------------------------------------------------------------
+
+
+def test_a_gradient_that_is_nan_is_not_sent_and_the_pipeline_trains_on():
+    with small() as pipe:
+        with pytest.raises(NonFiniteLoss, match=r"the output of mini-batch 0 is NaN.*not sent"):
+            train_outputs(pipe, regression(3), lambda output, _: output.sum() * float("nan"))
+        assert_same(pipe.state_dict(), mlp().state_dict())
+        train_outputs(pipe, regression(2), F.mse_loss)
+    with small(on_nan="ignore") as pipe:
+        for output, _ in pipe.outputs(regression(1)):
+            (output.sum() * float("nan")).backward()
+        assert pipe.state_dict()["0.weight"].isnan().any()
+
+
+@pytest.mark.xfail(strict=True, reason="the update can be neither made nor dropped")
+def test_an_update_by_hand_whose_gradient_is_nan_can_be_dropped():
+    with small() as pipe:
+        (pipe.forward(torch.ones(4, 8)) * float("nan")).sum().backward()
+        with pytest.raises(NonFiniteLoss):
+            pipe.step()
+        pipe.step(update=False)
+        assert_same(pipe.state_dict(), mlp().state_dict())
+
+
+@pytest.mark.xfail(strict=True, reason="an error in the end of a generator is only printed")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_gradient_that_is_nan_is_told_of_after_a_break_too(caplog):
+    with small() as pipe:
+        for output, _ in pipe.outputs(regression(3)):
+            (output.sum() * float("nan")).backward()
+            break
+    assert "NaN" in caplog.text
+
+
+def test_gradients_of_complex_outputs_are_looked_at_too():
+    with small(nn.Sequential(nn.Linear(8, 8), Spectrum()), stages=1) as pipe:
+        for output, _ in pipe.outputs(regression(2)):
+            output.abs().sum().backward()
+        assert pipe.step == 2
+
+
+class Spectrum(nn.Module):
+    def forward(self, x):
+        return torch.fft.fft(x)
+
+
+# -- failures --------------------------------------------------------------------------------------
+
+
+class Once:
+    """Kills a worker once, at a place in the loop."""
+
+    def __init__(self, pipe, victim, step, where=""):
+        self.pipe, self.victim, self.place, self.calls = pipe, victim, (step, where), []
+
+    def __call__(self, step, where=""):
+        self.calls.append((step, where))
+        if (step, where) == self.place:
+            kill(self.pipe, self.victim)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("victim", ["worker-0", "worker-1"])
+@pytest.mark.parametrize("schedule", ["gpipe", "async-1f1b"])
+def test_a_worker_dies_while_the_script_thinks(schedule, victim):
+    data = batches(7)
+    calm = trained(sink(2, schedule=schedule), data)
+    with sink(2, schedule=schedule, workers="local", max_restarts=3) as pipe:
+        at = Once(pipe, victim, 3)
+        losses = train_outputs(pipe, data, at=at)
+        assert_equal((pipe.state_dict(), losses), calm)
+        assert [step for step, _ in at.calls] == [*range(7)]
+        assert len(pipe.restarts) == 1
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("where", ["forward", "backward", "step"])
+def test_a_worker_dies_in_a_loop_by_hand(where):
+    data = batches(5)
+    calm = trained(sink(2), data, train_by_hand)
+    with sink(2, workers="local", max_restarts=3) as pipe:
+        losses = train_by_hand(pipe, data, at=Once(pipe, "worker-1", 2, where))
+        assert_equal((pipe.state_dict(), losses), calm)
+        assert len(pipe.restarts) == 1
+
+
+@pytest.mark.processes
+def test_a_worker_dies_while_gradients_of_inputs_are_on_their_way():
+    data, found = regression(4), []
+    for victim in (None, "worker-0"):
+        x = torch.ones(4, 8, requires_grad=True)
+        with small(stages=2, micro_batches=3, workers="local", max_restarts=2) as pipe:
+            for step, (z, y) in enumerate(data):
+                one, two = pipe.forward(x), pipe.forward(z)
+                if victim and step == 1:
+                    kill(pipe, victim)
+                (F.mse_loss(one, y) + two.mean()).backward()
+                if victim and step == 2:
+                    kill(pipe, victim)
+                pipe.step()
+            found.append({"x": x.grad, **pipe.state_dict()})
+            assert len(pipe.restarts) == (2 if victim else 0)
+    assert_same(*found)
+
+
+@pytest.mark.processes
+def test_a_script_may_think_longer_than_an_answer_may_take():
+    """A wait has a deadline where stages compute, and none where the script does."""
+    never = threading.Event()
+    with small(stages=2, workers="local", answer=timedelta(seconds=1)) as pipe:
+        for output, _ in pipe.outputs(regression(2)):
+            never.wait(2.5)
+            output.sum().backward()
+        output = pipe.forward(torch.ones(4, 8))
+        never.wait(2.5)
+        output.sum().backward()
+        pipe.step()
+        pipe.flush()
+        assert pipe.step == 3
+
+
+class FailsOnce(nn.Module):
+    """Raises in the backward of a micro-batch, once in the life of its file."""
+
+    def __init__(self, folder, at):
+        super().__init__()
+        self.file, self.at, self.calls = folder / "failed", at, 0
+
+    def forward(self, x):
+        self.calls += self.training
+        if self.calls == self.at and x.requires_grad and not self.file.exists():
+            x.register_hook(self._fail)
+        return x
+
+    def _fail(self, gradient):
+        self.file.touch()
+        raise RuntimeError("once")
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("train", [train_outputs, train_by_hand], ids=["outputs", "by hand"])
+@pytest.mark.parametrize("schedule", ["gpipe", "async-1f1b"])
+def test_a_backward_that_fails_is_done_again_without_asking_the_script(tmp_path, schedule, train):
+    def model(at):
+        return nn.Sequential(*mlp(), FailsOnce(tmp_path, at), nn.Linear(8, 8))
+
+    options = {"schedule": schedule, "max_restarts": 2}
+    torch.manual_seed(4)
+    calm = trained(small(model(0), **options), regression(6), train, loss_fn=F.mse_loss)
+    torch.manual_seed(4)
+    with small(model(3), **options) as pipe:
+        losses = train(pipe, regression(6), F.mse_loss)
+        assert_equal((pipe.state_dict(), losses), calm)
+        assert len(pipe.restarts) == 1
+        assert pipe.step == 6
+
+
+@pytest.mark.threads
+def test_gradients_are_kept_since_the_last_two_checkpoints(tmp_path):
+    options = {"checkpoint": Checkpoints(tmp_path, every=2), "max_restarts": 1}
+    with small(**options) as pipe:
+        train_outputs(pipe, regression(9), F.mse_loss)
+        pipe.save()
+        assert len(feed_log(pipe).given) <= 6
+    with small() as pipe:
+        train_outputs(pipe, regression(3), F.mse_loss)
+        assert feed_log(pipe).given == {} or recovery(pipe).feed.log.on
+
+
+def test_an_error_of_a_stage_reaches_the_loop():
+    class Fails(nn.Module):
+        def forward(self, x):
+            if x.abs().max() > 50:
+                raise ZeroDivisionError("the layer's own words")
+            return x
+
+    bad = (torch.full((4, 8), 100.0), torch.ones(4, 8))
+    said = pytest.raises(StageFailed, match="the layer's own words")
+    with small(nn.Sequential(Fails(), *mlp()), max_restarts=0) as pipe, said:
+        train_outputs(pipe, [*regression(2), bad, *regression(1)], F.mse_loss)
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+class Script:
+    """A script with a head of its own, which may stop and go on from a checkpoint."""
+
+    def __init__(self, folder, **options):
+        torch.manual_seed(6)
+        self.head = nn.Linear(4, 4)
+        self.optimizer = torch.optim.Adam(self.head.parameters(), lr=0.01)
+        self.pipe = sink(2, checkpoint=Checkpoints(folder, every=3, resume=True), **options)
+        self.pipe.attach(head=self.head, optimizer=self.optimizer)
+
+    def train(self, data, stop=None):
+        """Train on the rest of the data; return the losses by number."""
+        losses = {}
+        loop = self.pipe.outputs(data)
+        for output, (_, y) in loop:
+            loss = F.cross_entropy(self.head(output), y)
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            losses[self.pipe.seen] = loss.item()
+            if self.pipe.seen == stop:
+                break
+        return losses
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("schedule", ["gpipe", "async-1f1b"])
+def test_a_script_with_a_head_of_its_own_goes_on_from_a_checkpoint(tmp_path, schedule):
+    data = batches(11)
+    calm = Script(tmp_path / "calm", schedule=schedule)
+    with calm.pipe:
+        losses = calm.train(data)
+        weights = calm.pipe.state_dict()
+    first = Script(tmp_path / "run", schedule=schedule)
+    with first.pipe:
+        first.train(data, stop=7)
+    second = Script(tmp_path / "run", schedule=schedule)
+    with second.pipe as pipe:
+        assert pipe.step == 6
+        found = second.train(data)
+        assert_same(pipe.state_dict(), weights)
+    assert found == {step: loss for step, loss in losses.items() if step in found}
+    assert_same(second.head.state_dict(), calm.head.state_dict())
