@@ -20,6 +20,11 @@ def feed_log(pipe):
     return pipe._group.feed.log
 
 
+def script_loss(pipe):
+    """What gives the stages the gradients of the script."""
+    return pipe._run.script_loss
+
+
 def finish_checkpoint(pipe):
     """Wait until the checkpoint that was due is whole: on a busy machine it may not be yet."""
     pipe.flush()

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from support.inside import feed_log, kill, recovery
+from support.inside import feed_log, kill, script_loss
 from support.models import OPTIMIZERS, POINTS, batches, kitchen_sink, mlp, regression
 from support.oracle import assert_same, oracle
 from support.outside import train_by_hand, train_joined, train_outputs
@@ -182,8 +182,24 @@ def test_a_script_may_put_the_gradient_on_an_output_itself():
 
 @pytest.mark.parametrize(
     "options",
-    [{"recompute": True}, {"clip": Clip(norm=0.01)}, {"replicas": (2, 1, 1), "micro_batches": 2}],
-    ids=["recompute", "clip", "replicas"],
+    [
+        {"recompute": True},
+        {"clip": Clip(norm=0.01)},
+        {"replicas": (2, 1, 1), "micro_batches": 2},
+        {"schedule": "async-1f1b", "replicas": (2, 1, 1)},
+        {"schedule": "async-1f1b+vertical-sync", "clip": Clip(norm=0.01)},
+        {"schedule": "async-1f1b", "synchronous_updates": 3},
+        {"schedule": "async-1f1b", "corrections": "auto", "optimizer": OPTIMIZERS["adamw"]},
+    ],
+    ids=[
+        "recompute",
+        "clip",
+        "replicas",
+        "asynchronous replicas",
+        "exact norms",
+        "synchronous",
+        "corrections",
+    ],
 )
 def test_options_of_training_have_the_bits_that_they_have_with_a_loss_on_the_stages(options):
     """By a loss that is a sum over samples of a mean, so that the shares are powers of two."""
@@ -614,6 +630,43 @@ def test_a_learning_rate_that_is_set_before_the_step_is_that_of_the_update(k):
     assert found == [True, True]
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble"])
+def test_the_gradient_of_an_input_can_be_asked_for_alone(schedule):
+    x = regression(1)[0][0].requires_grad_()
+    (expected,) = torch.autograd.grad(mlp()(x).pow(2).sum(), x)
+    with small(schedule=schedule) as pipe:
+        (found,) = torch.autograd.grad(pipe.forward(x).pow(2).sum(), x)
+        pipe.step()
+    assert torch.equal(found, expected)
+    assert x.grad is None
+
+
+@pytest.mark.xfail(strict=True, reason="the stages cannot tell it from a backward, and train on it")
+def test_the_gradient_of_an_input_that_is_asked_for_alone_trains_no_weight():
+    """As plain PyTorch has it: of adversarial inputs, which come before the update itself."""
+    x = regression(1)[0][0].requires_grad_()
+    with small() as pipe:
+        torch.autograd.grad(pipe.forward(x).sum(), x)
+        pipe.step()
+        assert_same(pipe.state_dict(), mlp().state_dict())
+
+
+@pytest.mark.parametrize("train", [train_outputs, train_by_hand], ids=["outputs", "by hand"])
+def test_learning_rates_follow_a_scheduler(train):
+    data, model = regression(5), mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for item in data:
+        train_joined(model, [item], F.mse_loss, lambda parameters: optimizer)
+        schedule.step()
+    with small() as pipe:
+        schedule = torch.optim.lr_scheduler.StepLR(pipe.optimizer, 1, 0.5)
+        for item in data:
+            train(pipe, [item], F.mse_loss)
+            schedule.step()
+        assert_same(pipe.state_dict(), model.state_dict())
+
+
 @pytest.mark.xfail(strict=True, reason="a replica waits for a gradient: the stages wait for ever")
 def test_without_gradients_an_open_update_with_replicas_is_asked_or_refuses():
     """The replica that computes it may have done all its forwards of the update."""
@@ -735,7 +788,7 @@ def test_a_forward_on_the_output_of_another_one_is_refused_in_its_backward():
         one = pipe.forward(torch.ones(4, 8))
         with pytest.raises(ConfigError, match="a backward reaches the output of a forward"):
             pipe.forward(one * 2).sum().backward()
-        pipe.step(update=False) if pipe.plan.per_update > 2 else pipe.step()
+        pipe.step()
 
 
 @pytest.mark.parametrize(
@@ -768,9 +821,9 @@ def test_outputs_that_cannot_be_joined_are_refused_and_the_pipeline_goes_on():
     with beside(torch.mean) as pipe:
         with pytest.raises(ConfigError, match="and only tensors of"):
             next(pipe.outputs(regression(2)))
-        assert_same(pipe.state_dict(), pipe.state_dict())
         pipe.forward(torch.ones(4, 8))[1].backward()
         pipe.step()
+        assert not torch.equal(pipe.state_dict()["0.bias"], torch.zeros(8))
 
 
 @pytest.mark.xfail(strict=True, reason="torch raises: a value without samples is narrowed")
@@ -1017,7 +1070,7 @@ def test_a_worker_dies_behind_a_checkpoint(tmp_path):
 def test_an_interrupt_between_two_gradients_ends_the_pipeline(monkeypatch):
     """Else the stages wait for the rest of a mini-batch for ever."""
     with small(micro_batches=2, answer=timedelta(seconds=1)) as pipe:
-        script, given = pipe._run.script_loss, []
+        script, given = script_loss(pipe), []
         send = script._give
 
         def give(*arguments):
@@ -1111,9 +1164,9 @@ def test_gradients_are_kept_since_the_last_two_checkpoints(tmp_path):
         train_outputs(pipe, regression(9), F.mse_loss)
         pipe.save()
         assert len(feed_log(pipe).given) <= 6
-    with small() as pipe:
+    with small(max_restarts=0) as pipe:
         train_outputs(pipe, regression(3), F.mse_loss)
-        assert feed_log(pipe).given == {} or recovery(pipe).feed.log.on
+        assert feed_log(pipe).given == {}
 
 
 def test_an_error_of_a_stage_reaches_the_loop():
