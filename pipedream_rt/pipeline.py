@@ -1044,7 +1044,7 @@ class Pipeline:
             if self._watching is not None and healthy and life.is_open:
                 self._watching.end()
             if healthy and life.is_open and (script := self._run.script_loss) is not None:
-                script.leave()
+                script.abandon()
                 if script.has_closed() and well:  # a checkpoint may be due
                     self._run.run_state.mini_batch_was_fed()
             if life.begin_closing() and healthy:

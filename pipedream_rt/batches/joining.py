@@ -43,17 +43,54 @@ def joined(parts: Sequence[Part]) -> tuple[Structure, list[Tensor], list[bool]]:
                 "micro_batches=1"
             )
     tensors = []
-    for i, tensor in enumerate(first.tensors):
+    for i in range(len(first.tensors)):
         pieces = [part.value.tensors[i] for part in parts]
         for part, piece in zip(parts, pieces, strict=True):
             if not piece.dim() or len(piece) != part.samples:
-                where = f"[{named[i]!r}]" if named[i] else ""
                 raise ConfigError(
-                    f"output{where} of a micro-batch of {part.samples} samples has the shape "
-                    f"{tuple(piece.shape)}, and only tensors of (samples, ...) can be joined to "
-                    "the output of the mini-batch: return such tensors, or give micro_batches=1, "
-                    f"with which nothing is joined (found in a tensor like {tuple(tensor.shape)})"
+                    f"output{_at(named[i])} of a micro-batch of {part.samples} samples has "
+                    f"the shape {tuple(piece.shape)}, and only tensors of (samples, ...) can be "
+                    "joined to the output of the mini-batch: return such tensors, or give "
+                    "micro_batches=1, with which nothing is joined"
                 )
+        others = {(piece.shape[1:], piece.dtype) for piece in pieces}
+        if len(others) > 1:
+            shapes = ", ".join(str(tuple(piece.shape)) for piece in pieces)
+            raise ConfigError(
+                f"output{_at(named[i])} of the micro-batches has the shapes {shapes}, which "
+                "cannot be joined to that of the mini-batch: pad it to one length, or give "
+                "micro_batches=1, with which nothing is joined"
+            )
         tensors.append(torch.cat([piece.detach() for piece in pieces]))
     flags = zip(*(part.value.requires_grad for part in parts), strict=True)
     return first.structure, tensors, [any(each) for each in flags]
+
+
+def slices(
+    parts: Sequence[Part], asks: Sequence[bool], gradients: Sequence[Tensor | None]
+) -> list[list[Tensor | None]]:
+    """Return, by micro-batch, the gradients of those tensors of its output that ask for one.
+
+    ``asks`` says which tensors of the joined output do, of which there are the ``gradients``.
+    """
+    left = iter(gradients)
+    of_all = [next(left) if asked else None for asked in asks]
+    if len(parts) == 1:  # it was not joined, and may be of any shape
+        return [_asked(parts[0], of_all)]
+    found, start = [], 0
+    for part in parts:
+        cut = [None if g is None else g.narrow(0, start, part.samples) for g in of_all]
+        found.append(_asked(part, cut))
+        start += part.samples
+    return found
+
+
+def _asked(part: Part, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the gradients of those tensors that ask for one in a micro-batch."""
+    pairs = zip(gradients, part.value.requires_grad, strict=True)
+    return [gradient for gradient, asked in pairs if asked]
+
+
+def _at(name: str) -> str:
+    """Return the place of a tensor in an output, for an error."""
+    return f"[{name!r}]" if name else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -46,18 +47,19 @@ class StepResult:
 class Steps(int):
     """The number of mini-batches so far; called, it closes an update, as an optimizer's step."""
 
-    _close: Callable[[bool], None]
+    _close: weakref.WeakMethod[Callable[[bool], None]]
 
     @classmethod
     def of(cls, number: int, close: Callable[[bool], None]) -> Steps:
-        """Return a number that calls a function where it is called."""
+        """Return a number that calls a method where it is called, and keeps no object alive."""
         made = cls(number)
-        made._close = close
+        made._close = weakref.WeakMethod(close)
         return made
 
     def __call__(self, *, update: bool = True) -> None:
         """Close the update of the forwards since the last call; see `Pipeline.step`."""
-        self._close(update)
+        if (close := self._close()) is not None:
+            close(update)
 
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
         """Pickle, and copy, the number alone."""

@@ -223,11 +223,14 @@ class Gradient(Payload):
         present: For each tensor that asked for a gradient, whether the message carries one.
         coded: What the codec of the edge has packed (`Coding`); empty for nothing.
         skips: Whether the update of this micro-batch is skipped, as the script has said.
+        hyper: The hyper-parameters of its update, where the script has closed it by a call: those
+            of that moment, and not those in its `Head`; else None.
     """
 
     present: list[bool]
     coded: list[Any] = field(default_factory=list)
     skips: bool = False
+    hyper: list[dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
 import cloudpickle
@@ -85,6 +86,7 @@ def _flatten(value: Any, tensors: dict[int, tuple[int, Tensor]], way: tuple[Any,
         # A tensor that occurs twice is sent once and is one tensor on the other side: there its
         # gradients are summed, in the order in which the unsplit model sums them.
         return ["T", tensors.setdefault(id(value), (len(tensors), value))[0]]
+    value = plain_int(value)
     cls: type = type(value)
     if cls in _PLAIN:
         if cls is int and not -(2**63) <= value < 2**64:
@@ -106,6 +108,13 @@ def _flatten(value: Any, tensors: dict[int, tuple[int, Tensor]], way: tuple[Any,
     if tag in _MAPPINGS:
         return [tag, items, [_key(key, way) for key in keys]]
     return [tag, items, keys, _dump_class(cls)]
+
+
+def plain_int(value: Any) -> Any:
+    """Return a number that pickles as a plain one, as `Pipeline.step` does, as that."""
+    if type(value) in (int, bool) or not isinstance(value, int) or isinstance(value, Enum):
+        return value
+    return int(value) if value.__reduce_ex__(2)[0] is int else value
 
 
 _PLAIN = (type(None), bool, int, float, str, bytes)

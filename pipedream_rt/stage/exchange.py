@@ -27,6 +27,7 @@ from pipedream_rt.messages.tree import NOTHING, Value, flatten, own
 from pipedream_rt.schedules import COORDINATOR, Action, Edge, EdgeKind, Kind, Plan
 from pipedream_rt.schedules.channels import OF_ACTIONS
 from pipedream_rt.schedules.edges import Address, By, EdgeRule
+from pipedream_rt.stage.hyper import Hyper
 from pipedream_rt.stage.rules.coding import Coding
 from pipedream_rt.stage.rules.rule import Packed
 from pipedream_rt.stage.saving import StageSaver
@@ -240,7 +241,9 @@ class Exchange:
         if head.mode is Mode.TRAIN and not head.empty:
             self.output_bytes = self.sent_bytes - before
 
-    def send_back(self, micro_batch: int, found: Sequence[Gradients]) -> None:
+    def send_back(
+        self, micro_batch: int, found: Sequence[Gradients], hyper: list[Hyper] | None = None
+    ) -> None:
         """Send the gradients that a backward found to the stages that its inputs came from."""
         position, route = self.positions[micro_batch], self.route(micro_batch)
         skips = self.stage.skips
@@ -255,7 +258,9 @@ class Exchange:
                 with self.computing:
                     tensors, coded = self._coding.packed(edge, micro_batch, tensors, places)
             self._send(
-                Key(edge, position), Gradient(present=present, coded=coded, skips=skips), tensors
+                Key(edge, position),
+                Gradient(present=present, coded=coded, skips=skips, hyper=hyper),
+                tensors,
             )
 
     def reply(self, position: int, result: object, refused: str = "") -> None:

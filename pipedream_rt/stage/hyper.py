@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.messages.tree import plain_int
 
 Hyper = dict[str, Any]
 """The hyper-parameters of one parameter group: ``lr``, ``betas``, ``weight_decay`` and so on."""
@@ -20,6 +21,7 @@ def pack_hyper(value: Any, name: str) -> Any:
     """Pack the value of a hyper-parameter into plain data that gives the very same value again."""
     # Kinds are kept by tags, as arithmetic on tensors and NumPy's numbers rounds otherwise than on
     # Python's.
+    value = plain_int(value)
     if type(value) in _PLAIN and not (type(value) is int and not -(2**63) <= value < 2**64):
         return value
     if isinstance(value, Tensor) and not value.requires_grad:

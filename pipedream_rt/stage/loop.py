@@ -45,7 +45,7 @@ from pipedream_rt.stage.commands import carry_out, define
 from pipedream_rt.stage.exchange import Exchange
 from pipedream_rt.stage.process_memory import peak_memory_bytes
 from pipedream_rt.stage.stage import Stage
-from pipedream_rt.stage.values import Gradients, Outgoing, activation_of, skips, target_of
+from pipedream_rt.stage.values import Gradients, Outgoing, activation_of, said_of_update, target_of
 from pipedream_rt.tracing.spans import NOBODY, Recorder
 from pipedream_rt.tracing.trace import CODES, COMMAND, PASS
 
@@ -369,7 +369,8 @@ class Loop:
         """Do a backward or one of its halves, and send the gradients that it gives."""
         stage, (kind, m, _) = hosted.stage, action
         gradients = hosted.gradients_of(messages)
-        stage.skips = stage.skips or skips(messages)
+        skips, hyper = said_of_update(messages)
+        stage.told(m, skips, hyper)
         found: list[Gradients] = []
         outgoing: Outgoing = {}
         waits = hosted.saver.saving is not None
@@ -383,7 +384,7 @@ class Loop:
             if kind in ENDS:
                 outgoing = stage.end(m)
         if kind is not Kind.WEIGHT:
-            hosted.send_back(m, found)
+            hosted.send_back(m, found, hyper)
         if outgoing:
             hosted.give(action, outgoing)
         if kind in ENDS:

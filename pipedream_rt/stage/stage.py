@@ -268,6 +268,12 @@ class Stage:
 
     # -- backward -----------------------------------------------------------------------------
 
+    def told(self, micro_batch: int, skips: bool, hyper: list[Hyper] | None) -> None:
+        """Take what the script has said of the update of a micro-batch, before its backward."""
+        self.skips = self.skips or skips
+        if hyper is not None:
+            self._flight_of(micro_batch).hyper = hyper
+
     def backward(self, micro_batch: int, gradients: Sequence[Gradients] = ()) -> list[Gradients]:
         """Run a backward, given gradients by consumer; return those by input. `end` follows."""
         # It reads the version of its forward. Gradients of weights go to the pending update.

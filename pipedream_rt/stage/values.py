@@ -10,6 +10,7 @@ from torch import Tensor
 from pipedream_rt.messages.message import Activation, Gradient, Message, Passed, Target
 from pipedream_rt.messages.tree import Value
 from pipedream_rt.schedules import EdgeKind
+from pipedream_rt.stage.hyper import Hyper
 
 Gradients: TypeAlias = list[Tensor | None]
 """The gradients of those tensors of a value that asked for one, in order; None where none came."""
@@ -48,9 +49,11 @@ def gradients_of(message: Message, tensors: tuple[Tensor, ...]) -> Gradients:
     return with_gaps(payload.present, tensors)
 
 
-def skips(messages: Sequence[Message]) -> bool:
-    """Whether gradients that came for a micro-batch say that its update is skipped."""
-    return any(m.payload.skips for m in messages if isinstance(m.payload, Gradient))
+def said_of_update(messages: Sequence[Message]) -> tuple[bool, list[Hyper] | None]:
+    """Return what gradients say of the update: whether it is skipped, and its hyper-parameters."""
+    payloads = [each.payload for each in messages if isinstance(each.payload, Gradient)]
+    hyper = next((each.hyper for each in payloads if each.hyper is not None), None)
+    return any(each.skips for each in payloads), hyper
 
 
 def trail_of(inputs: Sequence[Message]) -> list[Passed]:

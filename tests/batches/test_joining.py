@@ -64,7 +64,6 @@ def test_what_cannot_be_joined_is_refused_by_its_shape_and_with_a_way_out(first,
         whole(part(4, first), part(5, second))
 
 
-@pytest.mark.xfail(strict=True, reason="torch.cat raises its own error, without advice")
 def test_outputs_of_different_lengths_are_refused_in_words_of_the_library():
     with pytest.raises(ConfigError, match="micro_batches=1"):
         whole(part(0, torch.ones(2, 3)), part(1, torch.ones(2, 4)))

@@ -15,7 +15,7 @@ from pipedream_rt.coordinator.checkpointing.checkpointer import result_of
 from pipedream_rt.coordinator.feed.feeder import Feeder
 from pipedream_rt.coordinator.feed.loading import Loading, begin_epoch_at, between_epochs
 from pipedream_rt.coordinator.results import PendingStep, StepResult
-from pipedream_rt.errors import ConfigError
+from pipedream_rt.errors import ConfigError, NonFiniteLoss
 from pipedream_rt.stage.evaluation import Metric, packed_metrics
 
 T = TypeVar("T")
@@ -34,6 +34,9 @@ class Script(Protocol):
 
     def leave(self) -> None:
         """Skip the updates of what is on its way."""
+
+    def require_closed(self, what: str) -> None:
+        """Refuse something while an update of forwards is open."""
 
 
 class State(Protocol):
@@ -145,27 +148,44 @@ class Epochs:
     ) -> Generator[tuple[Any, Any], None, None]:
         """Hand out the output of every mini-batch of a loader; see `Pipeline.outputs`."""
         feeder, on_way, rests = self._feeder, deque[Any](), False
+        failed: Exception | None = None
         with self._under_way(loader, "outputs") as items:
             try:
                 while True:
                     # A checkpoint is of a moment at which the script owes no gradient: what it
                     # keeps itself is then as old as the stages are.
-                    while items.fetched and not rests and len(feeder.pending) < feeder.credits:
-                        on_way.append(items.fetched.pop())
-                        item = on_way[-1] if prepare is None else prepare(on_way[-1])
-                        feeder.inject(input_of(item)._replace(target=None))
+                    while (
+                        items.fetched
+                        and not rests
+                        and failed is None
+                        and len(feeder.pending) < feeder.credits
+                    ):
+                        script.require_closed("the next mini-batch")
+                        given = items.fetched.pop()
+                        try:
+                            item = given if prepare is None else prepare(given)
+                            feeder.inject(input_of(item)._replace(target=None))
+                        except Exception as error:  # the mini-batches before come first
+                            failed = error
+                            break
+                        on_way.append(given)
                         rests = state.rest_is_due()
                         items.fetch()
                     if feeder.pending:
                         yield script.take(), on_way.popleft()
                         self.seen = script.answer() + 1
+                    elif failed is not None:
+                        raise failed
                     elif rests:
                         rests = False
                         state.mini_batch_was_fed()
                     else:
                         break
             except GeneratorExit:
-                self.seen = script.answer() + 1
+                try:
+                    self.seen = script.answer() + 1
+                except NonFiniteLoss as error:  # nobody would see it
+                    _log.error("%s", error)
                 raise
             finally:
                 script.leave()

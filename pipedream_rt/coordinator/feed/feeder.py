@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from pipedream_rt.batches.cutting import samples_of
+from pipedream_rt.batches.cutting import is_cut_elsewhere, samples_of
 from pipedream_rt.batches.forwards import TOTAL, Cache, Forwards
 from pipedream_rt.batches.items import (
     Accumulated,
@@ -135,7 +135,18 @@ class Feeder:
 
     def parts(self, batch: Batch, count: int) -> list[MicroBatch]:
         """Return the micro-batches, up to ``count``, of what is to be trained on."""
+        self._refuse_elsewhere(batch, count)
         return self._cutter.parts(batch, count, self.training)
+
+    @staticmethod
+    def _refuse_elsewhere(batch: Batch, count: int) -> None:
+        """Refuse to cut what is not cut along its first dimension, as outputs are joined."""
+        if count > 1 and is_cut_elsewhere(batch):
+            raise ConfigError(
+                "a value of the mini-batch is cut along another dimension than its first, and "
+                "outputs for the script are joined along their first one: give micro_batches=1, "
+                "or inputs with the samples first"
+            )
 
     def places_of_inputs(self, part: MicroBatch) -> Iterator[tuple[int, list[int]]]:
         """Yield stages, with the places of what each takes among inputs that ask for gradients."""
@@ -156,6 +167,8 @@ class Feeder:
         given = self.script.now()
         if not self.step:
             self.first(batch if isinstance(batch, Batch) else batch.parts[0], self._per_update)
+        if isinstance(batch, Batch) and self._group.plan.loss_in_script:
+            self._refuse_elsewhere(batch, self._per_update)
         adds = isinstance(batch, Accumulated) and self._losses_add(batch)
         cut = self._cutter.cut(batch, self.training, adds)
         compared = self._compared(cut.first_part or cut)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import torch
 from torch import Tensor
 
+from pipedream_rt.batches.joining import Part
 from pipedream_rt.batches.micro_batches import MicroBatch
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.message import Key, Message
@@ -49,7 +50,13 @@ class Call:
         parts: Its micro-batches, and ``fed`` how they were fed.
         messages: The messages in which its output came.
         asked: The inputs that require a gradient.
-        gradients: The sums of the gradients that came so far, by output that asks for one.
+        outputs: What these hold, by micro-batch.
+        asks: Which tensors of the joined output ask for a gradient.
+        gradients: The sums of the gradients that came so far, by tensor that asks for one. They
+            are of the weights too: where only the gradient of an input was asked for, as by
+            ``autograd.grad``, they are in ``of_inputs``.
+        of_inputs: Those of the last backward.
+        trains: Whether a backward was for the weights.
         is_given: Whether these went to the stages.
         is_reached: Whether a backward has reached its inputs.
         came: Whether the gradients of its inputs came, in ``found``, by address.
@@ -64,16 +71,21 @@ class Call:
     ) -> None:
         self.stages, self.parts, self.fed, self.asked = stages, parts, fed, asked
         self.messages: list[Message] = []
+        self.outputs: list[Part] = []
+        self.asks: list[bool] = []
         self.gradients: list[Tensor | None] = []
+        self.of_inputs: list[Tensor | None] = []
+        self.trains = False
         self.is_given = self.is_reached = self.came = False
         self.found: list[tuple[int, Message]] = []
 
     def end(self) -> None:
         """Forget all values: its update has ended."""
-        self.is_given, self.parts, self.messages, self.found = True, (), [], []
+        self.is_given, self.parts, self.messages, self.outputs = True, (), [], []
+        self.gradients, self.of_inputs, self.found = [], [], []
 
-    def add(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add the gradients of one backward."""
+    def came_back(self, gradients: Sequence[Tensor | None]) -> None:
+        """Take the gradients of one backward."""
         if torch.is_grad_enabled():
             raise ConfigError(
                 "create_graph=True asks for a second derivative through the stages, which keep no "
@@ -84,12 +96,18 @@ class Call:
             raise ConfigError(
                 "a backward reaches the output of a forward whose gradient has gone to the stages: "
                 "by step(), or since that of the input of a later forward was asked for. Add the "
-                "losses up and call backward once, before step()"
+                "losses up and call backward once, before step(); a forward of the output of "
+                "another one belongs into another update, or another pipeline"
             )
-        pairs = zip(self.gradients, gradients, strict=True)
-        self.gradients = [
-            new if old is None else old if new is None else old + new for old, new in pairs
-        ]
+        self.of_inputs = list(gradients)
+
+    def train(self, _: Tensor) -> None:
+        """Add the gradients of this backward to those of the weights."""
+        pairs = zip(self.gradients, self.of_inputs, strict=True)
+        self.trains, self.gradients = (
+            True,
+            [new if old is None else old if new is None else old + new for old, new in pairs],
+        )
 
 
 class _Entrance(torch.autograd.Function):
@@ -113,7 +131,9 @@ class _Exit(torch.autograd.Function):
     """Where outputs leave the stages; its backward collects their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, entrance: Tensor, outputs: list[Tensor]) -> Any:
+    def forward(
+        ctx: Any, call: Call, entrance: Tensor | None, weights: Tensor, outputs: list[Tensor]
+    ) -> Any:
         ctx.call = call
         # Else autograd makes zeros where no gradient comes.
         ctx.set_materialize_grads(False)
@@ -121,14 +141,15 @@ class _Exit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        ctx.call.add(gradients)
-        return None, torch.empty(0, device="cpu"), None
+        ctx.call.came_back(gradients)
+        nothing = torch.empty(0, device="cpu")
+        return None, nothing if ctx.needs_input_grad[1] else None, nothing, None
 
 
-def entered(call: Call) -> Tensor:
-    """Return a tensor behind the inputs of a call that require a gradient; a leaf if none does."""
+def _entered(call: Call) -> Tensor | None:
+    """Return a tensor behind the inputs of a call that require a gradient; None if none does."""
     if not call.asked:
-        return torch.empty(0, requires_grad=True, device="cpu")
+        return None
     made: list[Tensor] = []
     thread = threading.Thread(
         target=lambda: made.append(_Entrance.apply(call, *call.asked)),  # type: ignore[no-untyped-call]
@@ -139,13 +160,17 @@ def entered(call: Call) -> Tensor:
     return made[0]
 
 
-def left(
-    call: Call, entrance: Tensor, tensors: Sequence[Tensor], asks: Sequence[bool]
-) -> list[Tensor]:
+def in_graph(call: Call, tensors: Sequence[Tensor], asks: list[bool]) -> list[Tensor]:
     """Return the outputs of a call, those that ask for a gradient in the graph."""
     mine = [tensor for tensor, wanted in zip(tensors, asks, strict=True) if wanted]
-    call.gradients = [None] * len(mine)
-    inside = iter(_Exit.apply(call, entrance, mine) if mine else ())  # type: ignore[no-untyped-call]
+    call.asks, call.gradients = asks, [None] * len(mine)
+    if not mine:
+        return list(tensors)
+    # It stands for the weights: a backward comes to it, and one for an input alone does not. Leaves
+    # come before all other nodes that are ready, so it is known when the entrance is reached.
+    weights = torch.empty(0, requires_grad=True, device="cpu")
+    weights.register_post_accumulate_grad_hook(call.train)
+    inside = iter(_Exit.apply(call, _entered(call), weights, mine))  # type: ignore[no-untyped-call]
     return [next(inside) if wanted else t for t, wanted in zip(tensors, asks, strict=True)]
 
 

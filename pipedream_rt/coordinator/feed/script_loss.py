@@ -17,7 +17,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch
@@ -25,10 +24,10 @@ from torch import Tensor
 
 from pipedream_rt.batches.cutting import unmarked
 from pipedream_rt.batches.items import Batch
-from pipedream_rt.batches.joining import Part, joined
+from pipedream_rt.batches.joining import Part, joined, slices
 from pipedream_rt.batches.micro_batches import EMPTY, CutBatch, MicroBatch
 from pipedream_rt.coordinator.feed.feeder import Feeder
-from pipedream_rt.coordinator.feed.graph import Call, Fed, entered, left
+from pipedream_rt.coordinator.feed.graph import Call, Fed, in_graph
 from pipedream_rt.coordinator.recovery.group import WorkerGroup
 from pipedream_rt.errors import ConfigError, NonFiniteLoss
 from pipedream_rt.messages.message import Gradient, Key, Loss, Message
@@ -42,6 +41,9 @@ _log = logging.getLogger(__name__)
 
 Given: TypeAlias = Sequence["Tensor | None"]
 """The gradients of those tensors of an output that ask for one; None where there is none."""
+
+Hypers: TypeAlias = list[dict[str, Any]]
+"""The hyper-parameters of all groups, as `DistributedOptimizer.hyper` packs them."""
 
 Watch: TypeAlias = Callable[[CutBatch | None, Sequence[Value], Sequence[Given]], object]
 
@@ -57,8 +59,8 @@ class _Handed:
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts, self.is_given = parts, False
-        structure, tensors, flags = joined(parts)
-        self._leaves = [tensor for tensor, asks in zip(tensors, flags, strict=True) if asks]
+        structure, tensors, self._asks = joined(parts)
+        self._leaves = [t for t, asked in zip(tensors, self._asks, strict=True) if asked]
         self._came: list[Tensor | None] = [None] * len(self._leaves)
         for i, leaf in enumerate(self._leaves):
             leaf.requires_grad_()
@@ -79,7 +81,11 @@ class _Handed:
     def end(self) -> None:
         """Refuse further gradients, and forget all values: the hooks of the leaves stay."""
         self.is_given, self.value = True, None
-        self._leaves, self._came, self.parts = [], [], ()
+        self._leaves, self._came, self._asks, self.parts = [], [], [], ()
+
+    def by_part(self, gradients: Given) -> list[Given]:
+        """Return the gradients of each micro-batch."""
+        return [*slices(self.parts, self._asks, gradients)]
 
     def gradients(self) -> list[Tensor | None]:
         """Return what lies on the leaves: the sum of all backwards, or what the script put there.
@@ -110,6 +116,7 @@ class ScriptLoss:
         self._calls: list[Call] = []  # those of the open update, and its micro-batches so far
         self._fed: list[Fed] = []
         self._is_filled = False  # whether no other forward can join the open update
+        self._is_applied = False  # whether the stages have its last gradient, and step
         self._has_closed = False
         # Messages that nobody will wait for; those of an edge must be taken in order.
         self._rest: deque[Key] = deque()
@@ -123,7 +130,6 @@ class ScriptLoss:
 
     def take(self) -> Any:
         """Wait for the outputs of the oldest mini-batch on its way; return them joined."""
-        self._refuse_open("an iteration over outputs")
         self._take_rest()
         pending = self._feeder.pending[0]
         first, messages = pending.step * self._plan.per_update, self._feeder.messages_of(pending)
@@ -144,22 +150,22 @@ class ScriptLoss:
             return self._last
         gradients, parts = handed.gradients(), handed.parts
         self._require_finite(gradients, self._feeder.pending[0].step)
+        given, skips = handed.by_part(gradients), all(g is None for g in gradients)
         self._handed = None
         handed.end()
-        self._give_all(gradients)
-        if (watch := self.watch_first) is not None and any(g is not None for g in gradients):
+        self._give_all(given, skips)
+        if (watch := self.watch_first) is not None and not skips:
             self.watch_first = None
-            watch(None, [part.value for part in parts], _slices(parts, gradients))
+            watch(None, [part.value for part in parts], given)
         return self._last
 
-    def _give_all(self, gradients: Given) -> None:
-        """Give the gradients of the oldest mini-batch; without one, its update is skipped."""
-        pending = self._feeder.pending.popleft()
-        parts = [
-            Fed(number, pending.first + i, pending.samples[i], key)
-            for i, (key, number) in enumerate(self._feeder.keys_of(pending))
-        ]
-        self._give_slices(parts, gradients, all(gradient is None for gradient in gradients))
+    def _give_all(self, given: Sequence[Given], skips: bool) -> None:
+        """Give the gradients of the oldest mini-batch, by micro-batch with samples."""
+        pending, left = self._feeder.pending.popleft(), iter(given)
+        with self._group.life.guard():  # a mini-batch that is given in part must end the pipeline
+            for i, (key, number) in enumerate(self._feeder.keys_of(pending)):
+                fed = Fed(number, pending.first + i, pending.samples[i], key)
+                self._give(fed, next(left, ()) if fed.samples else (), skips)
 
     def leave(self) -> None:
         """Skip the updates of all mini-batches whose loss the script will not compute."""
@@ -168,21 +174,24 @@ class ScriptLoss:
         if self._handed is not None:
             self._handed.end()
             self._handed = None
-        skipped = len(self._feeder.pending)
+        skipped = 0
         while self._feeder.pending:
-            pending = self._feeder.pending[0]
+            pending, skipped = self._feeder.pending[0], skipped + 1
+            self._give_all((), skips=True)
             if pending.outcome is None:
-                self._rest.extend(key for key, _ in self._feeder.keys_of(pending))
-            self._give_all(())
-        if self._calls:
-            self._close(update=False)
+                self._feeder.messages_of(pending)
         if skipped:
-            last = self._feeder.step - 1
             _log.warning(
                 "the loop over outputs was left with %d mini-batches on their way, up to %d: the "
                 "script has computed no loss of them, so they change no weight",
-                skipped, last,
+                skipped, self._feeder.step - 1,
             )  # fmt: skip
+
+    def abandon(self) -> None:
+        """Drop all that the script owes, so that the stages can be asked once more."""
+        self.leave()
+        if self._calls and not self._group.life.is_over:
+            self._close(update=False)
 
     # -- one call after another -------------------------------------------------------------------
 
@@ -205,24 +214,22 @@ class ScriptLoss:
             feeder.first(batch, count)
         parts = feeder.parts(batch, count)
         if asked:
-            asks = tuple(tensor.requires_grad for tensor in inputs)
-            parts = [
-                part._replace(inputs=part.inputs._replace(requires_grad=asks)) for part in parts
-            ]
+            flags = tuple(tensor.requires_grad for tensor in inputs)
+            parts = [p._replace(inputs=p.inputs._replace(requires_grad=flags)) for p in parts]
         self._group.feed.define()
         hyper, given = optimizer.hyper(), feeder.script.now()
         call = Call(self, parts, [self._feed(part, hyper, given) for part in parts], asked)
         with self._group.life.guard():
             call.messages = [feeder.take(fed.key, fed.number) for fed in call.fed]
         self._calls.append(call)
-        outputs = [
+        call.outputs = [
             Part(fed.number, fed.samples, _value_of(message))
             for fed, message in zip(call.fed, call.messages, strict=True)
         ]
-        structure, tensors, flags = joined(outputs)
-        return unflatten(structure, left(call, entered(call), tensors, flags))
+        structure, tensors, asks = joined(call.outputs)
+        return unflatten(structure, in_graph(call, tensors, asks))
 
-    def _feed(self, part: MicroBatch, hyper: list[dict[str, Any]], given: list[list[Any]]) -> Fed:
+    def _feed(self, part: MicroBatch, hyper: Hypers, given: list[list[Any]]) -> Fed:
         """Feed the next micro-batch of the open update."""
         feeder = self._feeder
         number = feeder.step * self._plan.per_update + len(self._fed)
@@ -266,40 +273,50 @@ class ScriptLoss:
         """Close the open update; see `Pipeline.step`."""
         if not self._calls:
             raise ConfigError("step() closes an update of forward() calls, and there was none")
-        k = self._plan.per_update
-        if not update and self._calls[-1].is_given and self._calls[-1].fed[-1].number % k == k - 1:
+        if update and (alone := [c for c in self._calls if c.is_reached and not c.trains]):
+            if any(call.trains for call in self._calls):
+                raise ConfigError(
+                    f"of the forwards of this update, {len(alone)} had the gradient of their input "
+                    "computed alone, as by autograd.grad, and others had a backward: let step() "
+                    "come between them"
+                )
+        elif not update and self._is_applied:
+            k = self._plan.per_update
             raise ConfigError(
                 "the gradient of the input of the last micro-batch was computed, and with it this "
                 "update was applied: to drop an update after such a backward, give "
                 f"micro_batches={k + 1} or more, one more than its forwards"
             )
-        for call in self._calls:
+        for call in self._calls if update else ():
             self._require_finite(call.gradients, self._feeder.step)
         self._close(update)
 
     def _close(self, update: bool) -> None:
         """End the forwards and the backwards of the open update."""
-        calls, feeder = self._calls, self._feeder
-        self._fill()
-        used = any(call.is_given or any(g is not None for g in call.gradients) for call in calls)
-        skips = not (update and used)
-        for call in calls:
-            if not call.is_given:
-                self._give_call(call, skips)
-            self._rest.extend(self._keys_of_inputs(call) if not call.came else ())
-        filled = sum(len(call.fed) for call in calls)
-        for fed in self._fed[filled:]:
-            self._give(fed, (), skips)
-        self._calls, self._fed, self._is_filled, self._has_closed = [], [], False, True
+        calls, feeder, optimizer = self._calls, self._feeder, self._feeder.optimizer
+        assert optimizer is not None
+        skips, hyper = not (update and any(call.trains for call in calls)), optimizer.hyper()
+        given = [each for call in calls for each in self._by_part(call)]
+        with self._group.life.guard():  # an update that is given in part must end the pipeline
+            self._fill()
+            of_fed = dict(zip((fed for call in calls for fed in call.fed), given, strict=True))
+            already = {fed for call in calls if call.is_given for fed in call.fed}
+            for fed in self._fed:
+                if fed not in already:
+                    self._give(fed, () if skips else of_fed.get(fed, ()), skips, hyper)
+            for call in calls:
+                self._rest.extend(self._keys_of_inputs(call) if not call.came else ())
+        self._calls, self._fed = [], []
+        self._is_filled, self._is_applied, self._has_closed = False, False, True
         cut = CutBatch(Batch((), {}, None), [part for call in calls for part in call.parts])
         messages = [message for call in calls for message in call.messages]
         feeder.closed(cut, messages)
-        if (watch := self.watch_first) is not None and not skips:
-            self.watch_first = None
-            given = [of for call in calls for of in _slices(call.fed, call.gradients)]
-            watch(cut, [_value_of(message) for message in messages], given)
+        values = [part.value for call in calls for part in call.outputs]
         for call in calls:  # the graph refers to them, for as long as the script keeps an output
             call.end()
+        if (watch := self.watch_first) is not None and not skips:
+            self.watch_first = None
+            watch(cut, values, given)
 
     def _fill(self) -> None:
         """Feed what is missing of the open update: micro-batches without samples."""
@@ -326,7 +343,10 @@ class ScriptLoss:
         for each in until:
             if not each.is_given:
                 self._require_finite(each.gradients, self._feeder.step)
-                self._give_call(each, skips=False)
+                last = each.fed[-1] is self._fed[-1]
+                # With the last micro-batch, the stages step.
+                self._is_applied = last and any(one.trains for one in self._calls)
+                self._give_call(each, skips=last and not self._is_applied)
         for each in until:
             if each.asked and not each.came:
                 each.came = True
@@ -357,7 +377,8 @@ class ScriptLoss:
             )
         if not self._calls:
             return self._feeder.infer(batch, training=True)
-        if not self._plan.flushes or len(self._fed) == self._plan.per_update:
+        waits = len(self._fed) == self._plan.per_update
+        if not self._plan.flushes or self._plan.replicated or waits:
             raise ConfigError(
                 "a forward under no_grad needs the stages, which wait for the gradients of the "
                 "open update: call it before the forwards of an update, or after step()"
@@ -368,20 +389,23 @@ class ScriptLoss:
     # -- what goes and comes ----------------------------------------------------------------------
 
     def _give_call(self, call: Call, skips: bool) -> None:
+        """Give the gradients of the output of a call before its update is closed."""
         call.is_given = True
-        self._give_slices(call.fed, call.gradients, skips)
+        for fed, gradients in zip(call.fed, self._by_part(call), strict=True):
+            self._give(fed, gradients, skips)
 
-    def _give_slices(self, parts: Sequence[Fed], gradients: Given, skips: bool) -> None:
-        """Give each of some micro-batches its slice of the gradients of their joined output."""
-        for fed, of_part in zip(parts, _slices(parts, gradients), strict=True):
-            self._give(fed, of_part, skips)
+    @staticmethod
+    def _by_part(call: Call) -> list[Given]:
+        """Return the gradients of the output of a call, by micro-batch."""
+        gradients = call.gradients if call.trains or not call.is_reached else call.of_inputs
+        return [*slices(call.outputs, call.asks, gradients)]
 
-    def _give(self, fed: Fed, gradients: Given, skips: bool) -> None:
+    def _give(self, fed: Fed, gradients: Given, skips: bool, hyper: Hypers | None = None) -> None:
         """Send the gradients of the output of a micro-batch."""
         # Copies: the script may set its gradients to zero before they are sent.
-        sent = [None if skips or g is None else own(g, copy=True) for g in gradients]
+        sent = [None if gradient is None else own(gradient, copy=True) for gradient in gradients]
         present, tensors = dense(sent)
-        payload = Gradient(present=present, skips=skips)
+        payload = Gradient(present=present, skips=skips, hyper=hyper)
         self._group.feed.gradient(fed.number, fed.position, payload, tensors)
         now = time.monotonic_ns()
         self._feeder.record(GAVE, fed.number, NOBODY, now, now)
@@ -405,11 +429,11 @@ class ScriptLoss:
 
     def settle(self) -> None:
         """Give what the script has computed, before something needs the stages; or refuse."""
-        self._refuse_open("this")
-        if self._handed is not None and len(self._feeder.pending) > 1:
+        self.require_closed("this")
+        if later := len(self._feeder.pending) - (self._handed is not None):
             raise ConfigError(
-                f"this needs the stages, and {len(self._feeder.pending) - 1} later mini-batches, "
-                "whose loss the script has not computed, are on their way. Do it after a loop over "
+                f"this needs the stages, and mini-batches ({later}) whose loss the script has not "
+                "computed are on their way. Do it after a loop over "
                 "a part of the loader: items = iter(loader), and pipe.outputs(itertools.islice("
                 'items, 100)); or use schedule="gpipe" or Layout(credits=1), with which nothing '
                 "else is on its way"
@@ -422,7 +446,8 @@ class ScriptLoss:
         """Whether the script owes no gradient."""
         return not self._feeder.pending and not self._calls
 
-    def _refuse_open(self, what: str) -> None:
+    def require_closed(self, what: str) -> None:
+        """Refuse something that needs the stages while an update of forwards is open."""
         if self._calls:
             raise ConfigError(
                 f"{what} needs the stages, which wait for the gradients of {len(self._calls)} "
@@ -447,16 +472,3 @@ def _value_of(message: Message) -> Value:
     payload = message.payload
     assert isinstance(payload, Loss)
     return Value(payload.structure, message.tensors, tuple(payload.requires_grad))
-
-
-def _slices(parts: Sequence[Part | Fed], gradients: Given) -> list[Given]:
-    """Return the gradients of an output by micro-batch: nothing for one without samples."""
-    if sum(part.samples > 0 for part in parts) == 1:  # it was not joined, and may be of any shape
-        return [gradients if part.samples else () for part in parts]
-    starts = accumulate((part.samples for part in parts), initial=0)
-    return [
-        [None if g is None else g.narrow(0, start, part.samples) for g in gradients]
-        if part.samples
-        else ()
-        for part, start in zip(parts, starts, strict=False)
-    ]

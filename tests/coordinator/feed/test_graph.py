@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipedream_rt import ConfigError
-from pipedream_rt.coordinator.feed.graph import Call, entered, left
+from pipedream_rt.coordinator.feed.graph import Call, in_graph
 
 
 class Stages:
@@ -25,9 +25,8 @@ class Stages:
 
 def called(stages, *inputs, outputs=(2.0,), asks=(True,)):
     """A call with some inputs that ask for gradients, and the outputs that it gives."""
-    call = Call(stages, None, (), [each for each in inputs if each.requires_grad])
-    tensors = [torch.full((3,), value) for value in outputs]
-    return call, left(call, entered(call), tensors, asks)
+    call = Call(stages, (), (), [each for each in inputs if each.requires_grad])
+    return call, in_graph(call, [torch.full((3,), value) for value in outputs], [*asks])
 
 
 def leaf():
@@ -95,6 +94,16 @@ def test_what_is_behind_an_output_may_be_made_in_other_threads():
     made[0].sum().backward()
     assert stages.there == [[True]]
     assert call.gradients[0].tolist() == [5] * 3
+
+
+def test_a_gradient_of_an_input_alone_is_none_of_the_weights():
+    stages, weight = Stages(), leaf()
+    call, (output,) = called(stages, weight)
+    stages.calls = [call]
+    torch.autograd.grad(output.sum(), weight)
+    assert (call.trains, call.gradients, call.of_inputs[0].tolist()) == (False, [None], [1] * 3)
+    (output * 2).sum().backward()
+    assert (call.trains, call.gradients[0].tolist()) == (True, [2] * 3)
 
 
 def test_a_second_derivative_is_refused():
