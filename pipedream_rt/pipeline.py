@@ -394,11 +394,15 @@ class Pipeline:
             StageFailed: An action raised.
             WorkerLost: A worker died.
         """
+        return self._forward(Batch(args, kwargs, None), 1)
+
+    def _forward(self, batch: Batch, count: int) -> Any:
+        """Run one forward to train on, in ``count`` micro-batches."""
         script = self._script_loss("forward")
         with ShorterTracebacks():
             if script.has_closed():
                 self._run.run_state.mini_batch_was_fed()
-            return script.forward(on_host(Batch(args, kwargs, None)))
+            return script.forward(on_host(batch), count)
 
     def flush(self) -> None:
         """Wait until nothing is in flight on any stage, and every update is applied.

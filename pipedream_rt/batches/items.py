@@ -27,6 +27,10 @@ class Batch(NamedTuple):
     target: Any
 
 
+class ScriptCall(Batch):
+    """An example of what the model gets where the script computes the loss, whatever it returns."""
+
+
 class Accumulated(NamedTuple):
     """A mini-batch whose parts are not joined: the gradients of all of them are added up.
 

@@ -9,7 +9,7 @@ from transformers import Trainer, TrainerCallback
 from pipedream_rt.hf.arguments import known_arguments
 from pipedream_rt.hf.epoch import EVENTS
 from pipedream_rt.hf.other_trainers import UNDERSTOOD
-from pipedream_rt.hf.overrides import NEVER_CALLED, REPLACED, SAME
+from pipedream_rt.hf.overrides import IN_SCRIPT, NEVER_CALLED, REPLACED, SAME
 
 
 def page() -> str:
@@ -28,7 +28,12 @@ def _lines() -> Iterator[str]:
     others = [name for name in methods if name not in called]
     yield from _table(
         "Own method",
-        ((n, "refused", NEVER_CALLED.get(n, "not known here")) for n in sorted(others)),
+        (
+            (n, "other", IN_SCRIPT[n])
+            if n in IN_SCRIPT
+            else (n, "refused", NEVER_CALLED.get(n, "not known here"))
+            for n in sorted(others)
+        ),
     )
     names = sorted(set(methods) - set(others))
     yield from ("", f"Called as by a plain Trainer: {_listed(names)}.", "")

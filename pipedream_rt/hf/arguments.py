@@ -27,11 +27,6 @@ _REFUSED: tuple[tuple[str, Callable[[Any], object], str], ...] = (
         "bf16=True, which needs none",
     ),
     (
-        "label_smoothing_factor",
-        lambda args: args.label_smoothing_factor,
-        "the model computes its loss on the last stage; let the model smooth its labels",
-    ),
-    (
         "neftune_noise_alpha",
         lambda args: args.neftune_noise_alpha,
         "its noise depends on the generator of the script's process",
@@ -71,6 +66,7 @@ OTHER: Mapping[str, str] = {
     "gradient_accumulation_steps": "each accumulated batch is cut into its share of "
     "`micro_batches`; with as many of these as batches, the bits are those of the plain Trainer",
     "optim": "one that steps in a backward, as LOMO and those of a layer each do, is refused",
+    "label_smoothing_factor": "the loss is computed in the script",
     "max_grad_norm": "`Clip(norm=...)`; asynchronous schedules without vertical sync clip by an "
     "estimate of the norm (around-training.md)",
     "bf16": "`Training(autocast=torch.bfloat16)`",
@@ -171,9 +167,14 @@ def _recomputes(args: Any) -> bool:
     return bool(getattr(args, "activation_checkpointing", args.gradient_checkpointing))
 
 
-def options_of(args: Any, given: Mapping[str, Any], weigh: Callable[..., Any]) -> dict[str, Any]:
-    """Return the options of a pipeline that arguments mean. Those in ``given`` win."""
-    training: dict[str, Any] = {} if "loss_fn" in given else {"weigh": weigh}
+def options_of(
+    args: Any, given: Mapping[str, Any], weigh: Callable[..., Any] | None
+) -> dict[str, Any]:
+    """Return the options of a pipeline that arguments mean. Those in ``given`` win.
+
+    ``weigh``: what weighs a micro-batch; None where the script computes the loss.
+    """
+    training: dict[str, Any] = {} if "loss_fn" in given or weigh is None else {"weigh": weigh}
     # Infinite where nothing is clipped, so that the norm is still computed for the logs.
     largest = args.max_grad_norm
     training["clip"] = Clip(norm=largest if largest and largest > 0 else math.inf)

@@ -67,15 +67,35 @@ class _Injected:
     """A mini-batch in flight.
 
     Attributes:
+        pending: Its result to come; None where the script has computed the loss.
         factor: Divisor of the loss of each of its parts.
         since: The number of mini-batches since the last log, including this one.
+        losses: Those that the script has computed, of its parts.
         log: The log that is due after it.
     """
 
-    pending: PendingStep
+    pending: PendingStep | None
     factor: int
     since: int
+    losses: Sequence[Tensor] = ()
     log: _Log | None = None
+
+    @property
+    def has_come(self) -> bool:
+        """Whether the losses are there."""
+        return self.pending is None or self.pending.outcome is not None
+
+    def summands(self) -> list[Tensor]:
+        """Wait for the losses; return what the Trainer adds up."""
+        if self.pending is None:
+            return list(self.losses)
+        losses, share = map(torch.tensor, self.pending.result().losses), 1 / self.factor
+        shares = [each for each in self.pending.shares if each]
+        # A division, as the Trainer has it, rounds differently from a multiplication.
+        return [
+            loss / self.factor if of_loss == share else loss * of_loss
+            for loss, of_loss in zip(losses, shares, strict=True)
+        ]
 
 
 class Updates:
@@ -171,8 +191,13 @@ class Updates:
             )  # fmt: skip
             return
         trainer.control = self._event("on_pre_optimizer_step")
-        pending, factor = trainer._submitted(parts, number)
-        self._on_way.append(_Injected(pending, factor, 1 + state.global_step - self._logged))
+        since = 1 + state.global_step - self._logged
+        if trainer._in_script:
+            injected = _Injected(None, 1, since, trainer._computed(parts, number))
+        else:
+            pending, factor = trainer._submitted(parts, number)
+            injected = _Injected(pending, factor, since)
+        self._on_way.append(injected)
         trainer.control = self._event("on_optimizer_step")
         self._rate = trainer._get_learning_rate()
         if not isinstance(trainer.lr_scheduler, _BY_METRICS):
@@ -211,7 +236,7 @@ class Updates:
             self._logged = trainer.state.global_step
             self._on_way[-1].log = _Log(self._logged, self._state(), rate)
         control.should_log = False
-        while self._on_way and self._on_way[0].pending.outcome is not None:
+        while self._on_way and self._on_way[0].has_come:
             self._take()
         self._write(asked, wait=False)
         if self._watched:
@@ -227,12 +252,8 @@ class Updates:
         """Wait for the oldest result, and add up its losses as the Trainer does."""
         trainer, injected = self._trainer, self._on_way.popleft()
         with trainer._live.lock:
-            result, share = injected.pending.result(), 1 / injected.factor
-        shares = [each for each in injected.pending.shares if each]
-        for loss, of_loss in zip(result.losses, shares, strict=True):
-            value = torch.tensor(loss)
-            # A division, as the Trainer has it, rounds differently from a multiplication.
-            value = value / injected.factor if of_loss == share else value * of_loss
+            values = injected.summands()
+        for value in values:
             if trainer.args.logging_nan_inf_filter and not torch.isfinite(value):
                 value = trainer._tr_loss / injected.since
             trainer._tr_loss += value

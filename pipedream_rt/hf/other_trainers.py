@@ -19,12 +19,14 @@ class Understood:
         other: What differs from a run without a pipeline, for people.
         tells: Arguments that the model gets beside the mini-batch.
         module: Returns the module to train, given a trainer; None for the trainer's model.
+        in_script: Whether a trainer computes its loss in the script, and not on the last stage.
         unless: Returns why a trainer cannot run over a pipeline; empty if it can.
     """
 
     other: str
     tells: Mapping[str, Any] = field(default_factory=dict)
     module: Callable[[Any], nn.Module] | None = None
+    in_script: Callable[[Any], bool] = lambda trainer: False
     unless: Callable[[Any], str] = lambda trainer: ""
 
 
@@ -61,25 +63,46 @@ def _several_losses(trainer: Any) -> str:
     return "a loss for each dataset" if isinstance(trainer.loss, dict) else ""
 
 
-def _other_losses(trainer: Any) -> str:
-    """Return a reason if an SFTTrainer has another loss than the likelihood."""
-    if trainer.args.loss_type != "nll":
-        return f"loss_type={trainer.args.loss_type!r}; 'nll' can be done"
-    return "the auxiliary loss of a mixture of experts" if trainer.aux_loss_enabled else ""
+def _other_losses(trainer: Any) -> bool:
+    """Whether an SFTTrainer has another loss than the likelihood."""
+    return bool(trainer.args.loss_type != "nll" or trainer.aux_loss_enabled)
+
+
+def _adapters_left_out(trainer: Any) -> str:
+    """Return a reason if the reference of a DPOTrainer is its model without the adapter."""
+    if trainer.ref_model is not None or trainer.precompute_ref_logps:
+        return ""
+    return (
+        "the model without its adapter as the reference, in the middle of a forward by the stages; "
+        "precompute_ref_log_probs=True can be done"
+    )
 
 
 UNDERSTOOD: Mapping[str, Understood] = {
     "trl.trainer.sft_trainer.SFTTrainer": Understood(
         other="`entropy`, `mean_token_accuracy` and `num_tokens` are in the logs of evaluations "
-        "alone; `loss_type` must be `nll`",
+        "alone; another `loss_type` than `nll`, and an auxiliary loss, are computed in the script",
         tells={"use_cache": False, "fused_lm_head": True},
-        unless=_other_losses,
+        in_script=_other_losses,
+    ),
+    "trl.trainer.dpo_trainer.DPOTrainer": Understood(
+        other="the loss is in the script, and so is `ref_model`; a PEFT model needs "
+        "`precompute_ref_log_probs=True`",
+        in_script=lambda trainer: True,
+        unless=_adapters_left_out,
+    ),
+    "trl.trainer.reward_trainer.RewardTrainer": Understood(
+        other="the loss is in the script", in_script=lambda trainer: True
     ),
     "sentence_transformers.base.trainer.BaseTrainer": Understood(
         other="the components of a loss are not logged; evaluations run in the script; a loss over "
         "pairs of a mini-batch needs `micro_batches=1`",
         module=_sentence_loss,
         unless=_several_losses,
+    ),
+    "sentence_transformers.cross_encoder.trainer.CrossEncoderTrainer": Understood(
+        other="the loss is in the script; a loss that calls the model several times is refused",
+        in_script=lambda trainer: True,
     ),
 }
 """By the full name of the class."""

@@ -10,18 +10,11 @@ from transformers import Trainer, __version__
 
 from pipedream_rt.hf.other_trainers import understood
 
-_LOSS = (
-    "the stages compute the loss, and the pipeline does not call it; give "
-    "pipeline={'loss_fn': f}, a function of the model's output and the batch"
-)
 _CONTEXT = "the stages compute, outside of it; bf16=True and pipeline= say how"
 _NORM = "the stages clip, by max_grad_norm; a hook of a parameter (register_hook) goes along"
 _MESH = "the pipeline takes the place of other parallelism"
 
 NEVER_CALLED: Mapping[str, str] = {
-    "training_step": "the stages compute and step, and the pipeline does not call it; "
-    "_prepare_inputs and get_batch_samples can change what is fed",
-    "compute_loss": _LOSS,
     "compute_loss_context_manager": _CONTEXT,
     "autocast_smart_context_manager": _CONTEXT,
     "_clip_grad_norm": _NORM,
@@ -34,6 +27,13 @@ NEVER_CALLED: Mapping[str, str] = {
     "hyperparameter_search": "make a PipelineTrainer for each trial",
 }
 """Methods that a pipeline does not call, so overriding them is refused; and what to do instead."""
+
+IN_SCRIPT: Mapping[str, str] = {
+    "training_step": "called in the script, as is `compute_loss`",
+    "compute_loss": "called in the script, with the model's output; the model is called once for "
+    "each batch that requires gradients",
+}
+"""Methods that are called if they are overridden, instead of a loss on the last stage; and how."""
 
 REPLACED: Mapping[str, tuple[str, ...]] = {
     "_run_epoch": (
@@ -89,9 +89,7 @@ def problems_of(cls: type, mixin: type, own: Mapping[str, Any]) -> Iterator[tupl
                 f"its Trainer.{name} takes {found}, and {known} was expected: take a version of "
                 "transformers that was tested (constraints.txt)",
             )
-    order = [each for each in cls.__mro__ if each not in (mixin, Trainer)]
-    above = order[: cls.__mro__.index(mixin)]
-    theirs = [each for each in order if issubclass(each, Trainer) and each not in above]
+    above, theirs = _users(cls, mixin)
     for name in sorted(vars(Trainer).keys() | NEVER_CALLED.keys()):
         if not callable(getattr(Trainer, name, None)) or name in _OF_OBJECTS:
             continue
@@ -102,18 +100,29 @@ def problems_of(cls: type, mixin: type, own: Mapping[str, Any]) -> Iterator[tupl
         if name in NEVER_CALLED and users:
             yield f"an own {name}", NEVER_CALLED[name]
         elif name in NEVER_CALLED and (strange := [c for c in others if understood(c) is None]):
-            yield (
-                f"{strange[0].__name__}.{name}",
-                "it computes a loss of its own, with as many forwards of its models as it likes, "
-                "and stages compute one forward of one model for each mini-batch",
-            )
+            yield f"{strange[0].__name__}.{name}", NEVER_CALLED[name]
         elif name in REPLACED and name in vars(mixin) and others:
             yield f"{others[0].__name__}.{name}", "the pipeline has a method of its own for it"
-        elif name not in SAME | NEVER_CALLED.keys() | REPLACED.keys() and (users or others):
+        elif name not in _KNOWN and (users or others):
             yield (
                 f"an own {name}",
                 f"it is a method of transformers {__version__} that is not known here",
             )
 
 
+def owns_loss(cls: type, mixin: type, own: Mapping[str, Any]) -> bool:
+    """Whether a trainer computes its loss by methods that the last stage knows nothing of."""
+    above, theirs = _users(cls, mixin)
+    classes = [*above, *(each for each in theirs if understood(each) is None)]
+    return any(name in names for name in IN_SCRIPT for names in (own, *map(vars, classes)))
+
+
+def _users(cls: type, mixin: type) -> tuple[list[type], list[type]]:
+    """Return the classes of a trainer before ``mixin``, and the trainers of others behind it."""
+    order = [each for each in cls.__mro__ if each not in (mixin, Trainer)]
+    above = order[: cls.__mro__.index(mixin)]
+    return above, [each for each in order if issubclass(each, Trainer) and each not in above]
+
+
+_KNOWN = SAME | NEVER_CALLED.keys() | IN_SCRIPT.keys() | REPLACED.keys()
 _OF_OBJECTS = frozenset(vars(object)) - {"__init__"}

@@ -12,28 +12,30 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor
 from torch.utils.data import IterableDataset
-from transformers import Trainer, TrainingArguments
+from transformers import BatchEncoding, Trainer, TrainingArguments
 
 from pipedream_rt.batches.cutting import samples_in
 from pipedream_rt.batches.forwards import TOTAL
-from pipedream_rt.batches.items import Accumulated, batch_of
+from pipedream_rt.batches.items import Accumulated, ScriptCall, batch_of
 from pipedream_rt.batches.looking import looking
 from pipedream_rt.checkpoint import newest_good
 from pipedream_rt.cluster.forked_workers import prepare
 from pipedream_rt.coordinator.results import PendingStep
-from pipedream_rt.errors import CheckpointError, ConfigError
+from pipedream_rt.errors import CheckpointError, ConfigError, PipelineError
 from pipedream_rt.hf.arguments import asked_of, options_of, refuse_arguments
+from pipedream_rt.hf.calls import answered
 from pipedream_rt.hf.epoch import Updates
 from pipedream_rt.hf.live import LiveModel
 from pipedream_rt.hf.other_trainers import Understood, understood
-from pipedream_rt.hf.overrides import problems_of
+from pipedream_rt.hf.overrides import owns_loss, problems_of
 from pipedream_rt.job.given_optimizer import refuse_patched_step
 from pipedream_rt.models.preserving_state import kept_outside
 from pipedream_rt.pipeline import Pipeline
@@ -115,11 +117,11 @@ class PipelineMixin(Trainer):
         for each in self._others:
             if reason := each.unless(self):
                 raise ConfigError(f"{type(self).__name__} cannot do {reason}")
-        if self.compute_loss_func is not None:
+        if self._in_script and "loss_fn" in self._given:
             raise ConfigError(
-                "PipelineTrainer cannot do compute_loss_func: the model computes its loss on the "
-                "last stage; give pipeline={'loss_fn': f}, a function of the model's output and "
-                "the batch"
+                "pipeline={'loss_fn': f} computes the loss on the last stage, and an own "
+                "compute_loss, compute_loss_func or label_smoothing_factor in the script: leave "
+                "one of them out"
             )
         if getattr(self, "is_model_parallel", False):
             raise ConfigError(
@@ -135,11 +137,12 @@ class PipelineMixin(Trainer):
 
         Raises:
             ConfigError: It has not started, and the dataset is a stream, which would lose the
-                sample that the start needs.
+                sample that the start needs; or what the model gets is known to an own loss alone.
         """
         if self._pipe is not None and self._is_open:
             return self._pipe
-        if self.train_dataset is None or isinstance(self.train_dataset, IterableDataset):
+        stream = isinstance(self.train_dataset, IterableDataset)
+        if self.train_dataset is None or stream or self._in_script:
             raise ConfigError("the pipeline starts with the first mini-batch: train or evaluate")
         with _generators_kept():
             first = self._fed(looking(self.get_train_dataloader(), 1)[0], None)
@@ -178,6 +181,8 @@ class PipelineMixin(Trainer):
 
     def _trained(self) -> torch.nn.Module:
         """Return the module to train: the model, or what another library has around it."""
+        if self._in_script:
+            return self.model
         model, loss, around = self.model, getattr(self, "loss", None), self._around
         if around is None or around[0] is not model or around[1] is not loss:
             made = [each.module for each in self._others if each.module is not None]
@@ -190,6 +195,16 @@ class PipelineMixin(Trainer):
         return [each for each in map(understood, type(self).__mro__) if each is not None]
 
     @property
+    def _in_script(self) -> bool:
+        """Whether the Trainer's own methods compute the loss in the script."""
+        return (
+            self.compute_loss_func is not None
+            or self.label_smoother is not None
+            or owns_loss(type(self), PipelineMixin, vars(self))
+            or any(each.in_script(self) for each in self._others)
+        )
+
+    @property
     def _owns_optimizer(self) -> bool:
         """Whether the Trainer's optimizer is the pipeline's, or the one it was made from."""
         ours = None if self._pipe is None or self._made is None else self._pipe.optimizer
@@ -199,9 +214,7 @@ class PipelineMixin(Trainer):
         """Return the current weights; None if the workers have ended."""
         return self._pipe.state_dict() if self._pipe is not None and self._is_open else None
 
-    def _settled(
-        self, example: Mapping[str, Any], looks: bool = True, trains: bool = False
-    ) -> Pipeline:
+    def _settled(self, example: Any, looks: bool = True, trains: bool = False) -> Pipeline:
         """Return a pipeline whose stages agree with the script's model and optimizer.
 
         ``looks``: whether the script may have changed something since the last call. ``trains``:
@@ -210,7 +223,7 @@ class PipelineMixin(Trainer):
         live, resume = self._live, self._resume
         is_ours = self._is_open and live.model is self._trained()
         is_ours = is_ours and (self.optimizer is None or self._owns_optimizer)
-        is_ours = is_ours and self._made_by == asked_of(self.args) and not live.has_other_layers()
+        is_ours = is_ours and self._made_by == self._asked() and not live.has_other_layers()
         changed = live.changed() if is_ours and looks else set()
         if is_ours and looks and not live.is_stale:
             is_ours = live.signature() == self._made_for
@@ -251,7 +264,7 @@ class PipelineMixin(Trainer):
         assert self._pipe is not None
         self._pipe.load_state_dict(dict(self._live.model.state_dict()))
 
-    def _open(self, example: Mapping[str, Any], trains: bool) -> None:
+    def _open(self, example: Any, trains: bool) -> None:
         """Start a pipeline with the present model and optimizer."""
         self.close()
         if self._live.model is not self._trained() and self.optimizer is self._made:
@@ -262,19 +275,19 @@ class PipelineMixin(Trainer):
         self._live = live = LiveModel(self._trained(), self._fetched)
         if not trains and not any(p.requires_grad for p in live.model.parameters()):
             optimizer = None
-        given = options_of(self.args, self._given, self._weight_of)
+        given = options_of(self.args, self._given, None if self._in_script else self._weight_of)
         # A later pipeline must not repeat the random numbers of the first.
         options = {"seed": self.args.seed + self._steps, **given}
         modes = [(module, module.training) for module in live.model.modules()]
         live.model.train()  # an evaluation may have left eval mode
         try:
-            pipe = Pipeline(live.model, example=dict(example), optimizer=optimizer, **options)
+            pipe = Pipeline(live.model, example=example, optimizer=optimizer, **options)
         finally:
             for module, mode in modes:
                 module.training = mode
         pipe._run.feeder.script.own.watches = False  # what callbacks change is brought to it
         self._pipe, self._end = pipe, weakref.finalize(self, pipe.close)
-        self._made_for, self._made_by = live.signature(), asked_of(self.args)
+        self._made_for, self._made_by = live.signature(), self._asked()
         self._made_names = {id(p): name for name, p in live.model.named_parameters()}
         if optimizer is not None:
             self._made, self._made_groups = optimizer, optimizer.param_groups
@@ -284,6 +297,10 @@ class PipelineMixin(Trainer):
             optimizer.param_groups = pipe.optimizer.param_groups
             optimizer._opt_called = True  # else schedulers warn that they step before it
             self.optimizer = self.callback_handler.optimizer = pipe.optimizer
+
+    def _asked(self) -> tuple[Any, ...]:
+        """Return what a pipeline is made by, to see whether it has changed."""
+        return *asked_of(self.args), self._in_script
 
     def _weight_of(self, batch: Mapping[str, Any]) -> Any:
         """Return the weight of a micro-batch: the number of labels that the Trainer counts."""
@@ -382,16 +399,7 @@ class PipelineMixin(Trainer):
 
     def _submitted(self, parts: Sequence[Any], number: Any) -> tuple[PendingStep, int]:
         """Inject a mini-batch; return its result to come, and the divisor of its parts' losses."""
-        if self.optimizer is None:
-            raise ConfigError(
-                "trainer.model or trainer.optimizer was replaced in the middle of a training, "
-                "where a plain Trainer would train the one of before; do it between two trainings"
-            )
-        if name := self._live.gradient():
-            raise ConfigError(
-                f"{name} has a gradient in the script, which does not reach the stages: they begin "
-                "each update without; a hook that a parameter has before training does"
-            )
+        self._refuse_unready()
         fed = [self._fed(part, number) for part in parts]
         pipe = self._settled(fed[0], trains=True)
         scaled = getattr(self, "loss_is_scaled_for_ga", None)
@@ -402,6 +410,36 @@ class PipelineMixin(Trainer):
             pending = pipe.submit(Accumulated(tuple(map(batch_of, fed)), count, 1 / factor))
             self._live.mark_stale()
         return pending, factor
+
+    def _refuse_unready(self) -> None:
+        """Refuse to train another model or optimizer, or with gradients of the script."""
+        if self.optimizer is None:
+            raise ConfigError(
+                "trainer.model or trainer.optimizer was replaced in the middle of a training, "
+                "where a plain Trainer would train the one of before; do it between two trainings"
+            )
+        if name := self._live.gradient():
+            raise ConfigError(
+                f"{name} has a gradient in the script, which does not reach the stages: they begin "
+                "each update without; a hook that a parameter has before training does"
+            )
+
+    def _computed(self, parts: Sequence[Any], number: Any) -> list[Tensor]:
+        """Make an update whose loss the Trainer computes in the script; return those of parts."""
+        self._refuse_unready()
+        update, model, losses = _Update(self), self.model, []
+        try:
+            with answered(model, update.forward):
+                for i, part in enumerate(parts):
+                    self.accelerator.gradient_state._set_sync_gradients(i == len(parts) - 1)
+                    update.begin_part()
+                    losses.append(self.training_step(model, part, number))
+            self._refuse_unready()
+        except BaseException:
+            update.end(applies=False)
+            raise
+        update.end(applies=True)
+        return losses
 
     def _norms(self, flush: bool) -> dict[int, float]:
         """Return the gradient norms of the last updates, by the Trainer's step."""
@@ -445,6 +483,11 @@ class PipelineMixin(Trainer):
     ) -> tuple[Any, Any, Any]:
         """Run the stages on a batch of an evaluation or prediction."""
         del model  # that of this process, whose weights may be old
+        if self._in_script:
+            with answered(self.model, self._inferred):
+                return super().prediction_step(
+                    self.model, inputs, prediction_loss_only, ignore_keys, **kwargs
+                )
         with self._live.lock:
             pipe, self._looks = self._settled(inputs, self._looks), False
         live = self._live
@@ -454,6 +497,21 @@ class PipelineMixin(Trainer):
                 return pipe(*args, **kwargs)
 
         return super().prediction_step(stages, inputs, prediction_loss_only, ignore_keys, **kwargs)
+
+    def _inferred(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer a call of the model in an evaluation."""
+        with self._live.lock:
+            call = _call_of(args, kwargs)
+            with _as_outside():
+                pipe = self._settled(call, self._looks)
+            self._looks = False
+            with self._live.unread():
+                return self._on_device(pipe(*call.args, **call.kwargs))
+
+    def _on_device(self, output: Any) -> Any:
+        """Return an output of the stages where the Trainer's tensors are."""
+        device = self.args.device
+        return output if device.type == "cpu" else send_to_device(output, device)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate as the Trainer does, and tell the observers of the run."""
@@ -516,6 +574,90 @@ class PipelineTrainer(PipelineMixin):
     Raises:
         ConfigError: A pipeline cannot do what is asked for; nothing was started.
     """
+
+
+class _Update:
+    """An update whose loss the script computes."""
+
+    def __init__(self, trainer: PipelineMixin) -> None:
+        self._trainer = trainer
+        self._pipe: Pipeline | None = None
+        self._parts = trainer.args.gradient_accumulation_steps
+        self._is_called = True
+
+    def begin_part(self) -> None:
+        """Let the model be called once more."""
+        self._require_called()
+        self._is_called = False
+
+    def _require_called(self) -> None:
+        if not self._is_called:
+            raise ConfigError(
+                "training_step has not called the model with gradients, so nothing can be trained: "
+                "leave such batches out of the loader"
+            )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer a call of the model, by the stages."""
+        trainer, call = self._trainer, _call_of(args, kwargs)
+        if torch.is_grad_enabled():
+            self._refuse()
+        with _as_outside():
+            self._pipe = pipe = self._pipe or trainer._settled(call, trains=True)
+        live = trainer._live
+        with live.lock, live.unread(), _without_autocast():
+            if not trainer.model.training:
+                return trainer._on_device(pipe(*call.args, **call.kwargs))
+            return trainer._on_device(pipe._forward(call, pipe.plan.per_update // self._parts))
+
+    def _refuse(self) -> None:
+        """Refuse a call with gradients that the update has no place for."""
+        if not self._trainer.model.training:
+            raise ConfigError(
+                "the model is in eval mode, and was called with gradients: the stages compute "
+                "these in training mode alone; call it under torch.no_grad(), or model.train()"
+            )
+        if self._is_called:
+            raise ConfigError(
+                "the model was called a second time with gradients for one batch, and the stages "
+                "compute one forward for each: put what it gets into one call, as by torch.cat, or "
+                "call it under torch.no_grad()"
+            )
+        self._is_called = True
+
+    def end(self, applies: bool) -> None:
+        """Apply the update, or drop it after an error."""
+        pipe, live = self._pipe, self._trainer._live
+        if applies:
+            self._require_called()
+        if pipe is None or pipe.state.value != "open":
+            return
+        with live.lock:
+            if applies:
+                pipe.step()
+            elif self._is_called:
+                with suppress(PipelineError):  # the error is to be seen
+                    pipe.step(update=False)
+            live.mark_stale()
+
+
+def _call_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ScriptCall:
+    """Return a call of the model; what a tokenizer gives is a dict to the stages."""
+    values = [dict(each) if isinstance(each, BatchEncoding) else each for each in args]
+    return ScriptCall(tuple(values), dict(kwargs), None)
+
+
+def _without_autocast() -> AbstractContextManager[Any]:
+    """Leave the autocast around a loss, which the stages have for themselves."""
+    device = "cuda" if torch.is_autocast_enabled("cuda") else "cpu"
+    return torch.autocast(device, enabled=False)
+
+
+@contextmanager
+def _as_outside() -> Iterator[None]:
+    """Leave the contexts around a loss, as a pipeline that starts needs."""
+    with _without_autocast(), torch.enable_grad():
+        yield
 
 
 def _state_of(pipe: Pipeline) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipedream_rt.batches.forwards import Forwards
+from pipedream_rt.batches.items import ScriptCall
 from pipedream_rt.batches.weighing import Weighing
 from pipedream_rt.corrections import Correction
 from pipedream_rt.errors import ConfigError
@@ -109,7 +110,8 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
     weighing = Weighing(training.weigh, options.loss_fn)
     pretrained = model.pretrained(options.layout.weights)
     trains, loss_fn = options.optimizer is not None, options.loss_fn
-    forward = ForwardOptions(trains or loss_fn is not None, loss_fn is None, training.autocast)
+    may_own_loss = loss_fn is None and not isinstance(options.example, ScriptCall)
+    forward = ForwardOptions(trains or loss_fn is not None, may_own_loss, training.autocast)
     split = split_model(model, options.stages, options.example, forward)
     if split.forwards.own_loss:
         loss_fn = own_loss
