@@ -71,6 +71,7 @@ class Forwards(Protocol):
 
     Attributes:
         own_loss: Whether the model computes its loss itself.
+        returns_loss: Whether there is a loss in what it returns for the example.
         takes_total: Whether its forward has the argument `TOTAL`.
         dtype: The coarsest dtype in which it computes.
         layers: The modules that stay whole, by name; empty for a sequence.
@@ -81,6 +82,7 @@ class Forwards(Protocol):
     """
 
     own_loss: bool
+    returns_loss: bool
     is_sequence: bool
     takes_total: bool
     dtype: torch.dtype
@@ -119,6 +121,7 @@ class SequenceForwards:
     """The forwards of a sequence of layers: one program, which every stage knows."""
 
     own_loss: bool = False
+    returns_loss: bool = False
     is_sequence: bool = True
     takes_total: bool = False
     dtype: torch.dtype = torch.float32  # read only where the model computes its loss itself

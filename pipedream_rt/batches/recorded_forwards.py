@@ -51,7 +51,7 @@ class RecordedForwards:
         self._modes = modes
         self.layers = layers
         self.read: dict[tuple[str, str], Any] = {}
-        self.own_loss = False
+        self.own_loss = self.returns_loss = False
         self.takes_total = TOTAL in inspect.signature(model.forward).parameters
         self._autocast = autocast
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}

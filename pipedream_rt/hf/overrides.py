@@ -30,8 +30,8 @@ NEVER_CALLED: Mapping[str, str] = {
 
 IN_SCRIPT: Mapping[str, str] = {
     "training_step": "called in the script, as is `compute_loss`",
-    "compute_loss": "called in the script, with the model's output; the model is called once for "
-    "each batch that requires gradients",
+    "compute_loss": "called in the script, with the model's output; with gradients the model is "
+    "called once for each batch, which is not cut by default if it gets labels too",
 }
 """Methods that are called if they are overridden, instead of a loss on the last stage; and how."""
 

@@ -13,11 +13,12 @@ import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from accelerate.utils import send_to_device
+from accelerate.utils import convert_to_fp32, send_to_device
 from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import BatchEncoding, Trainer, TrainingArguments
@@ -484,7 +485,7 @@ class PipelineMixin(Trainer):
         """Run the stages on a batch of an evaluation or prediction."""
         del model  # that of this process, whose weights may be old
         if self._in_script:
-            with answered(self.model, self._inferred):
+            with answered(self.model, partial(self._inferred, _flags_of(self.model))):
                 return super().prediction_step(
                     self.model, inputs, prediction_loss_only, ignore_keys, **kwargs
                 )
@@ -498,18 +499,20 @@ class PipelineMixin(Trainer):
 
         return super().prediction_step(stages, inputs, prediction_loss_only, ignore_keys, **kwargs)
 
-    def _inferred(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer a call of the model in an evaluation."""
+    def _inferred(self, flags: Sequence[bool], *args: Any, **kwargs: Any) -> Any:
+        """Answer a call of the model in an evaluation; ``flags`` are those of its parameters."""
+        _refuse_other(flags, self.model)
         with self._live.lock:
             call = _call_of(args, kwargs)
             with _as_outside():
                 pipe = self._settled(call, self._looks)
             self._looks = False
             with self._live.unread():
-                return self._on_device(pipe(*call.args, **call.kwargs))
+                return self._as_of_model(pipe(*call.args, **call.kwargs))
 
-    def _on_device(self, output: Any) -> Any:
-        """Return an output of the stages where the Trainer's tensors are."""
+    def _as_of_model(self, output: Any) -> Any:
+        """Return an output of the stages as accelerate's model gives it: device and dtype."""
+        output = convert_to_fp32(output) if self.accelerator.native_amp else output
         device = self.args.device
         return output if device.type == "cpu" else send_to_device(output, device)
 
@@ -583,7 +586,7 @@ class _Update:
         self._trainer = trainer
         self._pipe: Pipeline | None = None
         self._parts = trainer.args.gradient_accumulation_steps
-        self._is_called = True
+        self._is_called, self._flags = True, _flags_of(trainer.model)
 
     def begin_part(self) -> None:
         """Let the model be called once more."""
@@ -600,6 +603,7 @@ class _Update:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Answer a call of the model, by the stages."""
         trainer, call = self._trainer, _call_of(args, kwargs)
+        _refuse_other(self._flags, trainer.model)
         if torch.is_grad_enabled():
             self._refuse()
         with _as_outside():
@@ -607,8 +611,11 @@ class _Update:
         live = trainer._live
         with live.lock, live.unread(), _without_autocast():
             if not trainer.model.training:
-                return trainer._on_device(pipe(*call.args, **call.kwargs))
-            return trainer._on_device(pipe._forward(call, pipe.plan.per_update // self._parts))
+                return trainer._as_of_model(pipe(*call.args, **call.kwargs))
+            # A loss that the model returns too is of a whole batch.
+            whole = "micro_batches" not in trainer._given and pipe._run.feeder.forwards.returns_loss
+            count = 1 if whole else pipe.plan.per_update // self._parts
+            return trainer._as_of_model(pipe._forward(call, count))
 
     def _refuse(self) -> None:
         """Refuse a call with gradients that the update has no place for."""
@@ -639,6 +646,21 @@ class _Update:
                 with suppress(PipelineError):  # the error is to be seen
                     pipe.step(update=False)
             live.mark_stale()
+
+
+def _flags_of(model: torch.nn.Module) -> list[bool]:
+    """Return which parameters of a model require gradients."""
+    return [p.requires_grad for p in model.parameters()]
+
+
+def _refuse_other(flags: Sequence[bool], model: torch.nn.Module) -> None:
+    """Refuse a call of a model of which a loss has frozen parts, as by leaving an adapter out."""
+    if flags != _flags_of(model):
+        raise ConfigError(
+            "the loss changes the model for one of its calls: which adapter is active, or which "
+            "parameters require gradients. The stages have the model as it is outside of the loss: "
+            "call a copy of it that is the loss's own, or compute such outputs before training"
+        )
 
 
 def _call_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ScriptCall:

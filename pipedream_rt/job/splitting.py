@@ -107,7 +107,8 @@ def _split_whole(
         _log.info("a layer that holds most of the model is not cut inside: %s", error)
         layers = kept
         set_apart, forwards, programs = _recorded(model, layers, batch, options, modes)
-    forwards.own_loss = options.may_own_loss and has_own_loss(programs[0].output)
+    forwards.returns_loss = has_own_loss(programs[0].output)
+    forwards.own_loss = options.may_own_loss and forwards.returns_loss
     firsts = _first_layers(stages, programs[0], layers, model)
     forwards.begin(batch, dict(zip(modes, programs, strict=True)), firsts)
     return Split(
