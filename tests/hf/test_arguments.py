@@ -89,6 +89,7 @@ TOGETHER = {
         "dataloader_drop_last": True, "dataloader_num_workers": 1, "dataloader_pin_memory": False,
         "remove_unused_columns": False,
     },
+    "smoothed labels": {"label_smoothing_factor": 0.1, **EVALUATED},
     "lengths": {"train_sampling_strategy": "group_by_length"},
 }  # fmt: skip
 """Each argument that can change something in one process without network, with others that leave it
@@ -111,7 +112,6 @@ ELSEWHERE = """
 
 REFUSED = {
     "fp16": {"fp16": True},
-    "label_smoothing_factor": {"label_smoothing_factor": 0.1},
     "neftune_noise_alpha": {"neftune_noise_alpha": 1.0},
     "auto_find_batch_size": {"auto_find_batch_size": True},
     "debug": {"debug": "underflow_overflow"},

@@ -22,7 +22,7 @@ from transformers import Trainer  # noqa: E402
 
 from pipedream_rt import ConfigError  # noqa: E402
 from pipedream_rt.hf import PipelineMixin, PipelineTrainer  # noqa: E402
-from pipedream_rt.hf.overrides import NEVER_CALLED, REPLACED, SAME  # noqa: E402
+from pipedream_rt.hf.overrides import IN_SCRIPT, NEVER_CALLED, REPLACED, SAME, owns_loss  # noqa: E402
 
 pytestmark = CALM
 
@@ -83,7 +83,7 @@ def test_own_methods_are_called_as_often_as_by_a_plain_trainer(tmp_path):
 
 def test_every_method_is_known_and_those_that_are_replaced_are_as_expected():
     names = {n for n in vars(Trainer) if callable(getattr(Trainer, n)) and n[:2] != "__"}
-    assert not names - SAME - NEVER_CALLED.keys() - REPLACED.keys()
+    assert not names - SAME - NEVER_CALLED.keys() - IN_SCRIPT.keys() - REPLACED.keys()
     for name, expected in REPLACED.items():
         assert tuple(inspect.signature(getattr(Trainer, name)).parameters) == expected
 
@@ -115,22 +115,36 @@ def test_a_method_that_a_new_version_brings_is_refused_if_somebody_has_it(tmp_pa
 
 def test_a_method_that_is_put_on_the_object_is_refused_when_training_begins(tmp_path):
     with trainer_of(PipelineTrainer, tmp_path) as trainer:
-        trainer.compute_loss = lambda *args, **kwargs: None
-        with pytest.raises(ConfigError, match="an own compute_loss"):
+        trainer._clip_grad_norm = lambda *args, **kwargs: None
+        with pytest.raises(ConfigError, match="an own _clip_grad_norm"):
             trainer.train()
-        del trainer.compute_loss
+        del trainer._clip_grad_norm
 
 
-def test_a_trainer_of_others_that_computes_its_own_loss_is_refused(tmp_path):
-    class Prefers(Trainer):
-        """A Trainer that calls its model twice."""
-
-        def compute_loss(self, model, inputs, **kwargs):
-            return model(**inputs)["loss"] - model(**inputs)["loss"]
-
-    own = type("Piped", (PipelineMixin, Prefers), {})
-    with (
-        pytest.raises(ConfigError, match=r"cannot do Prefers\.compute_loss: .* loss of its own"),
-        trainer_of(own, tmp_path),
+@pytest.mark.parametrize("name", IN_SCRIPT)
+def test_a_loss_is_in_the_script_where_the_last_stage_knows_nothing_of_it(name):
+    body = {name: lambda self, *args, **kwargs: None}
+    theirs = type("Theirs", (Trainer,), body)
+    known = type("SFTTrainer", (Trainer,), {**body, "__module__": "trl.trainer.sft_trainer"})
+    for cls, own, expected in (
+        (PipelineTrainer, {}, False),
+        (PipelineTrainer, body, True),
+        (type("Own", (PipelineTrainer,), body), {}, True),
+        (type("Piped", (PipelineMixin, theirs), {}), {}, True),
+        (type("Piped", (PipelineMixin, known), {}), {}, False),
+        (type("Own", (PipelineMixin, known), body), {}, True),
     ):
-        pass
+        assert owns_loss(cls, PipelineMixin, own) is expected
+
+
+def test_a_loss_that_is_put_on_the_object_is_in_the_script_from_the_next_training_on(tmp_path):
+    def does(cls):
+        with trainer_of(cls, tmp_path / cls.__name__, pipeline={"micro_batches": 1}) as trainer:
+            trainer.train()
+            plain = trainer.compute_loss
+            trainer.compute_loss = lambda *args, **kwargs: 2 * plain(*args, **kwargs)
+            trainer.train()
+            del trainer.compute_loss
+            return logs_of(trainer), weights_of(trainer), trainer.evaluate()["eval_loss"]
+
+    same(*map(does, (Trainer, PipelineTrainer)))

@@ -6,7 +6,6 @@ import pytest
 import torch
 from support.examples import run_example
 from support.inside import kill
-from torch import nn
 
 from pipedream_rt import ConfigError, Observe, Recovery
 
@@ -242,14 +241,6 @@ def test_what_cannot_be_done_is_refused_by_name(tmp_path, options, given, messag
             train_dataset=DATA,
             pipeline=given,
         )
-
-
-def test_a_loss_function_of_ones_own_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="cannot do compute_loss_func"):
-        PipelineTrainer(
-            model=gpt2(), args=arguments(tmp_path, eval_strategy="no"), train_dataset=DATA,
-            pipeline={"stages": 2}, compute_loss_func=lambda *a, **k: nn.MSELoss(),
-        )  # fmt: skip
 
 
 def test_a_run_of_a_plain_trainer_goes_on_from_its_checkpoint(tmp_path):
