@@ -435,7 +435,8 @@ class PipelineMixin(Trainer):
                     self.accelerator.gradient_state._set_sync_gradients(i == len(parts) - 1)
                     update.begin_part()
                     losses.append(self.training_step(model, part, number))
-            self._refuse_unready()
+                    self._refuse_unready()
+                    update.end_part()
         except BaseException:
             update.end(applies=False)
             raise
@@ -586,14 +587,14 @@ class _Update:
         self._trainer = trainer
         self._pipe: Pipeline | None = None
         self._parts = trainer.args.gradient_accumulation_steps
-        self._is_called, self._flags = True, _flags_of(trainer.model)
+        self._is_called, self._flags = False, _flags_of(trainer.model)
 
     def begin_part(self) -> None:
         """Let the model be called once more."""
-        self._require_called()
         self._is_called = False
 
-    def _require_called(self) -> None:
+    def end_part(self) -> None:
+        """Refuse a part of which no gradient comes."""
         if not self._is_called:
             raise ConfigError(
                 "training_step has not called the model with gradients, so nothing can be trained: "
@@ -635,15 +636,13 @@ class _Update:
     def end(self, applies: bool) -> None:
         """Apply the update, or drop it after an error."""
         pipe, live = self._pipe, self._trainer._live
-        if applies:
-            self._require_called()
         if pipe is None or pipe.state.value != "open":
             return
         with live.lock:
             if applies:
                 pipe.step()
-            elif self._is_called:
-                with suppress(PipelineError):  # the error is to be seen
+            else:
+                with suppress(PipelineError):  # the error is to be seen, or nothing was called
                     pipe.step(update=False)
             live.mark_stale()
 

@@ -224,21 +224,27 @@ def test_other_schedules(schedule, tmp_path):
         assert sum("loss" in row for row in logs) == 4
 
 
-def test_an_error_in_a_loss_leaves_a_pipeline_that_goes_on(tmp_path):
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("before", [True, False])
+def test_an_error_in_a_loss_leaves_a_pipeline_that_goes_on(before, parts, tmp_path):
     class Fails(Weighted):
-        """Fails once, behind its forward."""
+        """Fails once, before or behind its forward of the last part of the second update."""
 
-        fails = True
+        calls = 0
 
         def compute_loss(self, *args, **kwargs):
-            loss = super().compute_loss(*args, **kwargs)
-            if self.fails and self.state.global_step == 2:
-                self.fails = False
+            self.calls += self.model.training
+            fails = self.model.training and self.calls == 2 * parts
+            loss = None if fails and before else super().compute_loss(*args, **kwargs)
+            if fails:
+                self.model.zero_grad()
                 raise KeyboardInterrupt
             return loss
 
     def does(cls):
-        with trainer_of(cls, tmp_path / cls.__name__, pipeline=WHOLE, **of_classes()) as trainer:
+        given = of_classes(gradient_accumulation_steps=parts)
+        given["pipeline"] = {**WHOLE, "micro_batches": parts}
+        with trainer_of(cls, tmp_path / cls.__name__, **given) as trainer:
             with pytest.raises(KeyboardInterrupt):
                 trainer.train()
             assert type(trainer.model) is transformers.BertForSequenceClassification
@@ -247,6 +253,20 @@ def test_an_error_in_a_loss_leaves_a_pipeline_that_goes_on(tmp_path):
             return *found, trainer.evaluate()["eval_loss"]
 
     as_plain(does, Fails, over_a_pipeline(Fails))
+
+
+def test_a_loss_that_is_no_number_is_logged_as_by_a_plain_trainer(tmp_path):
+    class Breaks(Steps):
+        """Says of the third step that its loss is no number."""
+
+        def training_step(self, *args, **kwargs):
+            found = super().training_step(*args, **kwargs)
+            return found * float("nan") if self.state.global_step == 2 else found
+
+    def does(cls):
+        return does_with(tmp_path, pipeline=WHOLE, **of_classes(logging_steps=4))(cls)
+
+    as_plain(does, Breaks, over_a_pipeline(Breaks))
 
 
 def test_callbacks_read_the_model_at_each_step(tmp_path):
