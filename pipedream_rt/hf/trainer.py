@@ -491,7 +491,7 @@ class PipelineMixin(Trainer):
                     self.model, inputs, prediction_loss_only, ignore_keys, **kwargs
                 )
         with self._live.lock:
-            pipe, self._looks = self._settled(inputs, self._looks), False
+            pipe, self._looks = self._settled(dict(inputs), self._looks), False
         live = self._live
 
         def stages(*args: Any, **kwargs: Any) -> Any:
