@@ -302,21 +302,24 @@ class Watching:
         self._shared = Shared(job)
         self._at_first = self._tried(self._shared.keep)
 
-    def _as_at_first(self, pending: PendingStep) -> bool:
-        """Whether the stages began with what the script's model has, and have only trained."""
+    def _as_at_first(self, step: int) -> bool:
+        """Whether the stages began with what the script's model has, and have only trained.
+
+        ``step`` is the number of the mini-batch that is looked at.
+        """
         feeder, job = self._run.feeder, self._job
         evaluated = feeder.passes and (
             job.script_values.forwards_store
             or any(True for m in job.model.modules.values() for _ in m.buffers())
         )
         touched = feeder.was_touched or job.script_values.weights_moved
-        return not (touched or evaluated or pending.step != len(self._batches))
+        return not (touched or evaluated or step != len(self._batches))
 
     def injected(self, cut: CutBatch, pending: PendingStep) -> bool:
         """Look at an injected mini-batch; return whether to look at the next one too."""
         optimizer = self._run.feeder.optimizer
         assert optimizer is not None
-        if self._as_at_first(pending):
+        if self._as_at_first(pending.step):
             self._batches.append(cut.batch)
             self._hyper.append(optimizer.groups())
         else:
@@ -356,7 +359,8 @@ class Watching:
         """
         optimizer = self._run.feeder.optimizer
         assert optimizer is not None
-        if cut is not None and self._run.feeder.step == 1:  # forwards by hand
+        # Forwards by hand, of which each is a mini-batch of its own.
+        if cut is not None and self._as_at_first(self._run.feeder.step - 1):
             self._cut, self._hyper = cut, [optimizer.groups()]
         if self._at_first is None or self._cut is None:
             return
@@ -503,7 +507,7 @@ def _with_targets(cut: CutBatch, targets: Sequence[tuple[Tensor | None, ...]]) -
     whole = tuple(
         None if any(each is None for each in of_all) else torch.cat([*of_all])
         for of_all in zip(*targets, strict=True)
-        if len(targets) > 1
+        if len(targets) > 1 and (cut.batch.args or cut.batch.kwargs)
     )
     return CutBatch(
         batch=cut.batch._replace(target=whole),

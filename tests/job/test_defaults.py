@@ -39,6 +39,18 @@ def test_others_learn_as_plain_pytorch(optimizer):
     assert chosen(optimizer, stages=1) == ("1f1b", None)  # whole mini-batches
 
 
+def test_a_loss_in_the_script_has_all_outputs_before_the_first_backward():
+    def found(**options):
+        made = with_schedule(Options(**options), FEW, 4, (), in_script=True)
+        return made.schedule, made.micro_batches
+
+    assert found() == ("gpipe", 16)
+    assert found(micro_batches=2) == ("gpipe", 2)
+    assert found(schedule="async-1f1b") == ("async-1f1b", 1)
+    assert found(schedule="1f1b", micro_batches=4) == ("1f1b", 4)  # refused by the plan
+    assert found(corrections=[ErrorFeedback()]) == ("async-1f1b", 1)
+
+
 def test_batch_norm_sees_as_many_samples_as_can_be():
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.BatchNorm1d(2)))
     assert chosen(MANY, modules=[model]) == ("async-1f1b", 4)
