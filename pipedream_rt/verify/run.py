@@ -292,9 +292,9 @@ class Watching:
     """
 
     def __init__(self, job: Job, run: Run, asked: int) -> None:
-        self._job, self._run, self._asked = with_stand_in(job) if asked else job, run, asked
+        self._job, self._run, self._asked = job, run, asked
         self._cut: CutBatch | None = None  # the first mini-batch, until the script answers it
-        if job.plan.loss_in_script and not asked and run.script_loss is not None:
+        if run.script_loss is not None:
             run.script_loss.watch_first = self.answered
         self._batches: list[Batch] = []
         self._hyper: list[list[Hyper]] = []
@@ -374,14 +374,20 @@ class Watching:
             settled = self._run.script_loss is not None and self._run.script_loss.is_settled
             return dict(zip(places, outputs, strict=True)) | (self._states(own) if settled else {})
 
-        self._compare_first(answered, 0.0, theirs)
+        count = self._compare_first(answered, 0.0, theirs)
+        if self._asked and count:
+            text = f"the first update by hand is that of plain PyTorch, in {count} values"
+            print(f"verified: {text}", file=sys.stderr, flush=True)
 
-    def _compare_first(self, cut: CutBatch, took: float, theirs_of: Callable[[Seen], Seen]) -> None:
-        """Compare what the workers return for the first mini-batch with plain PyTorch."""
+    def _compare_first(self, cut: CutBatch, took: float, theirs_of: Callable[[Seen], Seen]) -> int:
+        """Compare what the workers return for the first mini-batch with plain PyTorch.
+
+        Return how many values were compared; 0 where that could not be.
+        """
         until = time.monotonic() + _TIMES * max(took, _SHORT_S)
         late = functools.partial(_is_after, until)
         if (found := self._tried(lambda: self._plain(cut, late))) is None:
-            return
+            return 0
         own, cutting = found
         self._say_of_cutting(cutting)
         theirs = theirs_of(own)
@@ -389,11 +395,11 @@ class Watching:
         if parted is not None and not parted.rounds:
             # Rounded otherwise: what then differs as much says nothing about the workers.
             if (again := self._tried(lambda: self._plain(cut, nudged=True))) is None:
-                return
+                return 0
             noise = {at: difference(own[at], value) for at, value in again[0].items() if at in own}
             if not all(rounds for at, (_, rounds) in noise.items() if at.kind in _RESULTS):
                 _log.info("%s: computed there twice, it differs", _NOT_COMPARED)
-                return
+                return 0
             number, parted = compared(
                 own, theirs, lambda at, by: at in noise and by <= MANY * noise[at][0]
             )
@@ -401,6 +407,7 @@ class Watching:
             self._refuse(parted)
         how = "is" if parted is None else "is, but for rounding,"
         _log.info("the first mini-batch %s what plain PyTorch computes, in %d values", how, number)
+        return number
 
     def _say_of_cutting(self, cutting: Cutting | None) -> None:
         """Say what micro-batches change; refuse another gradient where nobody asked for them."""
@@ -437,10 +444,11 @@ class Watching:
 
     def _beside(self) -> Verification:
         """Compare all that stages in this process compute of the mini-batches so far."""
+        job = with_stand_in(self._job)
         with self._shared.apart():
-            copies = copies_of(self._job, None)
+            copies = copies_of(job, None)
         training = self._run.feeder.training
-        return beside(self._job, copies, self._batches, self._hyper, training)
+        return beside(job, copies, self._batches, self._hyper, training)
 
     @staticmethod
     def _tried(call: Callable[[], T]) -> T | None:

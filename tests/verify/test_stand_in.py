@@ -111,3 +111,17 @@ def test_a_pipeline_can_be_asked_about_all_but_the_loss_of_the_script():
     assert found.same
     assert found.values > 20
     assert any("the script computes the loss" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("train", "words"),
+    [
+        (train_outputs, "the same as plain PyTorch: "),
+        (train_by_hand, "the first update by hand is that of plain PyTorch, in "),
+    ],
+)
+def test_a_run_that_is_to_be_verified_says_what_was_compared(monkeypatch, capsys, train, words):
+    monkeypatch.setenv("PIPEDREAM_RT_VERIFY", "2")
+    with Pipeline(mlp(), stages=2, optimizer=ADAM, workers="serial", micro_batches=2) as pipe:
+        train(pipe, regression(3, samples=8), F.mse_loss)
+    assert f"verified: {words}" in capsys.readouterr().err
