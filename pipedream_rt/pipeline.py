@@ -446,7 +446,7 @@ class Pipeline:
 
     @property
     def epoch(self) -> int:
-        """The number of the current epoch: how many calls of `train_epoch` have ended.
+        """The number of the current epoch: how many of `train_epoch` and `outputs` have ended.
 
         ``for epoch in range(pipe.epoch, epochs)`` goes on in the right one after a resume.
         """
@@ -821,9 +821,10 @@ class Pipeline:
         ones, and a warning says so.
 
         The plain values that the script changes while it trains (``loss.beta = 0.1``), the mode of
-        `train` and the objects given to `attach` are as they were. The next `train_epoch` restores
-        the random generators of this process, brings its loader to the place where it was (see
-        `coordinator.feed.loading`), and first yields the results that the script had not seen.
+        `train` and the objects given to `attach` are as they were. The next `train_epoch`, or
+        `outputs`, restores the random generators of this process, brings its loader to the place
+        where it was (see `coordinator.feed.loading`), and first yields the results that the script
+        had not seen. A loop of `forward` by hand finds its place itself, by `step`.
 
         Args:
             folder: The folder of a checkpoint; or of a run, whose newest complete checkpoint is

@@ -139,8 +139,9 @@ class SequenceForwards:
     def inputs(self, batch: Batch) -> Any:
         if len(batch.args) != 1 or batch.kwargs:
             raise ConfigError(
-                "a sequence of layers takes pairs (x, y), of which x goes to the first layer; it "
-                "may be a tuple or a dict: prepare=lambda item: (item, item['labels'])"
+                "a sequence of layers has one input, as in forward(x); of a loader it takes pairs "
+                "(x, y), of which x goes to the first layer; it may be a tuple or a dict: "
+                "prepare=lambda item: (item, item['labels'])"
             )
         return batch.args[0]
 

@@ -41,6 +41,9 @@ class OptimizerLink(Protocol):
     def scatter_optimizer_state(self, state: StepState) -> None:
         """Replace what the optimizers of all stages keep."""
 
+    def drop_gradients(self) -> None:
+        """Drop the gradients of an update of forwards by hand."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Link:
@@ -270,7 +273,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not self._injecting:
             raise ConfigError(
                 "pipe.optimizer.step() has nothing to do: every stage steps by itself once a "
-                "mini-batch is through; remove the call"
+                "mini-batch is through; remove the call. In a loop of forward() by hand, "
+                "pipe.step() makes the update"
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -303,7 +307,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         raise _no_hooks()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: every stage begins each update without gradients."""
+        """Drop the gradients of the forwards by hand since the last `Pipeline.step`.
+
+        Without such forwards there is nothing to do: every stage begins each update without
+        gradients.
+
+        Raises:
+            ConfigError: A backward has gone to the stages already, for the gradient of an input.
+        """
+        if self._link is not None:
+            self._link.pipeline.drop_gradients()
 
     @dynamo_spared()
     def state_dict(self) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class Steps(int):
         made._close = weakref.WeakMethod(close)
         return made
 
-    def __call__(self, *, update: bool = True) -> None:
+    def __call__(self, update: bool = True) -> None:
         """Close the update of the forwards since the last call; see `Pipeline.step`."""
         if (close := self._close()) is not None:
             close(update)

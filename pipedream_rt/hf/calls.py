@@ -46,8 +46,14 @@ def _class(base: type) -> type:
         answer = _ANSWERS.get(id(self), lambda *a, **k: base.__call__(self, *a, **k))
         return answer(*args, **kwargs)
 
+    def reduced(self: Any, protocol: Any) -> Any:
+        """Pickle and copy it as one of its own class."""
+        of_base: Any = base.__reduce_ex__
+        make, given, *rest = of_base(self, protocol)
+        return make, tuple(base if each is type(self) else each for each in given), *rest
+
     if base not in _CLASSES:
         names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
-        body = {**names, "__call__": called}
+        body = {**names, "__call__": called, "__reduce_ex__": reduced}
         _CLASSES[base] = new_class(base.__name__, (base,), {}, lambda n: n.update(body))
     return _CLASSES[base]

@@ -136,6 +136,9 @@ class Link:
     def optimizer_references(self):
         return []
 
+    def drop_gradients(self):
+        pass
+
     def gather_optimizer_state(self):
         return self.state
 

@@ -362,3 +362,12 @@ def test_only_the_model_itself_is_answered_and_only_meanwhile():
         assert copy.deepcopy(model)(torch.ones(1)).shape == (1,)
     assert type(model) is torch.nn.Linear
     assert model(torch.ones(1)).shape == (1,)
+
+
+def test_a_copy_that_a_loss_makes_of_the_model_is_one_of_its_own_class():
+    model = torch.nn.Linear(2, 2)
+    with answered(model, lambda x: "answered"):
+        made = copy.deepcopy(model)
+        assert model(torch.ones(2)) == "answered"
+    assert type(made) is torch.nn.Linear
+    assert torch.equal(made.weight, model.weight)

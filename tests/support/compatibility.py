@@ -1030,7 +1030,7 @@ def rows_of_values():
     )  # fmt: skip
     yield Row(
         "mini-batches", "a dict alone", linear(data=lambda: [{"a": x()}]),
-        refused=r"a sequence of layers takes pairs \(x, y\), .*: prepare=",
+        refused=r"a sequence of layers has one input, .*: prepare=",
     )  # fmt: skip
     yield Row(
         "mini-batches", "a layer that takes two arguments",

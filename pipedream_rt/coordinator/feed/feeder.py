@@ -73,6 +73,7 @@ class Feeder:
         pending: The mini-batches on their way, oldest first.
         waited_s: The seconds for which the script has waited for results.
         watch_first: Called with each injected mini-batch until it returns False; None for nobody.
+        drop_gradients: Called where the script drops its gradients of an update that is open.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class Feeder:
         self._adds: bool | None = None  # see `_losses_add`; None until the model was asked
         self._bad_metrics: set[str] = set()
         self.watch_first: Callable[[CutBatch, PendingStep], bool] | None = None
+        self.drop_gradients: Callable[[], object] = lambda: None
 
     @property
     def training(self) -> bool | None:

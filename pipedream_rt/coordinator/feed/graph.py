@@ -95,11 +95,11 @@ class Call:
         if self.is_given and any(gradient is not None for gradient in gradients):
             raise ConfigError(
                 "a backward reaches the output of a forward whose gradient has gone to the stages: "
-                "by step(), or since that of the input of a later forward was asked for. Add the "
+                "by step(), or since that of an input was asked for, of it or a later one. Add the "
                 "losses up and call backward once, before step(); a forward of the output of "
                 "another one belongs into another update, or another pipeline"
             )
-        self.of_inputs = list(gradients)
+        self.of_inputs = [None if each is None else dense_of(each) for each in gradients]
 
     def train(self, _: Tensor) -> None:
         """Add the gradients of this backward to those of the weights."""
@@ -108,6 +108,11 @@ class Call:
             True,
             [new if old is None else old if new is None else old + new for old, new in pairs],
         )
+
+
+def dense_of(gradient: Tensor) -> Tensor:
+    """Return a gradient as the stages take it: one of sparse rows becomes a dense one."""
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
 
 class _Entrance(torch.autograd.Function):

@@ -248,8 +248,8 @@ class Loading:
             except StopIteration:
                 raise ConfigError(
                     f"the loader ended after {number} items; the checkpoint was made after "
-                    f"{place['drawn']} items of epoch {self.epoch}. Give train_epoch the same "
-                    "loader as then"
+                    f"{place['drawn']} items of epoch {self.epoch}. Give the same loader "
+                    "as then"
                 ) from None
             if not number:
                 self._compare_first(item)

@@ -27,7 +27,7 @@ from pipedream_rt.batches.items import Batch
 from pipedream_rt.batches.joining import Part, joined, slices
 from pipedream_rt.batches.micro_batches import EMPTY, CutBatch, MicroBatch
 from pipedream_rt.coordinator.feed.feeder import Feeder
-from pipedream_rt.coordinator.feed.graph import Call, Fed, in_graph
+from pipedream_rt.coordinator.feed.graph import Call, Fed, dense_of, in_graph
 from pipedream_rt.coordinator.recovery.group import WorkerGroup
 from pipedream_rt.errors import ConfigError, NonFiniteLoss
 from pipedream_rt.messages.message import Gradient, Key, Loss, Message
@@ -75,7 +75,7 @@ class _Handed:
                 "loss.backward(). Call backward before these; and detach what is kept of an output "
                 "for later mini-batches"
             )
-        before = self._came[i]
+        before, gradient = self._came[i], dense_of(gradient)
         self._came[i] = gradient if before is None else before + gradient
 
     def end(self) -> None:
@@ -93,10 +93,11 @@ class _Handed:
         It has the strides with which it came. `leaf.grad` may have others, those of the leaf, and
         kernels round differently for other strides.
         """
+        pairs = ((leaf.grad, came) for leaf, came in zip(self._leaves, self._came, strict=True))
         return [
-            came if came is not None and leaf.grad is not None and torch.equal(came, leaf.grad)
-            else leaf.grad
-            for leaf, came in zip(self._leaves, self._came, strict=True)
+            came if came is not None and lies is not None and torch.equal(came, dense_of(lies))
+            else lies if lies is None else dense_of(lies)
+            for lies, came in pairs
         ]  # fmt: skip
 
 
@@ -116,15 +117,16 @@ class ScriptLoss:
         self._calls: list[Call] = []  # those of the open update, and its micro-batches so far
         self._fed: list[Fed] = []
         self._is_filled = False  # whether no other forward can join the open update
-        self._is_applied = False  # whether the stages have its last gradient, and step
+        self._applied: Hypers | None = None  # with what the stages have stepped it already
         self._has_closed = False
         # Messages that nobody will wait for; those of an edge must be taken in order.
         self._rest: deque[Key] = deque()
         self._told_of_no_grad = False
         self.watch_first: Watch | None = None
         # No strong reference: workers of a dropped pipeline would never end.
-        settle = weakref.WeakMethod(self.settle)
+        settle, zero = weakref.WeakMethod(self.settle), weakref.WeakMethod(self.zero)
         group.settle = lambda: (still := settle()) and still()
+        feeder.drop_gradients = lambda: (still := zero()) and still()
 
     # -- whole mini-batches -----------------------------------------------------------------------
 
@@ -249,7 +251,8 @@ class ScriptLoss:
         if len(self._fed) + count > k and not self._is_filled:
             raise ConfigError(
                 f"an update is of at most {k} forwards, as micro_batches={k} says, and all were "
-                "called: call step(), which closes the update, or give more micro_batches"
+                "called: call step(), which closes the update, or step(update=False), which drops "
+                "what an error has left; or give more micro_batches"
             )
         if self._is_filled:
             raise ConfigError(
@@ -273,23 +276,49 @@ class ScriptLoss:
         """Close the open update; see `Pipeline.step`."""
         if not self._calls:
             raise ConfigError("step() closes an update of forward() calls, and there was none")
-        if update and (alone := [c for c in self._calls if c.is_reached and not c.trains]):
-            if any(call.trains for call in self._calls):
-                raise ConfigError(
-                    f"of the forwards of this update, {len(alone)} had the gradient of their input "
-                    "computed alone, as by autograd.grad, and others had a backward: let step() "
-                    "come between them"
-                )
-        elif not update and self._is_applied:
-            k = self._plan.per_update
+        if update:
+            self._refuse_mixture()
+        elif self._applied is not None:
             raise ConfigError(
                 "the gradient of the input of the last micro-batch was computed, and with it this "
-                "update was applied: to drop an update after such a backward, give "
-                f"micro_batches={k + 1} or more, one more than its forwards"
+                f"update was applied: to drop an update after such a backward, {self._one_more}"
             )
         for call in self._calls if update else ():
             self._require_finite(call.gradients, self._feeder.step)
+        applied, optimizer = self._applied, self._feeder.optimizer
         self._close(update)
+        if applied is not None and optimizer is not None and optimizer.hyper() != applied:
+            raise ConfigError(
+                "the gradient of the input of the last micro-batch was computed, and with it this "
+                "update was applied, before the script has set other hyper-parameters: set them "
+                f"before the backward; or {self._one_more}"
+            )
+
+    @property
+    def _one_more(self) -> str:
+        """What to do where the last of the micro-batches has applied its update."""
+        count = self._plan.per_update + 1
+        return f"give micro_batches={count} or more, one more than its forwards"
+
+    def _refuse_mixture(self) -> None:
+        """Refuse an update of forwards for the weights, and of others for their inputs alone."""
+        alone = [call for call in self._calls if call.is_reached and not call.trains]
+        if alone and any(call.trains for call in self._calls):
+            raise ConfigError(
+                f"of the forwards of this update, {len(alone)} had the gradient of their input "
+                "computed alone, as by autograd.grad, and others had a backward: let step() come "
+                "between them; step(update=False) drops this update"
+            )
+
+    def zero(self) -> None:
+        """Drop the gradients so far of the open update, as `Optimizer.zero_grad` does."""
+        if any(call.is_given and call.trains for call in self._calls):
+            raise ConfigError(
+                "zero_grad() comes after a backward that has gone to the stages, for the gradient "
+                "of an input: pipe.step(update=False) drops the update"
+            )
+        for call in self._calls:
+            call.gradients, call.trains = [None] * len(call.gradients), False
 
     def _close(self, update: bool) -> None:
         """End the forwards and the backwards of the open update."""
@@ -298,7 +327,7 @@ class ScriptLoss:
         skips, hyper = not (update and any(call.trains for call in calls)), optimizer.hyper()
         given = [each for call in calls for each in self._by_part(call)]
         with self._group.life.guard():  # an update that is given in part must end the pipeline
-            self._fill()
+            self._fill(hyper)
             of_fed = dict(zip((fed for call in calls for fed in call.fed), given, strict=True))
             already = {fed for call in calls if call.is_given for fed in call.fed}
             for fed in self._fed:
@@ -307,7 +336,7 @@ class ScriptLoss:
             for call in calls:
                 self._rest.extend(self._keys_of_inputs(call) if not call.came else ())
         self._calls, self._fed = [], []
-        self._is_filled, self._is_applied, self._has_closed = False, False, True
+        self._is_filled, self._applied, self._has_closed = False, None, True
         cut = CutBatch(Batch((), {}, None), [part for call in calls for part in call.parts])
         messages = [message for call in calls for message in call.messages]
         feeder.closed(cut, messages)
@@ -318,13 +347,11 @@ class ScriptLoss:
             self.watch_first = None
             watch(cut, values, given)
 
-    def _fill(self) -> None:
+    def _fill(self, hyper: Hypers) -> None:
         """Feed what is missing of the open update: micro-batches without samples."""
         if self._is_filled:
             return
-        self._is_filled, optimizer = True, self._feeder.optimizer
-        assert optimizer is not None
-        hyper, given = optimizer.hyper(), self._feeder.script.now()
+        given, self._is_filled = self._feeder.script.now(), True
         while len(self._fed) < self._plan.per_update:
             self._rest.append(self._feed(EMPTY, hyper, given).key)
 
@@ -336,17 +363,26 @@ class ScriptLoss:
                 "a second backward goes to the input of a forward, whose activations the stages "
                 "have freed: add the losses up and call backward once, or call forward again"
             )
+        optimizer = self._feeder.optimizer
+        assert optimizer is not None
+        hyper = optimizer.hyper()
         call.is_reached = True
-        self._fill()
         # The stages do the backwards in the order of the calls, so those before come too.
         until = self._calls[: self._calls.index(call) + 1]
+        trains = any(each.trains for each in self._calls)
+        last = call.fed[-1].number % self._plan.per_update == self._plan.per_update - 1
+        if last and trains:  # with it, the stages step
+            self._refuse_mixture()
         for each in until:
             if not each.is_given:
                 self._require_finite(each.gradients, self._feeder.step)
-                last = each.fed[-1] is self._fed[-1]
-                # With the last micro-batch, the stages step.
-                self._is_applied = last and any(one.trains for one in self._calls)
-                self._give_call(each, skips=last and not self._is_applied)
+        with self._group.life.guard():
+            self._fill(hyper)
+            for each in until:
+                if not each.is_given:
+                    ends = last and each is call
+                    self._give_call(each, ends and not trains, hyper if ends else None)
+        self._applied = hyper if last and trains else None
         for each in until:
             if each.asked and not each.came:
                 each.came = True
@@ -388,11 +424,11 @@ class ScriptLoss:
 
     # -- what goes and comes ----------------------------------------------------------------------
 
-    def _give_call(self, call: Call, skips: bool) -> None:
+    def _give_call(self, call: Call, skips: bool, hyper: Hypers | None) -> None:
         """Give the gradients of the output of a call before its update is closed."""
         call.is_given = True
         for fed, gradients in zip(call.fed, self._by_part(call), strict=True):
-            self._give(fed, gradients, skips)
+            self._give(fed, gradients, skips, hyper)
 
     @staticmethod
     def _by_part(call: Call) -> list[Given]:
@@ -437,6 +473,11 @@ class ScriptLoss:
                 "a part of the loader: items = iter(loader), and pipe.outputs(itertools.islice("
                 'items, 100)); or use schedule="gpipe" or Layout(credits=1), with which nothing '
                 "else is on its way"
+            )
+        if self._handed is not None and all(g is None for g in self._handed.gradients()):
+            raise ConfigError(
+                "this needs the stages, which wait for the gradient of the output that the script "
+                "has: do it after loss.backward(), or after the loop"
             )
         self.answer()
         self._take_rest()

@@ -174,6 +174,10 @@ class References:
             lambda cluster: [cluster.reference(address, "optimizer") for address in plan.addresses]
         )
 
+    def drop_gradients(self) -> None:
+        """Drop the gradients of an update of forwards by hand, if one is open."""
+        self._feeder.drop_gradients()
+
     def gather_optimizer_state(self) -> StepState:
         """Flush, and return what the optimizers of all stages keep."""
         self._feeder.flush()

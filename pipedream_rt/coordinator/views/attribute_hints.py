@@ -17,7 +17,8 @@ _PARAMETERS = (
     "and clipping is Training(clip=Clip(...))"
 )
 _BY_ITSELF = (
-    "the stages do it by themselves: for result in pipe.train_epoch(loader), or pipe.submit(x, y)"
+    "the stages do it by themselves: for result in pipe.train_epoch(loader), or pipe.submit(x, y); "
+    "a loss that the script computes has loss.backward() and pipe.step()"
 )
 
 ADVICE: Mapping[str, str] = {

@@ -629,6 +629,88 @@ def test_a_learning_rate_that_is_set_before_the_step_is_that_of_the_update(k):
     assert found == [True, True]
 
 
+def test_a_learning_rate_that_is_set_after_its_update_was_applied_is_refused():
+    """With the gradient of the input of the last micro-batch the stages step."""
+    x = regression(1)[0][0].requires_grad_()
+    with small() as pipe:
+        pipe.forward(x).sum().backward()
+        pipe.optimizer.param_groups[0]["lr"] = 0.01
+        with pytest.raises(ConfigError, match="before the script has set other hyper-parameters"):
+            pipe.step()
+        assert pipe.step == 1
+        assert pipe.state_dict()  # nothing is left open
+    with small(micro_batches=2) as pipe:
+        pipe.forward(x).sum().backward()
+        pipe.optimizer.param_groups[0]["lr"] = 0.0
+        pipe.step()
+        assert torch.equal(pipe.state_dict()["0.weight"], mlp()[0].weight)
+
+
+def test_gradients_that_are_set_to_zero_are_dropped():
+    x = regression(1)[0][0]
+    with small(micro_batches=2) as pipe, small(micro_batches=2) as other:
+        pipe.forward(x).sum().backward()
+        pipe.optimizer.zero_grad()
+        for each in (pipe, other):
+            each.forward(x).square().sum().backward()
+            each.step()
+        assert_same(pipe.state_dict(), other.state_dict())
+        pipe.forward(x.requires_grad_()).sum().backward()
+        with pytest.raises(ConfigError, match=r"step\(update=False\) drops the update"):
+            pipe.optimizer.zero_grad()
+        pipe.step(update=False)
+
+
+def test_a_look_at_the_stages_before_the_backward_is_refused_and_costs_nothing():
+    with small() as pipe, small() as other:
+        for output, _ in pipe.outputs(regression(2)):
+            with pytest.raises(ConfigError, match=r"do it after loss.backward\(\)"):
+                pipe.state_dict()
+            output.grad = torch.ones_like(output)
+        for output, _ in other.outputs(regression(2)):
+            output.sum().backward()
+        assert_same(pipe.state_dict(), other.state_dict())
+
+
+def test_forwards_for_weights_and_for_inputs_alone_do_not_share_an_update():
+    x = regression(1)[0][0]
+    with small(micro_batches=2) as pipe:
+        pipe.forward(x).sum().backward()
+        alone = x.clone().requires_grad_()
+        with pytest.raises(ConfigError, match="1 had the gradient of their input computed alone"):
+            torch.autograd.grad(pipe.forward(alone).sum(), alone)
+        with pytest.raises(ConfigError, match=r"step\(update=False\) drops this update"):
+            pipe.step()
+        pipe.step(update=False)
+        assert torch.equal(pipe.state_dict()["0.weight"], mlp()[0].weight)
+
+
+def test_a_backward_that_finds_an_error_of_the_script_leaves_an_update_that_can_be_dropped():
+    x = regression(1)[0][0].requires_grad_()
+    with small(micro_batches=3) as pipe:
+        output, group = pipe.forward(x), pipe.optimizer.param_groups[0]
+        rate, group["lr"] = group["lr"], object()
+        with pytest.raises(ConfigError, match="hyper-parameter 'lr'"):
+            output.sum().backward()
+        group["lr"] = rate
+        pipe.step(update=False)
+        assert pipe.forward(x.detach()).shape == x.shape
+        pipe.step(False)
+
+
+def test_gradients_of_sparse_rows_are_those_of_dense_ones():
+    rows, data = torch.tensor([1, 2, 2]), regression(1)
+    found = []
+    for sparse in (True, False):
+        with small(micro_batches=1) as pipe:
+            for output, _ in pipe.outputs(data):
+                F.embedding(rows, output, sparse=sparse).sum().backward()
+            F.embedding(rows, pipe.forward(data[0][0]), sparse=sparse).sum().backward()
+            pipe.step()
+            found.append(pipe.state_dict())
+    assert_same(*found)
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble"])
 def test_the_gradient_of_an_input_can_be_asked_for_alone(schedule):
     x = regression(1)[0][0].requires_grad_()
