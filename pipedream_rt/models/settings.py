@@ -261,8 +261,9 @@ def refuse_contexts() -> None:
         gc.collect()
     if saved_tensors_hooks() is not None:
         raise ConfigError(
-            f"saved_tensors_hooks (or save_on_cpu, or torch.utils.checkpoint) are on around the "
-            f"pipeline{where}use them inside the layers' forward, or Training(recompute=True)"
+            f"saved_tensors_hooks (or save_on_cpu) are on around the pipeline{where}use them "
+            "inside the layers' forward; in the place of torch.utils.checkpoint around a call, use "
+            "Training(recompute=True)"
         )
     if node_creation_hooks():
         raise ConfigError(
