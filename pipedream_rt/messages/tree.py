@@ -86,7 +86,6 @@ def _flatten(value: Any, tensors: dict[int, tuple[int, Tensor]], way: tuple[Any,
         # A tensor that occurs twice is sent once and is one tensor on the other side: there its
         # gradients are summed, in the order in which the unsplit model sums them.
         return ["T", tensors.setdefault(id(value), (len(tensors), value))[0]]
-    value = plain_int(value)
     cls: type = type(value)
     if cls in _PLAIN:
         if cls is int and not -(2**63) <= value < 2**64:
@@ -95,6 +94,8 @@ def _flatten(value: Any, tensors: dict[int, tuple[int, Tensor]], way: tuple[Any,
     tag = _TAGS.get(cls) or _own_class(value)  # not isinstance: a subclass would arrive as its base
     held = opened(value)
     if tag is None or held is None:
+        if (number := plain_int(value)) is not value:
+            return _flatten(number, tensors, way)
         raise ConfigError(
             f"{_place(way)} is a {cls.__module__}.{cls.__qualname__}, which cannot cross stages; "
             "tensors, tuples, lists, dicts, dataclasses, None, bool, int, float, str and bytes can"

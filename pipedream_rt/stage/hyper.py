@@ -21,7 +21,6 @@ def pack_hyper(value: Any, name: str) -> Any:
     """Pack the value of a hyper-parameter into plain data that gives the very same value again."""
     # Kinds are kept by tags, as arithmetic on tensors and NumPy's numbers rounds otherwise than on
     # Python's.
-    value = plain_int(value)
     if type(value) in _PLAIN and not (type(value) is int and not -(2**63) <= value < 2**64):
         return value
     if isinstance(value, Tensor) and not value.requires_grad:
@@ -33,6 +32,8 @@ def pack_hyper(value: Any, name: str) -> Any:
         return ["l" if type(value) is list else "t", [pack_hyper(v, name) for v in value]]
     if type(value) is dict and all(type(key) in (str, int) for key in value):
         return ["d", {key: pack_hyper(v, name) for key, v in value.items()}]
+    if (number := plain_int(value)) is not value:
+        return pack_hyper(number, name)
     raise ConfigError(
         f"the hyper-parameter {name!r} is {value!r}, a {type(value).__name__}, which cannot be "
         "sent to the stages; give it as a number, a text, a tensor, or a list or dict of these"

@@ -369,8 +369,10 @@ class Loop:
         """Do a backward or one of its halves, and send the gradients that it gives."""
         stage, (kind, m, _) = hosted.stage, action
         gradients = hosted.gradients_of(messages)
-        skips, hyper = said_of_update(messages)
-        stage.told(m, skips, hyper)
+        hyper = None
+        if self._plan.loss_in_script:
+            skips, hyper = said_of_update(messages)
+            stage.told(m, skips, hyper)
         found: list[Gradients] = []
         outgoing: Outgoing = {}
         waits = hosted.saver.saving is not None

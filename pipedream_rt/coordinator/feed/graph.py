@@ -59,7 +59,8 @@ class Call:
         trains: Whether a backward was for the weights.
         is_given: Whether these went to the stages.
         is_reached: Whether a backward has reached its inputs.
-        came: Whether the gradients of its inputs came, in ``found``, by address.
+        came: Whether the gradients of its inputs came, in ``found``: places of inputs, and the
+            message of the stage that takes them.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Call:
         self.of_inputs: list[Tensor | None] = []
         self.trains = False
         self.is_given = self.is_reached = self.came = False
-        self.found: list[tuple[int, Message]] = []
+        self.found: list[tuple[list[int], Message]] = []
 
     def end(self) -> None:
         """Forget all values: its update has ended."""
@@ -104,10 +105,12 @@ class Call:
     def train(self, _: Tensor) -> None:
         """Add the gradients of this backward to those of the weights."""
         pairs = zip(self.gradients, self.of_inputs, strict=True)
-        self.trains, self.gradients = (
-            True,
-            [new if old is None else old if new is None else old + new for old, new in pairs],
-        )
+        self.trains, self.gradients = True, [summed(old, new) for old, new in pairs]
+
+
+def summed(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Return the sum of two gradients, of which each may be missing."""
+    return other if one is None else one if other is None else one + other
 
 
 def dense_of(gradient: Tensor) -> Tensor:

@@ -27,12 +27,13 @@ from pipedream_rt.batches.items import Batch
 from pipedream_rt.batches.joining import Part, joined, slices
 from pipedream_rt.batches.micro_batches import EMPTY, CutBatch, MicroBatch
 from pipedream_rt.coordinator.feed.feeder import Feeder
-from pipedream_rt.coordinator.feed.graph import Call, Fed, dense_of, in_graph
+from pipedream_rt.coordinator.feed.graph import Call, Fed, dense_of, in_graph, summed
 from pipedream_rt.coordinator.recovery.group import WorkerGroup
 from pipedream_rt.errors import ConfigError, NonFiniteLoss
 from pipedream_rt.messages.message import Gradient, Key, Loss, Message
 from pipedream_rt.messages.tree import Value, flatten, own, unflatten
 from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind
+from pipedream_rt.stage.hyper import Hyper
 from pipedream_rt.stage.values import dense, gradients_of
 from pipedream_rt.tracing.spans import NOBODY
 from pipedream_rt.tracing.trace import GAVE
@@ -41,9 +42,6 @@ _log = logging.getLogger(__name__)
 
 Given: TypeAlias = Sequence["Tensor | None"]
 """The gradients of those tensors of an output that ask for one; None where there is none."""
-
-Hypers: TypeAlias = list[dict[str, Any]]
-"""The hyper-parameters of all groups, as `DistributedOptimizer.hyper` packs them."""
 
 Watch: TypeAlias = Callable[[CutBatch | None, Sequence[Value], Sequence[Given]], object]
 
@@ -75,8 +73,7 @@ class _Handed:
                 "loss.backward(). Call backward before these; and detach what is kept of an output "
                 "for later mini-batches"
             )
-        before, gradient = self._came[i], dense_of(gradient)
-        self._came[i] = gradient if before is None else before + gradient
+        self._came[i] = summed(self._came[i], dense_of(gradient))
 
     def end(self) -> None:
         """Refuse further gradients, and forget all values: the hooks of the leaves stay."""
@@ -116,8 +113,7 @@ class ScriptLoss:
         self._last = -1
         self._calls: list[Call] = []  # those of the open update, and its micro-batches so far
         self._fed: list[Fed] = []
-        self._is_filled = False  # whether no other forward can join the open update
-        self._applied: Hypers | None = None  # with what the stages have stepped it already
+        self._applied: list[Hyper] | None = None  # with what the stages have stepped it already
         self._has_closed = False
         # Messages that nobody will wait for; those of an edge must be taken in order.
         self._rest: deque[Key] = deque()
@@ -156,10 +152,15 @@ class ScriptLoss:
         self._handed = None
         handed.end()
         self._give_all(given, skips)
-        if (watch := self.watch_first) is not None and not skips:
-            self.watch_first = None
-            watch(None, [part.value for part in parts], given)
+        if not skips:
+            self._look(None, [part.value for part in parts], given)
         return self._last
+
+    def _look(self, cut: CutBatch | None, values: Sequence[Value], given: Sequence[Given]) -> None:
+        """Let the first update that the script has computed be looked at."""
+        if (watch := self.watch_first) is not None:
+            self.watch_first = None  # not once more, if it raises
+            watch(cut, values, given)
 
     def _give_all(self, given: Sequence[Given], skips: bool) -> None:
         """Give the gradients of the oldest mini-batch, by micro-batch with samples."""
@@ -231,7 +232,7 @@ class ScriptLoss:
         structure, tensors, asks = joined(call.outputs)
         return unflatten(structure, in_graph(call, tensors, asks))
 
-    def _feed(self, part: MicroBatch, hyper: Hypers, given: list[list[Any]]) -> Fed:
+    def _feed(self, part: MicroBatch, hyper: list[Hyper], given: list[list[Any]]) -> Fed:
         """Feed the next micro-batch of the open update."""
         feeder = self._feeder
         number = feeder.step * self._plan.per_update + len(self._fed)
@@ -248,17 +249,17 @@ class ScriptLoss:
     def _refuse_forward(self, count: int, asks: bool) -> None:
         """Refuse a forward that the open update has no place for."""
         plan, k = self._plan, self._plan.per_update
-        if len(self._fed) + count > k and not self._is_filled:
-            raise ConfigError(
-                f"an update is of at most {k} forwards, as micro_batches={k} says, and all were "
-                "called: call step(), which closes the update, or step(update=False), which drops "
-                "what an error has left; or give more micro_batches"
-            )
-        if self._is_filled:
+        if any(call.is_reached for call in self._calls):
             raise ConfigError(
                 "the gradient of an input was computed, for which the stages have ended the "
                 "forwards of this update: call all forwards of an update before such a backward, "
                 "or step() in between"
+            )
+        if len(self._fed) + count > k:
+            raise ConfigError(
+                f"an update is of at most {k} forwards, as micro_batches={k} says, and all were "
+                "called: call step(), which closes the update, or step(update=False), which drops "
+                "what an error has left; or give more micro_batches"
             )
         if asks and count > 1:
             raise ConfigError(
@@ -334,25 +335,24 @@ class ScriptLoss:
                 if fed not in already:
                     self._give(fed, () if skips else of_fed.get(fed, ()), skips, hyper)
             for call in calls:
-                self._rest.extend(self._keys_of_inputs(call) if not call.came else ())
+                if not call.came:
+                    self._rest.extend(key for key, _ in self._keys_of_inputs(call))
         self._calls, self._fed = [], []
-        self._is_filled, self._applied, self._has_closed = False, None, True
+        self._applied, self._has_closed = None, True
         cut = CutBatch(Batch((), {}, None), [part for call in calls for part in call.parts])
         messages = [message for call in calls for message in call.messages]
         feeder.closed(cut, messages)
         values = [part.value for call in calls for part in call.outputs]
         for call in calls:  # the graph refers to them, for as long as the script keeps an output
             call.end()
-        if (watch := self.watch_first) is not None and not skips:
-            self.watch_first = None
-            watch(cut, values, given)
+        if not skips:
+            self._look(cut, values, given)
 
-    def _fill(self, hyper: Hypers) -> None:
+    def _fill(self, hyper: list[Hyper]) -> None:
         """Feed what is missing of the open update: micro-batches without samples."""
-        if self._is_filled:
-            return
-        given, self._is_filled = self._feeder.script.now(), True
-        while len(self._fed) < self._plan.per_update:
+        missing = self._plan.per_update - len(self._fed)
+        given = self._feeder.script.now() if missing else []
+        for _ in range(missing):
             self._rest.append(self._feed(EMPTY, hyper, given).key)
 
     @torch.enable_grad()  # a backward turns it off, and stages may compute in this thread
@@ -386,21 +386,12 @@ class ScriptLoss:
         for each in until:
             if each.asked and not each.came:
                 each.came = True
-                for key in self._keys_of_inputs(each):
-                    each.found.append((key.edge.source, self._group.take(key)))
-        return self._of_inputs(call)
-
-    def _of_inputs(self, call: Call) -> list[Tensor | None]:
-        """Return the gradients of a call's inputs, summed over the stages that take them."""
+                for key, places in self._keys_of_inputs(each):
+                    each.found.append((places, self._group.take(key)))
         total: list[Tensor | None] = [None] * len(call.asked)
-        for stage, places in self._feeder.places_of_inputs(call.parts[0]):
-            address = self._plan.address_of(stage, call.fed[0].number)
-            for source, message in call.found:
-                if source == address:
-                    for i, gradient in zip(places, gradients_of(message, message.tensors)):
-                        if gradient is not None:
-                            before = total[i]
-                            total[i] = gradient if before is None else before + gradient
+        for places, message in call.found:  # an input may go to several stages
+            for i, gradient in zip(places, gradients_of(message, message.tensors), strict=True):
+                total[i] = summed(total[i], gradient)
         return total
 
     def _inferred(self, batch: Batch) -> Any:
@@ -424,7 +415,7 @@ class ScriptLoss:
 
     # -- what goes and comes ----------------------------------------------------------------------
 
-    def _give_call(self, call: Call, skips: bool, hyper: Hypers | None) -> None:
+    def _give_call(self, call: Call, skips: bool, hyper: list[Hyper] | None) -> None:
         """Give the gradients of the output of a call before its update is closed."""
         call.is_given = True
         for fed, gradients in zip(call.fed, self._by_part(call), strict=True):
@@ -436,7 +427,9 @@ class ScriptLoss:
         gradients = call.gradients if call.trains or not call.is_reached else call.of_inputs
         return [*slices(call.outputs, call.asks, gradients)]
 
-    def _give(self, fed: Fed, gradients: Given, skips: bool, hyper: Hypers | None = None) -> None:
+    def _give(
+        self, fed: Fed, gradients: Given, skips: bool, hyper: list[Hyper] | None = None
+    ) -> None:
         """Send the gradients of the output of a micro-batch."""
         # Copies: the script may set its gradients to zero before they are sent.
         sent = [None if gradient is None else own(gradient, copy=True) for gradient in gradients]
@@ -446,17 +439,16 @@ class ScriptLoss:
         now = time.monotonic_ns()
         self._feeder.record(GAVE, fed.number, NOBODY, now, now)
 
-    def _keys_of_inputs(self, call: Call) -> list[Key]:
-        """Return the keys of the messages with the gradients of a call's inputs."""
-        if not call.asked:
-            return []
-        addresses = [
-            self._plan.address_of(stage, call.fed[0].number)
-            for stage, places in self._feeder.places_of_inputs(call.parts[0])
+    def _keys_of_inputs(self, call: Call) -> list[tuple[Key, list[int]]]:
+        """Return the keys of the gradients of a call's inputs, with the places of these inputs."""
+        number, position = call.fed[0].number, call.fed[0].position
+        pairs = self._feeder.places_of_inputs(call.parts[0]) if call.asked else ()
+        edges = [
+            (Edge(EdgeKind.GRADIENT, self._plan.address_of(stage, number), COORDINATOR), places)
+            for stage, places in pairs
             if places
         ]
-        edges = [Edge(EdgeKind.GRADIENT, address, COORDINATOR) for address in addresses]
-        return [Key(edge, call.fed[0].position) for edge in edges]
+        return [(Key(edge, position), places) for edge, places in edges]
 
     def _take_rest(self) -> None:
         """Take the messages that nobody waits for."""
