@@ -4,16 +4,28 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types docs unit rights matrix stress devices gpu gpu-long chaos soak engines bench clean
+.PHONY: demo test lint types docs images unit rights matrix stress devices gpu gpu-long chaos soak engines bench clean
 
-demo: $(VENV)/installed
-	$(BIN)/python examples/train_charlm.py
+demo: $(VENV)/runtime
+	$(BIN)/python examples/demo.py
 
 test: lint types docs unit
 
-$(VENV)/installed: setup.cfg pyproject.toml constraints.txt
+# With bars at a terminal. On Linux, the torch of PyPI brings gigabytes for accelerators; where there
+# is none, it is torch's build for CPUs, if the machine can reach it.
+PIP := $(BIN)/python -m pip install $(shell [ -t 2 ] || echo --quiet) --constraint constraints.txt
+ACCELERATORS := /dev/nvidiactl /dev/kfd /dev/dxg
+
+$(VENV)/runtime: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,dev,docs,hf,tensorboard,prometheus]'
+	$(if $(wildcard $(ACCELERATORS)),,$(PIP) --no-deps --retries 0 --timeout 20 \
+		--index-url https://download.pytorch.org/whl/cpu torch 2> /dev/null \
+		|| echo "its build for CPUs is not to be had there: torch comes from the default index")
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/installed: $(VENV)/runtime
+	$(PIP) --editable '.[test,dev,docs,hf,tensorboard,prometheus]'
 	touch $@
 
 lint: $(VENV)/installed
@@ -27,6 +39,11 @@ types: $(VENV)/installed
 # The site, into site/, in a few seconds. The variable keeps the theme from talking about its successor.
 docs: $(VENV)/installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The pictures of README and docs, each by what draws it. Where Chromium (report.png, live.png) or
+# matplotlib (the curves of benchmarks) is absent, it says so, and those stay as they are.
+images: $(VENV)/installed
+	$(BIN)/python benchmarks/studies/pictures.py
 
 # Two processes share the tests, file by file, since most of the time is that of one core; the
 # longest files first. At the end the slowest are told, and those that took twice their time.

@@ -29,7 +29,7 @@ import click
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
-from support.rooms import ROOMS, library_files  # noqa: E402
+from support.rooms import OPTIONAL, ROOMS, is_optional, library_files  # noqa: E402
 
 WITHIN = ("stage.py", "loop.py", "hosted.py", "exchange.py", "values.py")
 """The files between a message and a stage, whose conditions are counted together."""
@@ -49,7 +49,9 @@ def drawn_map(root: Path = ROOT) -> str:
     width, found = 102, []
     base = root / "pipedream_rt"
     above = sorted(
-        p.name for p in base.glob("*.py") if p.name not in ("__init__.py", "pipeline.py")
+        f"{p.name} ○" if p.name in OPTIONAL else p.name
+        for p in base.glob("*.py")
+        if p.name not in ("__init__.py", "pipeline.py")
     )
     found.append("pipedream_rt/")
     found += textwrap.wrap(", ".join(above), width, initial_indent="  ", subsequent_indent="  ")
@@ -60,8 +62,12 @@ def drawn_map(root: Path = ROOT) -> str:
             folder = base / room if (base / room).exists() else root / room
             names = sorted(p.stem for p in folder.glob("*.py") if p.stem != "__init__")
             steps = {n: WAY.get(f"{room}/{n}", WAY.get(room)) for n in names or [room]}
-            marked = [f"{n} [{step}]" if step else n for n, step in steps.items()]
-            title = f"{room}/" if names else marked[0]
+            marked = [
+                f"{n} [{step}]" if step else f"{n} ○" if f"{room}/{n}.py" in OPTIONAL else n
+                for n, step in steps.items()
+            ]
+            mark = " ○" if is_optional(f"pipedream_rt.{room.replace('/', '.')}") else ""
+            title = f"{room}/{mark}" if names else marked[0]
             listed = textwrap.wrap(", ".join(marked), 50) if names else [""]
             for i, part in enumerate(listed):
                 cells = f"{title if not i else '':<27}{part:<52}{what if not i else '':<21}"

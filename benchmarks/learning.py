@@ -231,7 +231,9 @@ def _conv(channels: int, layers: int) -> nn.Sequential:
     return nn.Sequential(first, *(Convolution(channels) for _ in range(layers)), head)
 
 
-def _textures(count: int, batch: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+def textures(
+    count: int, batch: int, seed: int, noise: float = 4.0
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Pictures (B, 1, 16, 16) of ten classes: sums of class waves, moved, under noise."""
     waves = torch.Generator().manual_seed(12345)
     numbers = torch.randn(10, 3, 2, generator=waves)
@@ -241,8 +243,8 @@ def _textures(count: int, batch: int, seed: int) -> Iterator[tuple[Tensor, Tenso
         classes = torch.randint(10, (batch,), generator=generator)
         moved = 6.3 * torch.rand(batch, 3, 1, 1, generator=generator)
         phase = torch.einsum("bwd,dij->bwij", numbers[classes], grid) + moved
-        noise = 4.0 * torch.randn(batch, 16, 16, generator=generator)
-        yield (phase.sin().sum(1) + noise)[:, None], classes
+        added = noise * torch.randn(batch, 16, 16, generator=generator)
+        yield (phase.sin().sum(1) + added)[:, None], classes
 
 
 def task_named(name: str) -> Task:
@@ -256,8 +258,8 @@ def task_named(name: str) -> Task:
     if name == "conv":
         return Task(
             model=lambda: _conv(16, 8),
-            batches=_textures,
-            validation=lambda: list(_textures(16, 64, 10**6)),
+            batches=textures,
+            validation=lambda: list(textures(16, 64, 10**6)),
             loss_fn=F.cross_entropy,
         )
     raise click.UsageError(f"there is no task {name!r}")

@@ -27,7 +27,7 @@ PAGES_OF_ROOT = {
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
 }
-_LINK = re.compile(r"(?<=\]\()([^)#\s:]+)")
+_LINK = re.compile(r"(?:(?<=\]\()|(?<=\bsrc=\")|(?<=\bsrcset=\"))([^)\"#\s:]+)")
 _DIRECTIVE = re.compile(r"^::: (\S+)\n(?:    .*\n)*", re.MULTILINE)
 
 _navigation: list[Navigation] = []

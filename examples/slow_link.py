@@ -57,6 +57,7 @@ def main(bandwidth: str, latency: str, stages: int, steps: int, workers: str) ->
     layers = [nn.Embedding(BYTES, width), *(Block(width, 4) for _ in range(2 * stages - 2))]
     with Pipeline(
         [*layers, nn.LayerNorm(width), nn.Linear(width, BYTES)], stages=stages, loss_fn=loss,
+        schedule="async-1f1b",
         optimizer=(torch.optim.AdamW, {"lr": 1e-3}), workers=workers, observe=Observe(trace=True),
     ) as pipe:  # fmt: skip
         batches = Corpus.load().batches(16, 64, steps, seed=1)

@@ -68,6 +68,47 @@ def put_together(like: Any, keys: Sequence[Any], parts: Sequence[Any]) -> Any:
     return same
 
 
+def is_sparse(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds the places of its values beside them, as an adjacency may."""
+    return tensor.layout in _PARTS
+
+
+def parts_of_sparse(tensor: torch.Tensor) -> tuple[list[Any], list[torch.Tensor]]:
+    """Return what a sparse tensor is beside its parts, as plain data, and its dense parts."""
+    coalesced = tensor.layout is torch.sparse_coo and tensor.is_coalesced()
+    parts = [getattr(tensor.detach(), name)() for name in _PARTS[tensor.layout]]
+    return [str(tensor.layout), list(tensor.shape), coalesced], parts
+
+
+def sparse_of(kind: Sequence[Any], parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sparse tensor of which `parts_of_sparse` has returned the parts."""
+    name, shape, coalesced = kind
+    if name == str(torch.sparse_coo):
+        indices, values = parts
+        return torch.sparse_coo_tensor(
+            indices, values, tuple(shape), is_coalesced=coalesced or None, check_invariants=False
+        )
+    makes: dict[str, Any] = {
+        str(torch.sparse_csr): torch.sparse_csr_tensor,
+        str(torch.sparse_csc): torch.sparse_csc_tensor,
+        str(torch.sparse_bsr): torch.sparse_bsr_tensor,
+        str(torch.sparse_bsc): torch.sparse_bsc_tensor,
+    }
+    made: torch.Tensor = makes[name](*parts, size=tuple(shape), check_invariants=False)
+    return made
+
+
+_BY_ROWS = ("crow_indices", "col_indices", "values")
+_BY_COLUMNS = ("ccol_indices", "row_indices", "values")
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _BY_ROWS,
+    torch.sparse_bsr: _BY_ROWS,
+    torch.sparse_csc: _BY_COLUMNS,
+    torch.sparse_bsc: _BY_COLUMNS,
+}
+
+
 def place_in(container: Any, key: Any) -> str:
     """Return the expression for a part of a container, as ``[0]``, ``['mask']`` or ``.mask``."""
     if isinstance(container, tuple) and hasattr(container, "_fields"):

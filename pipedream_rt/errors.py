@@ -119,13 +119,13 @@ class WorkerLost(PipelineError):
         worker: Name of the worker.
         stage: Index of the stage that it hosted, the first of several; None if not known.
         doing: Text form of its last action, as ``"2:F3"``; empty if not known.
-        crashed: Whether a signal such as SIGSEGV ended it, which comes from what it computed.
+        crashed: Whether it ended by what it computed: by a signal such as SIGSEGV, or by an exit.
 
     Attributes:
         worker: Name of the worker.
         stage: Index of the stage that it hosted, the first of several; None if not known.
         doing: Text form of its last action, as ``"2:F3"``; empty if not known.
-        crashed: Whether a signal such as SIGSEGV ended it, which comes from what it computed.
+        crashed: Whether it ended by what it computed: by a signal such as SIGSEGV, or by an exit.
     """
 
     def __init__(

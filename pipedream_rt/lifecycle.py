@@ -12,8 +12,11 @@ kept as the reason.
 
 from __future__ import annotations
 
+import functools
 import os
+import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
@@ -57,6 +60,7 @@ class Lifecycle:
         self._pid = os.getpid()
         self.state = Life.OPEN
         self.reason: BaseException | None = None
+        self._why = ""  # in words; not empty either where an interruption has closed it
 
     @property
     def is_open(self) -> bool:
@@ -76,15 +80,16 @@ class Lifecycle:
                 "from it and cannot use it"
             )
         if self.state is Life.FAILED:
-            raise PipelineClosed(f"{self._what} has failed: {self.reason}") from self.reason
+            raise PipelineClosed(f"{self._what} has failed: {self._why}") from self.reason
         if self.state is Life.CLOSED:
-            raise PipelineClosed(f"{self._what} is closed")
+            raise PipelineClosed(f"{self._what} is closed" + f": {self._why}" * bool(self._why))
 
-    def move(self, to: Life, reason: BaseException | None = None) -> None:
+    def move(self, to: Life, reason: BaseException | None = None, why: str = "") -> None:
         with self._lock:
             if to not in MOVES[self.state]:
                 raise PipelineError(f"{self._what} is {self.state.value} and cannot be {to.value}")
             self.state, self.reason = to, reason
+            self._why = why or self._why
 
     def begin_closing(self) -> bool:
         """Move to CLOSING if it is open; return whether it was."""
@@ -94,38 +99,52 @@ class Lifecycle:
             self.move(Life.CLOSING)
             return True
 
-    def close(self) -> None:
-        """Move to CLOSED, and call ``end``. Idempotent."""
+    def close(self, why: str = "") -> None:
+        """Move to CLOSED, and call ``end``; ``why`` is told to later users. Idempotent."""
         self.begin_closing()
-        self._finish(Life.CLOSED)
+        self._finish(Life.CLOSED, None, why)
 
-    def fail(self, reason: BaseException) -> None:
-        """Move to FAILED, and call ``end``. The first reason stays."""
-        self._finish(Life.FAILED, reason)
+    def fail(self, reason: BaseException, doing: str = "") -> None:
+        """Move to FAILED, and call ``end``; ``doing`` says what went on. The first reason stays."""
+        self._finish(Life.FAILED, reason, _told(reason, doing))
 
-    def _finish(self, to: Life, reason: BaseException | None = None) -> None:
+    def _finish(self, to: Life, reason: BaseException | None, why: str) -> None:
         """Make the last move, and call ``end`` if nobody has."""
         with self._lock:
             if to in MOVES[self.state]:
-                self.move(to, reason)
+                self.move(to, reason, why)
             if self._ending:
                 return
             self._ending = True
         self._end()  # without the lock: it may take long, and calls other code
 
     @contextmanager
-    def guard(self, spare: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
-        """Fail if the body raises, except for ``spare``: an error must leave nothing running."""
+    def guard(self, doing: str, spare: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """Fail if the body raises, unless ``spare`` says that this has left nothing undone.
+
+        ``doing`` says what goes on meanwhile, for the reason.
+        """
         try:
             yield
-        except spare:
-            raise
         except Exception as error:
-            self.fail(error)
+            if not spare():
+                self.fail(error, doing)
             raise
-        except BaseException:  # Ctrl-C and the like: nothing has failed
-            self.close()
+        except BaseException as error:  # Ctrl-C and the like: nothing has failed
+            self.close(_told(error, doing))
             raise
+
+
+def _told(error: BaseException, doing: str) -> str:
+    """Return in words why something has ended; never empty."""
+    try:
+        text = str(error)
+    except Exception:  # the `__str__` of a class of the user's may raise
+        text = ""
+    if text and isinstance(error, PipelineError):  # it says itself what, where and when
+        return text
+    name = type(error).__name__
+    return (f"{name}: {text}" if text else name) + f", which came while {doing}" * bool(doing)
 
 
 class Closable(Protocol):
@@ -156,3 +175,22 @@ def name_this_thread(name: str) -> None:
     threading.current_thread().name = name
     with suppress(OSError):  # where /proc is not mounted
         Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_bytes(name.encode()[:15])
+
+
+def is_of_a_handler(error: BaseException) -> bool:
+    """Whether a signal handler of the script raised an error while the library was at work."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    codes = {_code_of(handler) for handler in map(signal.getsignal, signal.valid_signals())}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _code_of(handler: object) -> object:
+    """Return the code that a signal handler runs; None if it has none, as `signal.SIG_DFL`."""
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    if not callable(handler):
+        return None
+    handler = getattr(handler, "__func__", handler)
+    called = handler if hasattr(handler, "__code__") else type(handler).__call__
+    return getattr(called, "__code__", None)

@@ -11,9 +11,7 @@ Nothing here acts outside IPython.
 
 from __future__ import annotations
 
-import logging
 import signal
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -22,7 +20,9 @@ from importlib import import_module
 from types import FrameType
 from typing import Any, Protocol, TypeVar
 
-_log = logging.getLogger(__name__)
+from pipedream_rt.telling import log_of, shell
+
+_log = log_of(__name__)
 
 T = TypeVar("T")
 
@@ -38,11 +38,11 @@ _opened: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """By pipeline, the number of the cell that opened it."""
 
 
-def shell() -> Any:
-    """Return the running shell of IPython; None if there is none."""
-    # Without importing IPython, which a script need not have.
-    module = sys.modules.get("IPython")
-    return None if module is None else getattr(module, "get_ipython", lambda: None)()
+def _cell_of(found: Any) -> int:
+    """Return the number of the cell that runs, as it stands beside it."""
+    # By `execution_count` newer versions of IPython mean the next one.
+    number: int = found.displayhook.prompt_count
+    return number
 
 
 def close_earlier() -> None:
@@ -52,7 +52,7 @@ def close_earlier() -> None:
         return
     register(found)
     for pipeline, cell in list(_opened.items()):
-        if cell != found.execution_count and pipeline.state.value == "open":
+        if cell != _cell_of(found) and pipeline.state.value == "open":
             _log.warning(
                 "%r of cell %d is closed, as this cell opens another one; to have both, open both "
                 "in one cell",
@@ -66,7 +66,7 @@ def remember(pipeline: Open) -> None:
     """Note that this cell has opened a pipeline."""
     found = shell()
     if found is not None:
-        _opened[pipeline] = found.execution_count
+        _opened[pipeline] = _cell_of(found)
 
 
 # -- Ctrl-C -------------------------------------------------------------------------------------

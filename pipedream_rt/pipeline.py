@@ -6,21 +6,23 @@ a time uses a pipeline.
 
 from __future__ import annotations
 
-import logging
+import functools
 import os
+import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
+from typing import Any, Literal, NoReturn, TypeVar, overload
 
 from torch import Tensor, nn
 
-from pipedream_rt.batches.items import Accumulated, Batch, Prepare, batch_of, require_loader
+from pipedream_rt import extras
+from pipedream_rt.batches.items import Accumulated, Batch, Prepare, require_loader
 from pipedream_rt.checkpoint import Manifest
 from pipedream_rt.cluster.environment import VERIFY, count_of_environment
 from pipedream_rt.cluster.generations import starts_here
 from pipedream_rt.cluster.interface import Reference
+from pipedream_rt.cluster.worker.role import refuse_in_worker
 from pipedream_rt.coordinator.checkpointing.pipeline_fingerprint import Fingerprint
-from pipedream_rt.coordinator.choosing import with_stages_chosen
 from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
 from pipedream_rt.coordinator.feed.epochs import Epoch
 from pipedream_rt.coordinator.feed.graph import refusing_backward
@@ -28,24 +30,24 @@ from pipedream_rt.coordinator.feed.script_loss import ScriptLoss
 from pipedream_rt.coordinator.kept_versions import KeptVersion
 from pipedream_rt.coordinator.recovery.decision import Restart
 from pipedream_rt.coordinator.results import PendingStep, StepResult, Steps
-from pipedream_rt.coordinator.run import attach, notices_of, start, warm_up
+from pipedream_rt.coordinator.run import Run, attach, notices_of, start, warm_up
 from pipedream_rt.coordinator.script_environment import resolved, take_place
-from pipedream_rt.coordinator.text_generation import generate
 from pipedream_rt.coordinator.views.attribute_hints import ADVICE
-from pipedream_rt.coordinator.views.explanation import explain
+from pipedream_rt.coordinator.views.explanation import Explanation, explain
 from pipedream_rt.coordinator.views.tracebacks import (
     ShorterTracebacks,
     shorten,
     with_shorter_tracebacks,
 )
-from pipedream_rt.corrections import Correction
 from pipedream_rt.devices.hosted import on_host
 from pipedream_rt.dynamo import dynamo_spared
 from pipedream_rt.errors import ConfigError, PipelineError
 from pipedream_rt.job.devices import Devices
 from pipedream_rt.job.given_optimizer import OptimizerArgument
 from pipedream_rt.job.identity import require_acceptable
-from pipedream_rt.job.job import prepare
+from pipedream_rt.job.job import Job
+from pipedream_rt.job.job import prepare as prepare_job
+from pipedream_rt.job.notices import LEFT_OUT
 from pipedream_rt.job.options import (
     CheckpointOption,
     Layout,
@@ -66,20 +68,20 @@ from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.lifecycle import Life
 from pipedream_rt.messages.message import CommandName
 from pipedream_rt.models import dumps
-from pipedream_rt.notebook import calm_call, calmly, close_earlier, remember
+from pipedream_rt.models.refusals import refuse_loss
+from pipedream_rt.paths import given_path
 from pipedream_rt.schedules.custom import WrittenSchedule
 from pipedream_rt.schedules.recipes import ScheduleName
+from pipedream_rt.stage.correction import Correction
 from pipedream_rt.stage.evaluation import Metric
 from pipedream_rt.stage.spec import LossFunction
+from pipedream_rt.telling import log_of, note, shell
 from pipedream_rt.tracing.summary import Lines
 from pipedream_rt.tracing.trace import Trace
-from pipedream_rt.verify.compare import Verification
-from pipedream_rt.verify.run import explained, verified, watching
 
-if TYPE_CHECKING:  # not imported unless somebody is told of a run
-    from pipedream_rt.coordinator.views.event_publisher import EventPublisher
+_log = log_of(__name__)
 
-_log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Pipeline:
@@ -97,16 +99,24 @@ class Pipeline:
 
     Args:
         model: Any ``nn.Module``, or a list of modules that are called one after another.
-        stages: The number of stages, which are then balanced by parameter count; or a list with the
-            first layer, by index or name, of every stage but the first. ``"auto"`` measures the
-            layers on the example, and chooses stages and slack for the workers of this machine, as
-            `choose` does; with ``checkpoint``, the choice is kept in its folder for a run that
-            resumes.
+        stages: The number of stages, which are then balanced by the work of their layers on the
+            example, or by parameter count without one; or a list with the first layer, by index or
+            name, of every stage but the first. ``"auto"`` measures the layers on the example, and
+            chooses stages and slack for the workers of this machine, as `choose` does; with
+            ``checkpoint``, the choice is kept in its folder for a run that resumes. None: one
+            stage, which a warning says.
         example: A mini-batch as the loader yields it, the input alone, or the loader, at whose
-            first item is looked: a model that is no sequence of layers is run on it once, to find
-            out what passes between its layers. Later mini-batches may have other shapes.
-        loss_fn: A function ``(output, target) -> scalar tensor`` that returns a mean over samples,
-            or over what ``weigh`` counts; it runs on the last stage. It may return a dict with the
+            first item is looked: the model is run on it once, for shapes alone, to find out what
+            passes between its layers and how much each of them does. Later mini-batches may have
+            other shapes. A sequence of layers needs none, and its layers are run on it only where
+            all of them are torch's own.
+        prepare: A function of an item of a loader, for items that have another form than
+            `train_epoch` takes; it returns such a form, as ``((a, b), {}, y)``. It is called in the
+            script, with each item to train on, to evaluate, to predict or to verify, and with the
+            example. A call's own ``prepare`` goes before it.
+        loss_fn: A function ``(output, target) -> scalar tensor``, which runs on the last stage: a
+            mean over samples, or over what ``weigh`` counts, or any loss of whole mini-batches, as
+            `Training` says under ``loss``. It may return a dict with the
             scalar under ``"loss"`` and parts of it, which appear in ``result.metrics``. If it is an
             ``nn.Module``, its parameters are trained with the model's (see `loss_module`). None for
             inference only, or if the model computes its loss itself and returns it as ``loss``.
@@ -117,8 +127,10 @@ class Pipeline:
         schedule: A name (``pipedream-rt schedule help`` lists them), or an object with a method
             ``order`` (see `WrittenSchedule`), which is checked before anything starts. None: what
             reaches a loss soonest with the optimizer, as far as it was measured. That is
-            ``"1f1b"``; or ``"async-1f1b"`` where waiting clearly costs more than staleness, with
-            fewer micro-batches than stages, and for options that are about staleness.
+            ``"1f1b"``; with a loss that torch does not bring ``"gpipe"``, which has the same bits
+            and can compute it of the whole; or ``"async-1f1b"`` where waiting clearly costs more
+            than staleness, with fewer micro-batches than stages, and for options that are about
+            staleness.
         micro_batches: The number of micro-batches that a mini-batch is cut into; the model is
             updated once for all of them. None: if ``schedule`` is None too, 4 for each stage, or 1
             where there is BatchNorm; in ``async-1f1b`` and ``2bw`` as many as make no gradient more
@@ -157,8 +169,9 @@ class Pipeline:
         self,
         model: nn.Module | Iterable[nn.Module],
         *,
-        stages: Stages | Literal["auto"] = 1,
+        stages: Stages | Literal["auto"] | None = None,
         example: Any = None,
+        prepare: Prepare | None = None,
         loss_fn: LossFunction | None = None,
         optimizer: OptimizerArgument = None,
         schedule: ScheduleName | WrittenSchedule | None = None,
@@ -173,10 +186,13 @@ class Pipeline:
         recovery: Recovery = Recovery(),  # noqa: B008
         observe: Observe = Observe(),  # noqa: B008
     ) -> None:
-        close_earlier()
+        refuse_in_worker()
+        if shell() is not None:
+            extras.close_earlier()
         given = Options(
-            stages=stages,
+            stages=1 if stages is None else stages,
             example=example,
+            prepare=prepare,
             loss_fn=loss_fn,
             optimizer=optimizer,
             schedule=schedule,
@@ -192,25 +208,31 @@ class Pipeline:
             observe=observe,
         )
         unsplit = UnsplitModel(model, loss_fn, opens=example is not None)
-        options, self._why = with_stages_chosen(unsplit, resolved(given))
+        options, self._why = resolved(given), ""
+        if options.stages == "auto":
+            options, self._why = extras.with_stages_chosen(unsplit, options)
         warm_up(unsplit, options)
-        job = prepare(unsplit, options, options.workers == "serial" or starts_here(options.workers))
+        starts = options.workers == "serial" or starts_here(options.workers)
+        job = prepare_job(unsplit, options, starts)
         self._job, self.plan = job.without_start_data, job.plan
         take_place(given)
         self._publisher = _publisher_of(options)
-        if job.chosen:
-            _log.info("%s", job.chosen)
+        if stages is None and job.plan.workers == 1:
+            _log.warning("%s", LEFT_OUT)
+        elif job.chosen:
+            note(_log, job.chosen)
         for text in notices_of(job):
             _log.warning("%s", text)
         # From here on there are workers, which an error ends.
         self._group = start(job, self._publisher)
-        with self._group.life.guard():
+        with self._group.life.guard("it was opened"):
             self._run = run = attach(job, self._group, self._publisher)
-            self.stages = run.references.handles()
-            self._watching = watching(job.without_start_data, run, count_of_environment(VERIFY, 0))
+            self.stages = run.parameters.handles()
+            self._watching = _watching(job.without_start_data, run)
             if self._watching is not None:
                 run.feeder.watch_first = self._watching.injected
-        remember(self)
+        if shell() is not None:
+            extras.remember(self)
 
     # -- training -------------------------------------------------------------------------------
 
@@ -231,11 +253,13 @@ class Pipeline:
         Args:
             loader: An iterable of pairs ``(x, y)``: the model is called with x, the loss with its
                 output and y; or of dicts: the entries are the model's keyword arguments, and the
-                loss gets the dict in place of y; or of ``(args, kwargs, y)``. The pipeline always
-                draws exactly one item ahead of what is injected, so that random numbers drawn by
-                the loader and by the body of the loop do not depend on timing.
+                loss gets the dict in place of y; or of ``(args, kwargs, y)``. Of other items the
+                signatures of forward and loss say what is what, if they can: of ``((a, b), y)``,
+                of ``(a, b, y)``, and of dicts with entries that the forward does not take. The
+                pipeline always draws exactly one item ahead of what is injected, so that random
+                numbers drawn by the loader and by the body of the loop do not depend on timing.
             prepare: A function that makes one of these out of an item, where the loader yields
-                something else.
+                something else. None: that of the pipeline.
             metrics: Functions of output and target that return a number, by name, as in `evaluate`.
                 They get what the loss gets, in training mode, and their value for a mini-batch is
                 in its result: ``result.metrics["accuracy"]``.
@@ -270,11 +294,14 @@ class Pipeline:
             fed = self._run.run_state.mini_batch_was_fed
             results = self._run.epochs.train(loader, fed, prepare, metrics)
             if progress:
-                # A run that shows nothing to anybody loads none of the observers.
-                from pipedream_rt.observers.progress import count_of, loss_words, with_bar
-
-                results = with_bar(results, f"epoch {self.epoch}", count_of(loader), loss_words)
-            yield from calmly(results)
+                results = extras.with_bar(
+                    results,
+                    f"epoch {self.epoch}",
+                    extras.count_of(loader),
+                    extras.loss_words,
+                    self._run.epochs.passed,
+                )
+            yield from _calmly(results)
 
     def submit(self, *item: Any) -> PendingStep:
         """Inject one mini-batch with the hyper-parameters that are set now.
@@ -284,8 +311,8 @@ class Pipeline:
 
         Args:
             *item: An item as `train_epoch` takes it from a loader, in its parts: x and y; or a
-                dict; or args, kwargs and y. Tensors are (B, ...), in any nesting of tuples, lists,
-                dicts and dataclasses.
+                dict; or args, kwargs and y; or what the pipeline's ``prepare`` takes. Tensors are
+                (B, ...), in any nesting of tuples, lists, dicts and dataclasses.
 
         Returns:
             A handle; its ``result()`` waits for the losses.
@@ -295,7 +322,8 @@ class Pipeline:
         """
         self._require_loss("submit")
         one = item[0] if len(item) == 1 else item
-        pending = self._run.feeder.inject(one if isinstance(one, Accumulated) else batch_of(one))
+        feeder = self._run.feeder
+        pending = feeder.inject(one if isinstance(one, Accumulated) else feeder.items.batch(one))
         self._run.run_state.mini_batch_was_fed()
         return pending
 
@@ -364,7 +392,7 @@ class Pipeline:
         """Train, and yield the outputs with their items."""
         with ShorterTracebacks():
             state = self._run.run_state
-            yield from calmly(self._run.epochs.outputs(loader, script, state, prepare))
+            yield from _calmly(self._run.epochs.outputs(loader, script, state, prepare))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run one forward to train on, whose output is in the autograd graph of the script.
@@ -460,6 +488,7 @@ class Pipeline:
         loader: Iterable[Any],
         *,
         prepare: Prepare | None = ...,
+        loss_fn: LossFunction | None = ...,
         version: KeptVersion | None = ...,
         metrics: None = ...,
         keep_buffers: bool = ...,
@@ -472,6 +501,7 @@ class Pipeline:
         loader: Iterable[Any],
         *,
         prepare: Prepare | None = ...,
+        loss_fn: LossFunction | None = ...,
         version: KeptVersion | None = ...,
         metrics: Mapping[str, Metric],
         keep_buffers: bool = ...,
@@ -483,6 +513,7 @@ class Pipeline:
         loader: Iterable[Any],
         *,
         prepare: Prepare | None = None,
+        loss_fn: LossFunction | None = None,
         version: KeptVersion | None = None,
         metrics: Mapping[str, Metric] | None = None,
         keep_buffers: bool = False,
@@ -496,6 +527,10 @@ class Pipeline:
         Args:
             loader: Yields what `train_epoch` takes. Nothing is trained on it.
             prepare: As in `train_epoch`.
+            loss_fn: Another loss than that of training, which may be a loss for targets of another
+                kind; a pipeline without a loss takes one too. It travels with the mini-batches, and
+                changes nothing. A module computes with the weights that it has in the script. None:
+                the loss of training, with the weights that it has on its stage.
             version: The kept version whose weights are read; None for the current ones.
             metrics: Functions of output and target that return a number, by name, as
                 ``{"accuracy": lambda output, y: (output.argmax(-1) == y).float().mean()}``. They
@@ -504,31 +539,37 @@ class Pipeline:
             progress: Whether to show a bar; see `train_epoch`.
 
         Returns:
-            The mean of ``loss_fn``, weighted by the number of samples of each mini-batch, or by
-            what ``weigh`` returns for it. With ``metrics``, a dict: the loss under ``"loss"``, and
-            the means of the metrics, weighted likewise, under their names.
+            The mean of the loss, weighted by the number of samples of each mini-batch, by the
+            labels that count, or by what ``weigh`` returns for it. With ``metrics``, a dict: the
+            loss under ``"loss"``, and the means of the metrics, weighted likewise, under their
+            names.
 
         Raises:
-            ConfigError: No loss was given, the loader is empty, or a metric returned no number.
-                The pipeline can still be used.
+            ConfigError: No loss was given, the loader is empty, a metric returned no number, or
+                ``loss_fn`` or a metric cannot travel: it does not pickle, or holds a weight of the
+                model.
+            StageFailed: A layer or the loss raised an error. As after the others, the pipeline can
+                still be used, and is as it was.
         """
         if version is not None and keep_buffers:
             raise ConfigError("keep_buffers changes the newest buffers, and version reads others")
         require_choice("keep_buffers", keep_buffers, (True, False))
+        refuse_loss(loss_fn)
+        loss_fn = None if loss_fn is self._job.options.loss_fn else loss_fn
         if progress:
-            # A run that shows nothing to anybody loads none of the observers.
-            from pipedream_rt.observers.progress import Barred
-
             require_loader(loader, "evaluate")
-            loader = Barred(loader, "evaluate")
+            loader = extras.Barred(loader, "evaluate")
         with ShorterTracebacks():
             number = self._number_of(version)
-            found = calm_call(
-                lambda drawn: self._run.feeder.evaluate(
-                    drawn, prepare, number, metrics=metrics, keep_buffers=keep_buffers
-                ),
-                loader,
+            evaluate = functools.partial(
+                self._run.feeder.evaluate,
+                prepare=prepare,
+                version=number,
+                loss_fn=loss_fn,
+                metrics=metrics,
+                keep_buffers=keep_buffers,
             )
+            found = evaluate(loader) if shell() is None else extras.calm_call(evaluate, loader)
         if self._publisher is not None:
             self._publisher.evaluated(self.step, found)
         return found["loss"] if metrics is None else found
@@ -552,15 +593,15 @@ class Pipeline:
 
         Yields:
             The output of the model for each item, in order. It is what ``pipe(...)`` returns.
+
+        Raises:
+            StageFailed: A layer raised an error. The pipeline can still be used, and is as it was.
         """
         with ShorterTracebacks():
             outputs = self._run.feeder.predict(loader, prepare, self._number_of(version))
             if progress:
-                # A run that shows nothing to anybody loads none of the observers.
-                from pipedream_rt.observers.progress import count_of, with_bar
-
-                outputs = with_bar(outputs, "predict", count_of(loader))
-            yield from calmly(outputs)
+                outputs = extras.with_bar(outputs, "predict", extras.count_of(loader))
+            yield from _calmly(outputs)
 
     def generate(
         self,
@@ -588,6 +629,7 @@ class Pipeline:
 
         Raises:
             ConfigError: The model is no causal one of transformers, or is asked for beams.
+            StageFailed: A layer raised an error. The pipeline can still be used, and is as it was.
         """
         self._group.life.check()
         drawn = iter(beside)
@@ -598,7 +640,8 @@ class Pipeline:
             )
         with ShorterTracebacks():
             number = self._number_of(version)
-            return generate(self._run.feeder, self._job.model.whole, args, kwargs, number, drawn)
+            model = self._job.model.whole
+            return extras.generate(self._run.feeder, model, args, kwargs, number, drawn)
 
     def keep_version(self, *, ema: bool = False) -> KeptVersion:
         """Keep a copy of the current weights and buffers on the stages. Flushes the pipe.
@@ -646,6 +689,10 @@ class Pipeline:
 
         Returns:
             The output of the model.
+
+        Raises:
+            StageFailed: A layer raised an error. The pipeline can still be used, and is as it was;
+                with ``training``, but for what layers before have changed in their buffers.
         """
         with ShorterTracebacks():
             output = self._run.feeder.infer(Batch(args, kwargs, None), training=training)
@@ -655,14 +702,22 @@ class Pipeline:
         """Set the mode that every module has in training, as `nn.Module.train`. Flushes the pipe.
 
         `evaluate` and ``pipe(x)`` use eval mode by themselves, whatever is set here.
+
+        Raises:
+            ConfigError: The mode is neither true nor false, as a loader is.
         """
+        if not isinstance(mode, bool | int):
+            raise ConfigError(
+                "train() sets the mode, as that of an nn.Module does; to train on a loader: "
+                "for result in pipe.train_epoch(loader)"
+            )
         self.flush()
         self._group.command(CommandName.TRAINING, (None, bool(mode)))
         return self
 
     def verify(
         self, loader: Iterable[Any], *, steps: int = 3, prepare: Prepare | None = None
-    ) -> Verification:
+    ) -> extras.Verification:
         """Train copies beside plain PyTorch, and say where they differ, if so. Flushes the pipe.
 
         A copy of the stages trains in this process, in a schedule without staleness. A copy of the
@@ -689,7 +744,7 @@ class Pipeline:
         """
         require_count("steps", steps)
         with ShorterTracebacks():
-            return verified(self._job, self._run, loader, steps, prepare)
+            return extras.verified(self._job, self._run, loader, steps, prepare)
 
     # -- weights --------------------------------------------------------------------------------
 
@@ -776,7 +831,7 @@ class Pipeline:
         """
         if keep is not None:
             require_count("keep", keep)
-        root = None if folder is None else Path(folder).absolute()
+        root = None if folder is None else given_path(folder, "the folder to save in").absolute()
         saved = self._run.run_state.save(root, keep, extra)
         if self._publisher is not None:
             self._publisher.look()  # the next result may be far away, or never come
@@ -810,7 +865,8 @@ class Pipeline:
             raise ConfigError(
                 f"value must be a number, such as pipe.evaluate(loader), not {value!r}"
             )
-        return self._run.run_state.keep_best(Path(path).absolute(), float(value), highest)
+        file = given_path(path, "the file of the best weights").absolute()
+        return self._run.run_state.keep_best(file, float(value), highest)
 
     def load(self, folder: str | os.PathLike[str], *, accept: Sequence[str] = ()) -> Manifest:
         """Go on from a checkpoint: weights, versions, optimizer state, its parameter groups, step.
@@ -838,7 +894,8 @@ class Pipeline:
             CheckpointError: No checkpoint is complete, or it is of another model, or the script
                 differs in something that ``accept`` does not name. Nothing was changed.
         """
-        return self._run.run_state.load(Path(folder).absolute(), require_acceptable(accept))
+        found = given_path(folder, "the folder to load from").absolute()
+        return self._run.run_state.load(found, require_acceptable(accept))
 
     def attach(self, **stateful: Any) -> None:
         """Save objects of yours in checkpoints, and restore them with these.
@@ -880,11 +937,11 @@ class Pipeline:
     @optimizer.setter
     def optimizer(self, optimizer: DistributedOptimizer) -> None:
         """Let the stages step with another optimizer."""
-        self._run.references.use(optimizer)
+        self._run.parameters.use(optimizer)
 
     def parameter_rrefs(self) -> list[Reference]:
         """Return RRefs to all trainable parameters, in the order of the unsplit model."""
-        return [reference for reference, _ in self._run.references.of_parameters()]
+        return [reference for reference, _ in self._run.parameters.of_parameters()]
 
     # -- inspection -----------------------------------------------------------------------------
 
@@ -935,26 +992,36 @@ class Pipeline:
                 raise ConfigError(f"the function raised on {self.plan.title_of(address)}: {result}")
         return [result for _, result in found]
 
-    def explain(self, *, program: bool = False) -> str:
-        """Describe the split, the versions and the memory, as a table of text.
+    def explain(self, *, program: bool = False) -> Explanation:
+        """Describe the split, the versions and the memory, as a table of text, or of a notebook.
 
         Args:
             program: Whether to also show what the first recorded forward does between the layers,
                 stage by stage. A sequence of layers has none.
         """
         forwards = self._run.feeder.forwards
-        text = explain(
+        return explain(
             self.plan,
             self._group.cluster.names,
             self.statistics(),
-            forwards.how + (f"\n{self._why}" if self._why else ""),
+            "\n".join(
+                filter(
+                    None,
+                    (
+                        self._job.chosen,
+                        self._job.alternative,
+                        forwards.how,
+                        self._job.balance,
+                        self._why,
+                    ),
+                )
+            ),
             self._job.corrections,
             self._job.codecs.texts(),
-            verified=explained(self._job),
+            verified=extras.explained(self._job),
             places=self._group.cluster.places,
-            endpoints=self._group.cluster.endpoints,
+            program=forwards.program() if program else "",
         )
-        return Lines(f"{text}\n{forwards.program()}" if program else text)
 
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write a report of the run so far, in HTML. Flushes an open pipe.
@@ -977,12 +1044,10 @@ class Pipeline:
                 "nothing of this run was kept for a report: give Pipeline "
                 "observe=Observe(report=FILE), or Observe(record=FOLDER)"
             )
-        # A run that shows nothing to anybody loads none of the observers.
-        from pipedream_rt.observers.page.render import write_report
-
+        path = given_path(path, "the report")
         if not self._group.life.is_open:
-            return write_report(path, self._publisher.record)
-        return write_report(path, self._publisher.so_far(self.statistics(), self._traced()))
+            return extras.write_report(path, self._publisher.record)
+        return extras.write_report(path, self._publisher.so_far(self.statistics(), self._traced()))
 
     def _traced(self) -> Trace | None:
         """Return the trace so far; None if none is recorded."""
@@ -1013,7 +1078,8 @@ class Pipeline:
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: `explain` while the pipeline is open."""
-        return Lines(self.explain() if self._group.life.is_open else repr(self))._repr_html_()
+        shown = self.explain() if self._group.life.is_open else Lines(repr(self))
+        return shown._repr_html_()
 
     def __getattr__(self, name: str) -> Any:
         """Raise, with advice for names that people know from modules."""
@@ -1063,10 +1129,12 @@ class Pipeline:
                 if isinstance(path, Path) and trace is not None:
                     trace.save(path)
                 self._run.feeder.script.close()
-                if self.seen and not self._run.run_state.is_read:
+                # A `finally` closes too, on the way of an error through the script.
+                well = well and sys.exc_info()[0] is None
+                if well and self.seen and not self._run.run_state.is_read:
                     _log.warning(
-                        "the pipeline ends, and nobody has read what it has trained: the model in "
-                        "the script is as it was at the start. Before the end, call "
+                        "the trained weights were never read: the model in the script is as it was "
+                        "at the start. Before the pipeline ends, call "
                         "model.load_state_dict(pipe.state_dict()), pipe.save(folder), or "
                         "pipe.module(), which returns a copy"
                     )
@@ -1094,11 +1162,17 @@ class Pipeline:
             self._group.life.close()
 
 
-def _publisher_of(options: Options) -> EventPublisher | None:
+def _publisher_of(options: Options) -> extras.EventPublisher | None:
     """Return what reports the run to observers; None if there are none."""
-    if not options.is_told:
-        return None
-    # A run that shows nothing to anybody loads none of the observers.
-    from pipedream_rt.coordinator.views.event_publisher import publisher_of
+    return extras.publisher_of(options) if options.is_told else None
 
-    return publisher_of(options)
+
+def _watching(job: Job, run: Run) -> extras.Watching | None:
+    """Return what verifies the first mini-batches of a run; None if nothing does."""
+    asked = count_of_environment(VERIFY, 0)
+    return extras.watching(job, run, asked) if asked or job.options.training.verify else None
+
+
+def _calmly(results: Generator[T, None, None]) -> Generator[T, None, None]:
+    """Yield what a generator yields; in a notebook, raise Ctrl-C between two items only."""
+    return results if shell() is None else extras.calmly(results)

@@ -12,6 +12,7 @@ import errno
 import math
 import os
 import re
+import reprlib
 import secrets
 import stat
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -151,12 +152,26 @@ def _check_of(hint: Any) -> Check:
     raise TypeError(f"no check follows from {hint!r}; give Annotated[..., check]")
 
 
+def has_levels(value: Any, most: int) -> bool:
+    """Whether a value has at most so many levels of lists and dicts; it is not recursive."""
+    level = [value]
+    for _ in range(most):
+        held = [each for each in level if isinstance(each, list | dict)]
+        level = [v for each in held for v in (each.values() if isinstance(each, dict) else each)]
+    return not any(isinstance(each, list | dict) for each in level)
+
+
 def problem_of(record: Mapping[str, Any], checks: Mapping[str, Check]) -> str:
     """Return in words which field of a record is wrong; empty if none. Absent ones are None."""
     for name, check in checks.items():
         if not check(record.get(name)):
-            return f"its {name!r} is {printable(repr(record.get(name)), 60)}"
+            return f"its {name!r} is {shown(record.get(name), 60)}"
     return ""
+
+
+def is_utf8(text: str) -> bool:
+    """Whether a text can be written as UTF-8: it has no lone surrogates, as PEP 383 makes them."""
+    return text.isascii() or text.encode(errors="replace").decode() == text
 
 
 _MOST_DIGITS = 18
@@ -173,6 +188,17 @@ def printable(text: str, most: int = 300) -> str:
     # A stranger's text could move the cursor of a terminal, or forge a line of the log.
     cut = text[:most] + ("..." if len(text) > most else "")
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
+
+
+def shown(value: Any, most: int = 300) -> str:
+    """Return a value from outside for printing, as `printable` does a text; of any depth."""
+    return printable(_REPR.repr(value), most)
+
+
+_REPR = reprlib.Repr()
+"""Shows six levels, where `repr` takes a call for each level of a value."""
+
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 1 << 10
 
 
 def open_file(path: str | os.PathLike[str], *, follow: bool = True) -> BinaryIO:

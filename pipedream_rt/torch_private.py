@@ -9,12 +9,15 @@ other file.
 from __future__ import annotations
 
 import functools
+import logging
+import os
+import sys
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
 from pickle import PicklingError
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -93,6 +96,12 @@ preserve_version_counter: Any = needed("torch.autograd._unsafe_preserve_version_
 
 order_of_attention: Callable[[], Any] = optional("torch._C._get_sdp_priority_order", lambda: None)
 """The order in which attention kernels are tried. A torch without it has one fixed order."""
+
+ATTENTION = {
+    optional(f"torch.ops.aten.{name}_for_cpu", None): optional(f"torch.ops.aten.{name}", None)
+    for name in ("_scaled_dot_product_flash_attention",)
+}
+"""The attention of processors, for which torch has no formula of its work, with one that has."""
 
 nnpack_enabled: Callable[[], bool] | None = optional("torch._C._get_nnpack_enabled", None)
 """Without it nobody can read the setting, so each process keeps its own."""
@@ -296,6 +305,87 @@ _module = nn.Module()  # most exist on instances only
 for _name in OF_MODULES:
     if not hasattr(_module, _name):
         needed(f"torch.nn.Module.{_name}")
+
+
+# -- sizes as symbols ----------------------------------------------------------------------------
+
+
+_PLAIN: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+_WITH_SYMBOLS = tuple(os.path.join(os.path.dirname(f), "") for f in (torch.__file__, __file__))
+"""The folders of the code that tells symbols from numbers: torch and this library."""
+
+
+def _class_as(plain: type) -> Callable[[Any, str], Any]:
+    """Return a ``__getattribute__`` with which isinstance takes a symbol for a plain number too."""
+
+    def get(symbol: Any, name: str) -> Any:
+        if name == "__class__":
+            asking: Any = sys._getframe(1)
+            while asking.f_code.co_filename.startswith("<frozen"):  # an abstract class is asked
+                asking = asking.f_back
+            if not asking.f_code.co_filename.startswith(_WITH_SYMBOLS):
+                return plain
+        return object.__getattribute__(symbol, name)
+
+    return get
+
+
+_one_at_a_time = threading.Lock()
+
+
+class SymbolicShapes(NamedTuple):
+    """What follows the sizes of tensors without values; imported when it is asked for."""
+
+    ShapeEnv: Any
+    FakeTensorMode: Any
+    StatelessSymbolicContext: Any
+    DimDynamic: Any
+    PythonPrinter: Any
+    enable_python_dispatcher: Any
+
+    @classmethod
+    @functools.cache
+    def of_torch(cls) -> SymbolicShapes | None:
+        """Return these of the installed torch; None if it lacks one."""
+        found = [
+            optional(f"torch.{path}", None)
+            for path in (
+                "fx.experimental.symbolic_shapes.ShapeEnv",
+                "_subclasses.fake_tensor.FakeTensorMode",
+                "fx.experimental.symbolic_shapes.StatelessSymbolicContext",
+                "fx.experimental.symbolic_shapes.DimDynamic",
+                "utils._sympy.printers.PythonPrinter",
+                "_dispatch.python.enable_python_dispatcher",
+            )
+        ]
+        return None if None in found else cls(*found)
+
+    @contextmanager
+    def entered(self, mode: Any) -> Iterator[None]:
+        """In the body tensors have no values; code that asks whether it is so is told no.
+
+        Else it would take another way than with values, as transformers' masks do. To code outside
+        of torch a size is an int. What torch logs of functions that it cannot follow is left out.
+        """
+        with _one_at_a_time:  # what is patched is so for the whole process
+            yield from self._patched(mode)
+
+    def _patched(self, mode: Any) -> Iterator[None]:
+        log = logging.getLogger(self.FakeTensorMode.__module__)
+        subclasses, was_disabled = torch._subclasses, log.disabled
+        asked = subclasses.FakeTensor
+        subclasses.FakeTensor = type("FakeTensor", (), {})  # type: ignore[misc, assignment]
+        log.disabled = True
+        for symbolic, plain in _PLAIN.items():
+            symbolic.__getattribute__ = _class_as(plain)  # type: ignore[method-assign, assignment]
+        try:
+            with mode, self.enable_python_dispatcher():
+                yield
+        finally:
+            for symbolic in _PLAIN:
+                del symbolic.__getattribute__
+            subclasses.FakeTensor = asked  # type: ignore[misc]
+            log.disabled = was_disabled
 
 
 # -- torch RPC -----------------------------------------------------------------------------------

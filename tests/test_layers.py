@@ -3,11 +3,12 @@
 import ast
 import configparser
 import inspect
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
 import pytest
-from support.rooms import layers, library_files
+from support.rooms import is_optional, layers, library_files
 
 import pipedream_rt
 from pipedream_rt import torch_private
@@ -15,6 +16,10 @@ from pipedream_rt import torch_private
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = layers()
 FILES = library_files(ROOT)
+
+
+LATE = {"pipedream_rt", "pipedream_rt.extras"}
+"""The files whose names are imported when they are asked for."""
 
 
 def module_of(path):
@@ -55,13 +60,21 @@ def imports_of(path):
 @pytest.mark.parametrize("path", FILES, ids=module_of)
 def test_a_file_imports_only_from_its_own_layer_and_those_above(path):
     own = layer_of(module_of(path))
-    if module_of(path) == "pipedream_rt":
-        pytest.skip("the public names come from everywhere, lazily")
+    if module_of(path) in LATE:
+        pytest.skip("its names come from everywhere, lazily")
     assert own is not None, "give the file a layer"
     for module in imports_of(path):
         if module.startswith("pipedream_rt"):
             layer = layer_of(module)
             assert layer is None or layer <= own, f"{module_of(path)} imports {module}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_no_file_of_the_core_imports_an_optional_room(path):
+    """Not even late: `extras.py` alone does, by name."""
+    if module_of(path) in LATE or is_optional(module_of(path)):
+        pytest.skip("it is no file of the core")
+    assert [module for module in imports_of(path) if is_optional(module)] == []
 
 
 def imports_without_a_reason(path):
@@ -84,6 +97,30 @@ def test_an_import_inside_a_function_has_its_reason_beside_it(path):
     assert list(imports_without_a_reason(path)) == []
 
 
+def bound_at_top_level(path):
+    """Each binding of a name in a module itself, neither in a branch nor of an overload."""
+    for node in ast.parse(path.read_text()).body:
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                if not any("overload" in ast.unparse(each) for each in node.decorator_list):
+                    yield node.name
+            case ast.Import() | ast.ImportFrom():
+                names = (each.asname or each.name for each in node.names)
+                yield from (name for name in names if "." not in name)  # a.b and a.c bind one a
+            case ast.Assign() | ast.AnnAssign(value=ast.expr()):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                for each in (part for target in targets for part in ast.walk(target)):
+                    if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
+                        yield each.id
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_a_module_binds_a_name_once(path):
+    """A limit of 4 KiB was 1 MiB once, by another constant of its name below."""
+    bound = Counter(bound_at_top_level(path))
+    assert [name for name, times in bound.items() if times > 1] == []
+
+
 def test_every_room_has_its_own_row():
     folders = {module_of(path.parent / "__init__.py") for path in FILES} - {"pipedream_rt"}
     assert folders <= set().union(*LAYERS)
@@ -91,6 +128,7 @@ def test_every_room_has_its_own_row():
 
 HAVE_NO_FILE = {
     "pipedream_rt.cluster.interface": "protocols, which its two clusters implement",
+    "pipedream_rt.transport.interface": "protocols, which the tests of the contract are for",
 }
 
 
@@ -113,9 +151,9 @@ def test_no_files_import_each_other_in_a_circle():
     arrows = {
         name: {m for m in imports_of(path) if m in modules and m != name}
         for name, path in modules.items()
-        if name != "pipedream_rt"  # its names are imported lazily
+        if name not in LATE
     }
-    done = {"pipedream_rt"}
+    done = {*LATE}
     while ready := {name for name, needed in arrows.items() if needed <= done} - done:
         done |= ready
     assert not arrows.keys() - done, "these import each other in a circle"
@@ -198,11 +236,32 @@ def test_the_environment_is_read_at_the_face_alone():
     }
 
 
+def test_every_logger_is_one_whose_handlers_may_fail():
+    users = {
+        module_of(path)
+        for path in FILES
+        for node in nodes_of(path)
+        if isinstance(node, ast.Attribute) and node.attr == "getLogger"
+    }
+    # The second adds a handler of its own; the third silences a logger of torch.
+    assert users == {
+        "pipedream_rt.telling",
+        "pipedream_rt.coordinator.views.event_publisher",
+        "pipedream_rt.torch_private",
+    }
+
+
 def test_the_public_names_exist_and_have_docstrings():
-    for name in pipedream_rt.__all__:
+    for name in pipedream_rt._HOMES:
         assert inspect.getdoc(getattr(pipedream_rt, name))
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = pipedream_rt.Nothing
+
+
+def test_ten_of_the_public_names_are_shown():
+    assert len(pipedream_rt.__all__) == 10
+    assert {*pipedream_rt.__all__} < {*pipedream_rt._HOMES}
+    assert dir(pipedream_rt) == sorted([*pipedream_rt.__all__, "__version__"])
 
 
 def test_every_error_of_the_tree_that_a_caller_meets_is_public():
@@ -211,7 +270,7 @@ def test_every_error_of_the_tree_that_a_caller_meets_is_public():
     defined = {
         n for n, c in inspect.getmembers(errors, inspect.isclass) if c.__module__ == errors.__name__
     }
-    assert defined - set(pipedream_rt.__all__) == {"RemoteError"}
+    assert defined - set(pipedream_rt._HOMES) == {"RemoteError"}
 
 
 def test_importing_the_package_imports_no_torch():

@@ -1,12 +1,14 @@
 """The life of what is opened once and closed once."""
 
+import functools
+import signal
 import threading
 
 import pytest
 from support.deadlines import LATEST_S
 
 from pipedream_rt.errors import PipelineClosed, PipelineError
-from pipedream_rt.lifecycle import MOVES, Life, Lifecycle
+from pipedream_rt.lifecycle import MOVES, Life, Lifecycle, is_of_a_handler
 
 OPEN, CLOSING, CLOSED, FAILED = Life
 
@@ -169,38 +171,101 @@ def test_two_threads_end_it_once():
 
 def test_a_guard_leaves_alone_what_goes_well(ends):
     life = at(OPEN, ends)
-    with life.guard():
+    with life.guard("it pumped"):
         pass
     assert (life.state, ends.count) == (OPEN, 0)
 
 
 def test_an_error_under_guard_ends_everything_and_is_the_reason(ends):
     life, error = at(OPEN, ends), KeyError("burst")
-    with pytest.raises(KeyError) as e, life.guard():
+    with pytest.raises(KeyError) as e, life.guard("it pumped"):
         raise error
     assert e.value is error
     assert (life.state, life.reason, ends.count) == (FAILED, error, 1)
 
 
-@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
-def test_a_guard_spares_what_it_is_told_to(ends, error):
-    life = at(OPEN, ends)
-    with pytest.raises(error), life.guard(spare=(error, StopIteration)):
-        raise error
+def test_a_guard_spares_an_error_that_has_left_nothing_undone(ends):
+    life, undone = at(OPEN, ends), []
+    with pytest.raises(KeyError), life.guard("it pumped", lambda: not undone):
+        raise KeyError
     assert (life.state, ends.count) == (OPEN, 0)
+    undone.append(True)
+    with pytest.raises(KeyError), life.guard("it pumped", lambda: not undone):
+        raise KeyError
+    assert (life.state, ends.count) == (FAILED, 1)
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit, GeneratorExit])
 def test_ctrl_c_under_guard_closes_and_is_no_failure(ends, stop):
     life = at(OPEN, ends)
-    with pytest.raises(stop), life.guard():
+    with pytest.raises(stop), life.guard("it pumped", lambda: True):
         raise stop
     assert (life.state, life.reason, ends.count) == (CLOSED, None, 1)
+    with pytest.raises(PipelineClosed) as e:
+        life.check()
+    assert str(e.value) == f"the pump is closed: {stop.__name__}, which came while it pumped"
 
 
 def test_an_error_under_guard_after_the_end_changes_nothing(ends):
     life = at(OPEN, ends)
     life.close()
-    with pytest.raises(KeyError), life.guard():
+    with pytest.raises(KeyError), life.guard("it pumped"):
         raise KeyError
     assert (life.state, life.reason, ends.count) == (CLOSED, None, 1)
+    with pytest.raises(PipelineClosed, match=r"the pump is closed$"):
+        life.check()
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (TimeoutError(), "TimeoutError, which came while it pumped"),
+        (TimeoutError("late"), "TimeoutError: late, which came while it pumped"),
+        (Mute(), "Mute, which came while it pumped"),
+        (PipelineError("stage 1 has burst"), "stage 1 has burst"),
+        (PipelineError(), "PipelineError, which came while it pumped"),
+    ],
+)
+def test_the_reason_is_never_empty(error, words):
+    life = at(OPEN)
+    with pytest.raises(type(error)), life.guard("it pumped"):
+        raise error
+    with pytest.raises(PipelineClosed) as e:
+        life.check()
+    assert str(e.value) == f"the pump has failed: {words}"
+
+
+def raise_in_time(*_):
+    raise TimeoutError
+
+
+class Handler:
+    def __call__(self, *_):
+        raise TimeoutError
+
+    def method(self, *_):
+        raise TimeoutError
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [raise_in_time, Handler(), Handler().method, functools.partial(raise_in_time, 1)],
+    ids=["function", "object", "method", "partial"],
+)
+def test_what_a_signal_handler_raises_is_told_from_other_errors(handler):
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(TimeoutError) as of_handler:
+            signal.raise_signal(signal.SIGUSR1)
+    finally:
+        found = is_of_a_handler(of_handler.value)
+        signal.signal(signal.SIGUSR1, before)
+    assert found
+    with pytest.raises(ValueError, match="valid Signals") as other:
+        signal.Signals(-1)  # through the class of an enum, as `signal.SIG_DFL` is one
+    assert not is_of_a_handler(other.value)

@@ -1,7 +1,10 @@
 """Pipelines in a notebook: cells that are run again, Ctrl-C, and what is shown."""
 
+import logging
 import os
 import signal
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch.nn.functional as F
@@ -10,6 +13,7 @@ from support.models import mlp, regression
 from support.pinned import Flat as Pipeline
 from torch.optim import SGD
 
+import pipedream_rt
 from pipedream_rt import Observe, notebook, plan_for
 
 DATA = regression(12)
@@ -26,10 +30,11 @@ class Formatter:
 
 
 class Shell:
-    """A shell of IPython, as far as it is used."""
+    """A shell of IPython in a notebook, as far as it is used."""
 
     def __init__(self):
-        self.execution_count = 1
+        self.kernel = object()
+        self.displayhook = SimpleNamespace(prompt_count=1)
         formatter = Formatter()
         self.display_formatter = type("", (), {"formatters": {"text/html": formatter}})()
         self.shown = formatter.by_name
@@ -38,7 +43,7 @@ class Shell:
 @pytest.fixture
 def shell(monkeypatch):
     found = Shell()
-    monkeypatch.setattr(notebook, "shell", lambda: found)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: found))
     return found
 
 
@@ -49,7 +54,7 @@ def opened(**options):
 
 def test_a_cell_that_is_run_again_closes_the_pipeline_of_before(shell, caplog):
     pipe = opened()
-    shell.execution_count = 2
+    shell.displayhook.prompt_count = 2
     again = opened()
     assert pipe.state.value == "closed"
     assert "of cell 1 is closed, as this cell opens another one" in caplog.text
@@ -59,7 +64,7 @@ def test_a_cell_that_is_run_again_closes_the_pipeline_of_before(shell, caplog):
 @pytest.mark.processes
 def test_it_does_with_worker_processes_too(shell):
     pipe = opened(workers="local")
-    shell.execution_count = 2
+    shell.displayhook.prompt_count = 2
     with opened(workers="local") as again:
         assert pipe.state.value == "closed"
         assert len(list(again.train_epoch(DATA))) == 12
@@ -74,6 +79,20 @@ def test_two_pipelines_of_one_cell_stay(shell, workers):
 def test_outside_of_a_notebook_nothing_is_closed():
     with opened() as one, opened() as other:
         assert one.state.value == other.state.value == "open"
+
+
+def test_what_was_chosen_and_compared_is_told_in_the_cell(shell, capsys, monkeypatch):
+    for name in (None, "pipedream_rt"):
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [])
+    given = {"stages": 2, "loss_fn": F.mse_loss, "optimizer": (SGD, {"lr": 0.01})}
+    with pipedream_rt.Pipeline(mlp(), workers="serial", **given) as pipe:
+        list(pipe.train_epoch(DATA[:2]))
+        pipe.state_dict()
+    told, red = capsys.readouterr()
+    chosen, *_, compared = told.splitlines()
+    assert chosen == 'chosen: schedule="1f1b", micro_batches=8: it learns as plain PyTorch does'
+    assert compared.startswith("the first mini-batch is what plain PyTorch computes, in ")
+    assert red == ""
 
 
 def press():
@@ -143,8 +162,10 @@ def test_plans_results_and_traces_are_shown(shell):
         assert "&lt;= 1" in shown["Plan"](pipe.plan)
         assert f"<td>{result.step}</td>" in shown["StepResult"](result)
         assert "<svg" in shown["Trace"](pipe.trace())
-        assert pipe.explain()._repr_html_().startswith("<pre>schedule async-1f1b")
-        assert "peak MiB" in pipe._repr_html_()
+        html = pipe.explain()._repr_html_()
+        assert "<p>schedule async-1f1b, 2 micro-batches per update<br>" in html
+        assert html.count("<tr>") == 3
+        assert "peak MiB</th>" in pipe._repr_html_()
     assert "closed" in pipe._repr_html_()
     assert shown["Plan"](plan_for("gpipe", num_stages=3, per_update=3)).count("<tr>") == 4
 

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,9 +21,9 @@ from support.models import (
 from support.pinned import Pipeline
 from torch import nn
 
-from pipedream_rt import (
-    PipelineClosed,
-)
+import pipedream_rt as unpinned
+from pipedream_rt import Along, Checkpoints, ConfigError, Layout, Observe, PipelineClosed
+from pipedream_rt.observers import CSV, JSONLines
 from pipedream_rt.serial.cluster import SerialCluster
 
 pytestmark = pytest.mark.threads
@@ -46,6 +47,87 @@ def test_results_come_in_order_and_all_of_them():
         more = list(pipe.train_epoch(regression(2)))
         assert [r.step for r in more] == [9, 10]
         assert len(more[0].busy_s) == 3
+
+
+class Twins(nn.Module):
+    """Two inputs through the same layers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.out = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), nn.Linear(8, 1)
+
+    def tower(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+    def forward(self, first, second):
+        return self.out(torch.cat([self.tower(first), self.tower(second)], 1))
+
+
+def triples(count):
+    """Triples of two inputs and the target."""
+    torch.manual_seed(1)
+    return [(torch.randn(8, 4), torch.randn(8, 4), torch.randn(8, 1)) for _ in range(count)]
+
+
+def test_a_prepare_that_is_given_once_holds_for_all_that_reads_items():
+    def prepare(item):
+        return (item["pair"][0], item["pair"][1]), {}, item["y"]
+
+    dicts = [{"pair": (a, b), "y": y} for a, b, y in triples(4)]
+    with (
+        open_pipe(Twins(), example=iter_twice(dicts), prepare=prepare) as pipe,
+        open_pipe(Twins(), example=triples(1)[0]) as plain,
+    ):
+        assert [r.loss for r in pipe.train_epoch(dicts)] == [
+            r.loss for r in plain.train_epoch(triples(4))
+        ]
+        assert pipe.submit(dicts[0]).result().loss == plain.submit(*triples(1)[0]).result().loss
+        assert pipe.evaluate(dicts) == plain.evaluate(triples(4))
+        for one, other in zip(pipe.predict(dicts), plain.predict(triples(4)), strict=True):
+            assert torch.equal(one, other)
+        assert pipe.verify(dicts, steps=1)
+        own = {"prepare": lambda item: ((item[1], item[0]), {}, item[2])}
+        turned = [(b, a, y) for a, b, y in triples(2)]
+        assert pipe.evaluate(turned, **own) == plain.evaluate(triples(2))
+
+
+def test_outputs_prepares_items_and_hands_out_those_of_the_loader():
+    def prepare(item):
+        return item["x"], {}, None
+
+    data = [{"x": (a, b), "y": y} for a, b, y in triples(2)]
+    with open_pipe(Twins(), loss_fn=None, example=data[0], prepare=prepare) as pipe:
+        for output, item in pipe.outputs(data):
+            F.mse_loss(output, item["y"]).backward()
+        assert pipe.step == 2
+
+
+def test_an_example_may_be_marked(caplog):
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.lstm, self.out = nn.Embedding(9, 4), nn.LSTM(4, 4), nn.Linear(4, 9)
+
+        def forward(self, words):
+            return self.out(self.lstm(self.embed(words))[0])
+
+    def loss(output, y):
+        return F.cross_entropy(output.flatten(0, 1), y.flatten())
+
+    words = torch.randint(9, (7, 8))
+    item = Along(words, dim=1), Along(words, dim=1)
+    with open_pipe(Words(), stages=2, example=item, loss_fn=loss, micro_batches=4) as pipe:
+        pipe.submit(*item).result()
+        assert pipe(words).shape == (7, 8, 9)
+    assert "dimension 0" not in caplog.text
+
+
+def iter_twice(items):
+    """A loader of these items that can be looked at."""
+    return torch.utils.data.DataLoader(items, batch_size=None)
 
 
 def test_a_layer_that_stands_in_the_model_twice():
@@ -307,3 +389,73 @@ def test_a_dropped_pipeline_with_a_checkpoint_on_its_way_ends_its_threads(tmp_pa
     del pipe
     gc.collect()
     # The fixture around every test finds what is left.
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+@pytest.mark.parametrize(
+    "options",
+    [
+        lambda path: {"checkpoint": path},
+        lambda path: {"checkpoint": Checkpoints(path, every=1)},
+        lambda path: {"layout": Layout(weights=path)},
+        lambda path: {"observe": Observe(record=path)},
+        lambda path: {"observe": Observe(report=path)},
+        lambda path: {"observe": Observe(trace=path)},
+        lambda path: {"observe": Observe(to=[CSV(path)])},
+        lambda path: {"observe": Observe(to=[JSONLines(path)])},
+    ],
+    ids=["checkpoint", "Checkpoints", "weights", "record", "report", "trace", "CSV", "JSONLines"],
+)
+def test_an_address_is_refused_before_anything_starts(tmp_path, monkeypatch, options, kind):
+    monkeypatch.chdir(tmp_path)
+    for given, words in (("s3://bucket/run", "an address"), ("$NOT_SET/run", "NOT_SET is not set")):
+        with pytest.raises(ConfigError, match=words):
+            open_pipe(**options(kind(given)))
+    assert not [*tmp_path.iterdir()]
+
+
+def test_paths_begin_at_home_and_have_variables(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NAME", "one")
+    data = regression(2)
+    observe = Observe(record="~/record", report="~/$NAME.html", trace="~/$NAME.trace")
+    kept = Checkpoints("~/${NAME}", every=1)
+    with open_pipe(observe=observe, checkpoint=kept) as pipe:
+        list(pipe.train_epoch(data))
+        assert pipe.save("~/saved").parent == tmp_path / "saved"
+        pipe.load("~/saved")
+        pipe.keep_best("~/best", 1.0)
+        assert pipe.report("~/now.html") == tmp_path / "now.html"
+        for call in (pipe.save, pipe.load, pipe.report, lambda path: pipe.keep_best(path, 0.0)):
+            with pytest.raises(ConfigError, match="an address"):
+                call("gs://bucket/run")
+    found = {path.name for path in tmp_path.iterdir()} - {"here"}
+    assert found == {"record", "one.html", "one.trace", "one", "saved", "best", "now.html"}
+    assert not [*(tmp_path / "here").iterdir()]
+
+
+def test_what_people_write_instead_is_answered_with_what_to_write():
+    with open_pipe() as pipe:
+        (x, y), *_ = data = batches(2)
+        with pytest.raises(ConfigError, match=r"for result in pipe.train_epoch\(loader\)"):
+            pipe.train(data)
+        pipe.train(False)
+        for given in ((x, y), (x.sum(),), (None,)):
+            with pytest.raises(ConfigError, match=r"call pipe.submit\(x, y\).result\(\)"):
+                pipe.step(*given)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(x.sum())
+        with pytest.raises(ConfigError, match="leave the scaler out"):
+            scaler.step(pipe.optimizer)
+        with pytest.raises(AttributeError, match=r"Training\(clip=Clip\(1.0\)\)"):
+            pipe.clip_grad_norm_(1.0)
+
+
+def test_stages_that_are_left_out_are_told_of(caplog):
+    for options, told in (({}, True), ({"stages": 1}, False)):
+        caplog.clear()
+        with unpinned.Pipeline(mlp(), workers="serial", **options):
+            found = [r for r in caplog.records if "stages= was left out" in r.getMessage()]
+            assert [r.levelname for r in found] == ["WARNING"] * told

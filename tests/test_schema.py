@@ -10,13 +10,56 @@ from pathlib import Path
 import pytest
 from support.deadlines import LATEST_S
 
-from pipedream_rt.schema import is_count, number, open_file, open_to_append, seconds, write_file
+from pipedream_rt.schema import (
+    has_levels,
+    is_count,
+    is_utf8,
+    number,
+    open_file,
+    open_to_append,
+    problem_of,
+    seconds,
+    shown,
+    whole,
+    write_file,
+)
 
 
 @pytest.mark.parametrize("value", [10**400, -(10**400), float("inf"), float("nan"), True, "1"])
 def test_what_is_no_number_of_a_usual_size(value):
     assert not number(value)
     assert not seconds(value)
+
+
+def nested(levels):
+    """A list or a dict in another one, so many times."""
+    value = 7
+    for level in range(levels):
+        value = [value] if level % 2 else {"k": value}
+    return value
+
+
+def test_levels_of_a_value_are_counted_without_recursion():
+    assert has_levels(7, 0)
+    assert has_levels(nested(4), 4)
+    assert not has_levels(nested(5), 4)
+    assert not has_levels(nested(100_000), 4)
+
+
+def test_a_value_from_outside_is_shown_whatever_its_depth_and_length():
+    assert shown("it's \x1b") == repr("it's \x1b")
+    assert shown([1, {"a": b"x"}]) == "[1, {'a': b'x'}]"
+    assert shown("x" * 5000, 10) == "'xxxxxxxxx..."
+    deep = nested(100_000)
+    assert shown(deep) == "[{'k': [{'k': [{'k': [...]}]}]}]"
+    assert problem_of({"n": deep}, {"n": whole(0)}).startswith("its 'n' is [{")
+
+
+def test_a_text_with_lone_surrogates_is_no_utf_8():
+    assert is_utf8("")
+    assert is_utf8("plain? caf\u00e9 \ufffd \U0001f600")
+    assert not is_utf8("caf\udce9")
+    assert not is_utf8("\ud83d\ude00")
 
 
 @pytest.mark.parametrize("text", ["", "-1", "1.5", "x", "\u0663", "1" * 5000, "1" * 19])

@@ -252,6 +252,30 @@ def _defaults_table(lines: list[Line]) -> Table:
     return table
 
 
+# -- mini-batches of a new shape ------------------------------------------------------------------
+
+
+def _shapes() -> list[Case]:
+    """A model of bags of words, and one of batches of graphs."""
+    return [Case({"model": name}, ("shapes.py", name)) for name in ("bags", "graphs")]
+
+
+def _shapes_table(lines: list[Line]) -> Table:
+    """Processor time of a step of a shape that was seen, and of a new one."""
+    table = table_of(
+        "milliseconds of a processor for a step of two stages",
+        *("<model", "plain PyTorch", "a shape that was seen", "a new shape"),
+        *("new over seen", "new over plain"),
+    )
+    for line in lines:
+        if "new_ms" not in line:
+            continue
+        plain, seen, new = (line[f"{kind}_ms"] for kind in ("plain", "seen", "new"))
+        figures = (plain, seen, new, new / seen, new / plain)
+        table.add_row(line["model"], *(f"{f:.2f}" for f in figures))
+    return table
+
+
 BENCHMARKS: dict[str, Benchmark] = {
     "hop": Benchmark(
         "From one process to another", _hop(), _hop_table, _latency,
@@ -260,5 +284,6 @@ BENCHMARKS: dict[str, Benchmark] = {
     "stash": Benchmark("What weight versions cost", _stash(), _stash_table),
     "slow_link": Benchmark("Slow links", _slow_link(), _slow_link_table),
     "wire": Benchmark("Links that bind, and codecs", _wire(), _wire_table),
+    "shapes": Benchmark("Mini-batches of a new shape", _shapes(), _shapes_table),
     "defaults": Benchmark("What the defaults cost in samples", _defaults(), _defaults_table),
 }  # fmt: skip

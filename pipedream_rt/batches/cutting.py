@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipedream_rt.batches.items import Batch
-from pipedream_rt.containers import opened, place_in
+from pipedream_rt.batches.marks import Along, Whole
+from pipedream_rt.containers import is_sparse, opened, place_in
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.models.code import is_installed
 from pipedream_rt.models.code_reading import names_used
@@ -28,63 +28,9 @@ from pipedream_rt.torch_private import BatchNorm
 MARKS = (
     "mark it in the loader or in prepare=: pipedream_rt.Whole(value) goes to every micro-batch as "
     "it is, pipedream_rt.Along(value, dim) is cut along a dimension (a list along its entries); or "
-    "give micro_batches=1, which leaves mini-batches whole"
+    'give micro_batches=1, schedule="gpipe", which leaves mini-batches whole'
 )
 """What an error advises about a value of which it is not clear how to cut it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """Marks a value of a mini-batch that goes to every micro-batch as it is.
-
-    The model, the loss and ``weigh`` get the value itself.
-
-    Attributes:
-        value: The value: a tensor, a plain value, or a container of these.
-    """
-
-    value: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Along:
-    """Marks a value of a mini-batch that is cut along another dimension than its first, or a list.
-
-    The model, the loss and ``weigh`` get parts of the value itself. The first value of the inputs
-    that is not `Whole` says how many samples there are.
-
-    Attributes:
-        value: A tensor; or a list or a tuple, which is cut between its entries.
-        dim: The dimension of the tensor that counts samples.
-
-    Raises:
-        ConfigError: The value has no such dimension.
-    """
-
-    value: Any
-    dim: int = 0
-
-    def __post_init__(self) -> None:
-        value, dims = self.value, self.value.dim() if isinstance(self.value, Tensor) else 1
-        if not isinstance(value, Tensor | list | tuple) or not -dims <= self.dim < dims:
-            raise ConfigError(
-                f"Along marks a tensor with the dimension {self.dim}, or a list or a tuple with "
-                f"dim=0; it was given a {type(value).__name__}"
-                + (f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else "")
-            )
-
-    @property
-    def samples(self) -> int:
-        """The number of samples."""
-        value = self.value
-        return value.size(self.dim) if isinstance(value, Tensor) else len(value)
-
-    def parts(self, sizes: Sequence[int]) -> Sequence[Any]:
-        """Return one part for each number of samples."""
-        if isinstance(self.value, Tensor):
-            return torch.split(self.value, list(sizes), self.dim)
-        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-        return [self.value[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
 _CUT = (Whole, Along, Tensor)
@@ -94,6 +40,11 @@ def unmarked(batch: Batch) -> Batch:
     """Return a mini-batch without marks."""
     found: Batch = replaced(batch, (Whole, Along), lambda mark: mark.value)
     return found
+
+
+def is_marked(batch: Batch) -> bool:
+    """Whether the user says of an input how it is cut."""
+    return bool(found((batch.args, batch.kwargs), Whole, Along))
 
 
 def is_cut_elsewhere(batch: Batch) -> bool:
@@ -125,6 +76,13 @@ def cut_batch(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
         if isinstance(value, Whole) or (isinstance(value, Tensor) and not value.dim()):
             return [value.value if isinstance(value, Whole) else value] * len(sizes)
         along = value if isinstance(value, Along) else Along(value)
+        if len(sizes) == 1:
+            return [along.value]
+        if isinstance(along.value, Tensor) and is_sparse(along.value):
+            raise ConfigError(
+                f"{places.get(id(value), 'a tensor')} of the mini-batch is a sparse tensor, which "
+                f"is not cut into micro-batches: {MARKS}"
+            )
         if along.samples != total:
             raise ConfigError(
                 f"{places.get(id(value), 'a tensor')} of the mini-batch has {along.samples} "
@@ -234,8 +192,11 @@ def _named(batch: Batch) -> Iterator[tuple[str, Any]]:
         yield "the input" if len(batch.args) == 1 else f"input {i}", value
     for name, value in batch.kwargs.items():
         yield name, value
-    if batch.target is not batch.kwargs:  # a dict is both
-        yield "the target", batch.target
+    target = batch.target
+    if batch.kwargs and isinstance(target, dict):  # a dict is both
+        left = {n: v for n, v in target.items() if batch.kwargs.get(n) is not v}
+        target = left or None
+    yield "the target", target
 
 
 def _inside(place: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-import msgpack
 import torch
 from torch import Tensor, nn
 
@@ -23,7 +22,7 @@ from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.message import Mode
 from pipedream_rt.messages.tree import Structure, Value
 from pipedream_rt.models.cut import StageProgram
-from pipedream_rt.models.program import Program
+from pipedream_rt.packing import packb
 from pipedream_rt.schedules.edges import Address
 
 
@@ -34,11 +33,13 @@ class Followed(NamedTuple):
         program: Its number; 0 for a sequence.
         labels: The number of labels that the model's own loss is a mean over; None if not known.
         only_labels: Whether that loss is such a mean and nothing else.
+        numbers: What the sizes of its inputs decide in the program.
     """
 
     program: int = 0
     labels: int | None = None
     only_labels: bool = False
+    numbers: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -77,8 +78,8 @@ class Forwards(Protocol):
         layers: The modules that stay whole, by name; empty for a sequence.
         read: The values that the forward has read of modules while it was recorded, by the name of
             the module and the attribute.
-        definitions: The pickled programs that were recorded since the start, each with a part for
-            every stage; their numbers follow those of the programs with which the stages begin.
+        definitions: The programs that were recorded since the start, by number, each pickled with
+            that and a part for every stage.
     """
 
     own_loss: bool
@@ -88,7 +89,7 @@ class Forwards(Protocol):
     dtype: torch.dtype
     layers: dict[str, nn.Module]
     read: dict[tuple[str, str], Any]
-    definitions: list[bytes]
+    definitions: dict[int, bytes]
 
     @property
     def how(self) -> str:
@@ -102,6 +103,15 @@ class Forwards(Protocol):
 
     def shares(self, program: int, inputs: Value) -> Iterator[Share]:
         """Yield the share of each stage that takes inputs of a micro-batch."""
+
+    def unused(self) -> list[int]:
+        """Return the programs that no micro-batch follows from now on, since too many were known.
+
+        They can still be fed again, until `drop` is called.
+        """
+
+    def drop(self, program: int) -> None:
+        """Forget a program for good."""
 
     def cached(self, inputs: Value, cache: Cache, length: int) -> int:
         """Find, or record, the program for inputs with a cache, which grows by `length` positions.
@@ -127,7 +137,7 @@ class SequenceForwards:
     dtype: torch.dtype = torch.float32  # read only where the model computes its loss itself
     layers: dict[str, nn.Module] = field(default_factory=dict)
     read: dict[tuple[str, str], Any] = field(default_factory=dict)
-    definitions: list[bytes] = field(default_factory=list)
+    definitions: dict[int, bytes] = field(default_factory=dict)
 
     @property
     def how(self) -> str:
@@ -141,7 +151,8 @@ class SequenceForwards:
             raise ConfigError(
                 "a sequence of layers has one input, as in forward(x); of a loader it takes pairs "
                 "(x, y), of which x goes to the first layer; it may be a tuple or a dict: "
-                "prepare=lambda item: (item, item['labels'])"
+                "prepare=lambda item: (item, item['labels']). Several inputs take one module whose "
+                "forward has them: prepare=lambda item: ((a, b), {}, y)"
             )
         return batch.args[0]
 
@@ -154,15 +165,31 @@ class SequenceForwards:
     def shares(self, program: int, inputs: Value) -> Iterator[Share]:
         yield 0, inputs.structure, inputs.tensors
 
+    def unused(self) -> list[int]:
+        return []
+
+    def drop(self, program: int) -> None: ...
+
     def stage_programs(self, stage: int) -> tuple[StageProgram, ...]:
         return ()
 
 
 def _key(mode: Mode, training: bool | None, inputs: Value) -> bytes:
     """Return the signature of inputs and of the mode in which the model takes them."""
-    how = ["eval"] if mode in EVAL else [mode is Mode.TRAIN, training]
     of_tensors = [[str(t.dtype), list(t.shape), list(t.stride())] for t in inputs.tensors]
-    key: bytes = msgpack.packb([how, inputs.structure, of_tensors])
+    return _packed_key(mode, training, inputs, of_tensors)
+
+
+def _key_of_kind(mode: Mode, training: bool | None, inputs: Value) -> bytes:
+    """Return the signature of inputs without their sizes."""
+    of_tensors = [[str(t.dtype), t.dim(), t.is_contiguous()] for t in inputs.tensors]
+    return _packed_key(mode, training, inputs, of_tensors)
+
+
+def _packed_key(mode: Mode, training: bool | None, inputs: Value, of_tensors: list[Any]) -> bytes:
+    """Pack the mode, what is no tensor in inputs, and what counts of the tensors."""
+    how = ["eval"] if mode in EVAL else [mode is Mode.TRAIN, training]
+    key: bytes = packb([how, inputs.structure, of_tensors])
     return key
 
 
@@ -173,17 +200,6 @@ def without_cache(model: nn.Module) -> dict[str, Any]:
     takes = "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     config = getattr(model, "config", None)
     return {"use_cache": False} if takes and hasattr(config, "use_cache") else {}
-
-
-def sizes_of(program: Program, layers: dict[str, nn.Module]) -> dict[str, int]:
-    """Return the number of parameters of each layer that a program calls, in order."""
-    seen: set[int] = set()  # a parameter that several layers have counts for the first of them
-    sizes = {}
-    for name in program.layers():
-        own = [p for p in layers[name].parameters() if id(p) not in seen]
-        seen.update(map(id, own))
-        sizes[name] = sum(p.numel() for p in own)
-    return sizes
 
 
 def default_example(model: nn.Module) -> Batch | None:

@@ -7,7 +7,6 @@ cannot be copied, as one over a socket or an open file, is looked at itself, and
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Iterable, Iterator
 from copy import copy
@@ -29,12 +28,13 @@ from pipedream_rt.devices.randomness import (
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.models.preserving_state import drawn_outside, kept_outside
 from pipedream_rt.models.shipping import classes_kept, copying
+from pipedream_rt.telling import log_of
 
 _MOST_BYTES = 64 << 20
 """How much of a loader is copied: of its tensors and arrays, the rest of which is shared; and of
 all else, beyond which the loader itself is looked at."""
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 
 def is_loader(value: Any) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from pipedream_rt.batches.items import Accumulated, Batch
 from pipedream_rt.batches.weighing import Samples, Weighing, has_ignored, shares_of
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.message import Mode
+from pipedream_rt.messages.of_loss import OfLoss
 from pipedream_rt.messages.tree import NOTHING, Value, flat_copy, flatten
 
 
@@ -32,6 +34,8 @@ class MicroBatch(NamedTuple):
         weight: What it weighs in a mean of losses, as its samples or the labels that count.
         share: The factor of its loss.
         only_labels: Whether the model's own loss is a mean over labels and nothing else.
+        numbers: What the sizes of its inputs decide in the program.
+        loss: Of what its loss is computed.
     """
 
     program: int
@@ -41,6 +45,8 @@ class MicroBatch(NamedTuple):
     weight: float = 1.0
     share: float = 1.0
     only_labels: bool = False
+    numbers: tuple[int, ...] = ()
+    loss: OfLoss = OfLoss.PARTS
 
 
 EMPTY = MicroBatch(0, NOTHING, NOTHING, samples=0, weight=0, share=0.0)
@@ -65,6 +71,17 @@ class CutBatch(NamedTuple):
     def filled(self) -> dict[int, MicroBatch]:
         """The micro-batches with samples, by place in ``parts``."""
         return {i: part for i, part in enumerate(self.parts) if part.samples}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its loss is computed of all its micro-batches together."""
+        return self.parts[0].loss is OfLoss.WHOLE
+
+    @property
+    def with_loss(self) -> list[int]:
+        """The places of the micro-batches that have a loss: the last one has that of the whole."""
+        filled = self.filled
+        return [max(filled)] if self.is_whole else [i for i, part in filled.items() if part.share]
 
     def first(self, count: int) -> list[tuple[Batch, int]]:
         """Return the first ``count`` micro-batches as one, then each alone; with their samples."""
@@ -97,14 +114,20 @@ class Cutter:
         training: bool | None,
         samples: int = 1,
         clear: Samples | None = None,
+        other: Weighing | None = None,
     ) -> MicroBatch:
-        """Flatten a copy of a micro-batch: the caller may change its tensors afterwards."""
+        """Flatten a copy of a micro-batch: the caller may change its tensors afterwards.
+
+        ``other`` weighs it for another loss than that of training.
+        """
         given, batch = batch, unmarked(batch)
         inputs = flat_copy(self._forwards.inputs(batch))
-        program, labels, only_labels = self._forwards.follow(inputs, mode, training)
+        # With another loss, the model need not compute its own.
+        kind = mode if other is None else Mode.INFER
+        program, labels, only_labels, numbers = self._forwards.follow(inputs, kind, training)
         if not mode.has_target:
-            return MicroBatch(program, inputs, NOTHING)
-        weighing = self._weighing
+            return MicroBatch(program, inputs, NOTHING, numbers=numbers)
+        weighing = other or self._weighing
         weight = weighing.counted(batch, labels) if weighing.counts else labels
         if weight is None and clear is not None:
             clear.require_clear(given)
@@ -115,6 +138,7 @@ class Cutter:
             samples=samples,
             weight=samples if weight is None else weight,
             only_labels=only_labels,
+            numbers=numbers,
         )
 
     def cached(self, batch: Batch, cache: Cache, length: int) -> MicroBatch:
@@ -153,6 +177,11 @@ class Cutter:
         parts += [EMPTY] * (k - len(parts))
         return found[0]._replace(parts=parts, first_part=found[0])
 
+    def uncut(self, batch: Batch, training: bool | None) -> CutBatch:
+        """Return a mini-batch as one micro-batch, beside which there are empty ones."""
+        cut = self._cut(batch, 1, training)
+        return cut._replace(parts=[*cut.parts, *[EMPTY] * (self._per_update - 1)])
+
     def parts(self, batch: Batch, count: int, training: bool | None) -> list[MicroBatch]:
         """Return the micro-batches, up to ``count``, of a forward to train on."""
         return [*self._cut(batch, count, training).filled.values()]
@@ -167,7 +196,7 @@ class Cutter:
             raise ConfigError(
                 "the mini-batch has no tensor with a dimension, so it cannot be cut into "
                 f"{k} micro-batches; give tensors of (samples, ...), mark a list by Along(list), "
-                "or give micro_batches=1"
+                'or give micro_batches=1, schedule="gpipe"'
             )
         if k == 1 or samples is None:
             return CutBatch(batch, [self.part(batch, Mode.TRAIN, training, samples or 1)])
@@ -207,8 +236,9 @@ class LossChecks:
     def __init__(self, count: int) -> None:
         self._left = count
         self._looks_for_ignored = count > 0
+        self._taken: set[int] = set()  # their numbers, until their losses came
 
-    def takes(self, cut: CutBatch) -> bool:
+    def takes(self, cut: CutBatch, number: int) -> bool:
         """Whether to compare a mini-batch; call it once for each, in order."""
         if len(cut.filled) < 2 or is_cut_elsewhere(cut.batch):
             return False
@@ -219,4 +249,12 @@ class LossChecks:
         if is_ignored:
             self._looks_for_ignored = False
         self._left -= (is_first := self._left > 0)
-        return is_first or is_ignored
+        if is_first or is_ignored:
+            self._taken.add(number)
+        return number in self._taken
+
+    def came(self, number: int, losses: Iterable[float]) -> None:
+        """Take another mini-batch for one whose losses, as they are not finite, say nothing."""
+        if number in self._taken:
+            self._taken.remove(number)
+            self._left += not all(map(math.isfinite, losses))

@@ -4,30 +4,82 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import nn
 
-from pipedream_rt.batches.forwards import EVAL, TOTAL, Cache, Followed, Share, _key, without_cache
+from pipedream_rt.batches.forwards import (
+    EVAL,
+    TOTAL,
+    Cache,
+    Followed,
+    Share,
+    _key,
+    _key_of_kind,
+    without_cache,
+)
 from pipedream_rt.batches.items import Batch
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.message import Mode
 from pipedream_rt.messages.tree import Structure, Value, flat_copy, unflatten
 from pipedream_rt.models import dumps
+from pipedream_rt.models.any_sizes import AnySizes, Shapes, Symbols, any_sizes
 from pipedream_rt.models.cut import Cut, Routes, StageProgram, cut
+from pipedream_rt.models.kept import Kept
 from pipedream_rt.models.label_counts import LabelCount, label_count_of
 from pipedream_rt.models.modes import Modes
 from pipedream_rt.models.program import NONE_CARRIED, Program, Slot
 from pipedream_rt.models.recording import record
+from pipedream_rt.models.shipping import classes_kept, copying
 from pipedream_rt.schedules import COORDINATOR
 from pipedream_rt.schedules.edges import name_of
-from pipedream_rt.stage.spec import has_own_loss, own_loss
+from pipedream_rt.stage.spec import LossFunction, own_loss
+from pipedream_rt.telling import log_of
 
-_MOST = 4096
-"""Programs that a model may have. One with more makes a new one for every mini-batch."""
+_log = log_of(__name__)
+
+_MOST = 1024
+"""Programs of a model that are known at a time, beside those of the example, and kinds of inputs:
+the one that was followed longest ago is forgotten, and recorded again when it is needed."""
+
+_FIRST = 3
+"""How many programs are recorded before one for any sizes is made of them."""
+
+_ATTEMPTS = 4
+"""How often that is tried for inputs of one kind: sizes may part the ways of a forward."""
+
+
+@dataclass(slots=True)
+class _Kind:
+    """Inputs of one kind, whatever their sizes are.
+
+    Attributes:
+        examples: The shapes and the programs that were recorded last.
+        found: The programs for any sizes, by number.
+        followed: How many signatures have followed one of these.
+    """
+
+    examples: deque[tuple[Shapes, Program]] = field(default_factory=lambda: deque(maxlen=_FIRST))
+    found: dict[int, AnySizes] = field(default_factory=dict)
+    attempts: int = _ATTEMPTS
+    followed: int = 0
+
+
+def picked(loss_fn: LossFunction, output: Any) -> Slot | None:
+    """Return the slot that a loss function picks out of a recorded output; None if it computes."""
+    if isinstance(loss_fn, nn.Module):
+        return None
+    try:
+        with classes_kept():  # a copy: it may count its calls
+            found = copying(loss_fn)()(output, None)
+    except Exception:  # the user's, which computes with tensors
+        return None
+    return found if isinstance(found, Slot) else None
 
 
 class RecordedForwards:
@@ -35,7 +87,8 @@ class RecordedForwards:
 
     Attributes:
         homes: The stage of each layer that was called so far, by name.
-        cuts: The programs so far, cut into stages, by number.
+        cuts: The programs that are known, cut into stages, by number.
+        picks: Picks the loss out of an output, where the model computes it.
     """
 
     is_sequence: bool = False
@@ -52,6 +105,7 @@ class RecordedForwards:
         self.layers = layers
         self.read: dict[tuple[str, str], Any] = {}
         self.own_loss = self.returns_loss = False
+        self.picks: LossFunction = own_loss
         self.takes_total = TOTAL in inspect.signature(model.forward).parameters
         self._autocast = autocast
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
@@ -59,26 +113,34 @@ class RecordedForwards:
         self._given = without_cache(model)
         # By signature; several where a forward goes by values that it reads from its inputs.
         self._programs: dict[bytes, list[tuple[int, Program]]] = {}
-        self._countings: dict[int, LabelCount | None] = {}  # by number of a program
+        self._kinds: dict[bytes, _Kind] = {}
+        # By number of a program, where it is in one of these; in the order of their last use.
+        self._uses: dict[int, bytes] = {}
+        self._recent: set[int] = set()  # used since the stages were told last
+        self._gone: list[int] = []  # forgotten, and the stages are not told yet
+        self._count = 0
+        # By number of a program, what counts its labels, and whether its loss is their mean alone.
+        self._countings: dict[int, tuple[LabelCount | None, bool]] = {}
         # Of forwards with a cache: programs by signature and content; by signature, the one that
         # was taken last, and the one that holds for all lengths of the cache.
         self._by_content: dict[bytes, int] = {}
         self._last: dict[bytes, int] = {}
         self._for_all_lengths: dict[bytes, tuple[int, Program]] = {}
+        self._kept = Kept()
         self._num_stages = 1
         self._links: set[tuple[int, int]] = set()
         self._entries: set[int] = set()
         self._has: list[set[str]] = []  # by stage, the names of what it was sent
         self._began = False
         self.homes: dict[str, int] = {}
-        self.cuts: list[Cut] = []
-        self.definitions: list[bytes] = []
+        self.cuts: dict[int, Cut] = {}
+        self.definitions: dict[int, bytes] = {}
 
     @property
     def how(self) -> str:
         guards = sum(len(p.guards) for programs in self._programs.values() for _, p in programs)
         reads = f", {guards} values of inputs are read" if guards else ""
-        return f"cut by a recorded forward: {len(self.cuts)} programs so far{reads}"
+        return f"cut by a recorded forward: {self._count} programs so far{reads}"
 
     def program(self) -> str:
         lines = []
@@ -96,6 +158,8 @@ class RecordedForwards:
         mode: Mode,
         training: bool | None = None,
         carried: Mapping[str, Any] = NONE_CARRIED,
+        symbols: Symbols | None = None,
+        work: dict[str, int] | None = None,
     ) -> Program:
         """Record a forward; refuse one that has no loss where the model has to compute it."""
         program = record(
@@ -109,11 +173,14 @@ class RecordedForwards:
             carried=carried,
             modes=self._modes,
             read=self.read,
+            work=work,
+            symbols=symbols,
+            kept=self._kept,
         )
-        if mode.has_target and self.own_loss and not has_own_loss(program.output):
+        if mode.has_target and self.own_loss and picked(self.picks, program.output) is None:
             raise ConfigError(
-                "loss_fn is not given, and what the model returns has no loss: give loss_fn, or "
-                "the inputs with which the model computes one (such as labels)"
+                "the model is to compute the loss, and what it returns has none: give it the "
+                "inputs with which it computes one (such as labels), or another loss_fn"
             )
         return program
 
@@ -123,10 +190,12 @@ class RecordedForwards:
         self.homes.update({name: stage for stage, name in enumerate(firsts, 1)})
         inputs = flat_copy(self.inputs(batch))
         for mode, program in programs.items():
-            self._add(_key(mode, None, inputs), program)
-        self._links = {link for each in self.cuts for link in each.links}
-        self._entries = {stage for each in self.cuts for stage in each.entries}
-        of_cuts = zip(*(each.used for each in self.cuts), strict=True)
+            number = self._cut(program)
+            self._programs.setdefault(_key(mode, None, inputs), []).append((number, program))
+        cuts = self.cuts.values()
+        self._links = {link for each in cuts for link in each.links}
+        self._entries = {stage for each in cuts for stage in each.entries}
+        of_cuts = zip(*(each.used for each in cuts), strict=True)
         self._has = [set().union(*of_stage) for of_stage in of_cuts]
         self._began = True
 
@@ -141,32 +210,148 @@ class RecordedForwards:
         return tuple(sorted(self._entries))
 
     def stage_programs(self, stage: int) -> tuple[StageProgram, ...]:
-        return tuple(each.stages[stage] for each in self.cuts)
+        return tuple(each.stages[stage] for each in self.cuts.values())
 
     def inputs(self, batch: Batch) -> Any:
         return batch.args, batch.kwargs
 
     def follow(self, inputs: Value, mode: Mode, training: bool | None) -> Followed:
-        key, tensors = _key(mode, training, inputs), inputs.tensors
-        known = (found for found in self._programs.get(key, ()) if found[1].holds_for(tensors))
-        number, program = next(known, (-1, None))
-        if program is None:
-            args, kwargs = unflatten(inputs.structure, tensors)
-            program = self.record(Batch(args, kwargs, None), mode, training)
-            number = self._new(key, program)
+        tensors = inputs.tensors
+        found = self._known(inputs, mode, training) or self._recorded(inputs, mode, training)
+        number, program, numbers = found
+        if number in self._uses:  # not of those with which the stages begin, which stay
+            self._use(number)
         if not (self.own_loss and mode.has_target):
-            return Followed(number)
+            return Followed(number, numbers=numbers)
         if number not in self._countings:
-            self._countings[number] = label_count_of(program)
-        if (how := self._countings[number]) is None:
-            return Followed(number)
-        return Followed(number, how.of(tensors), own_loss(program.output, None) == Slot(how.mean))
+            how = label_count_of(program)
+            only = how is not None and picked(self.picks, program.output) == Slot(how.mean)
+            self._countings[number] = how, only
+        how, only = self._countings[number]
+        labels = None if how is None else how.of(tensors, numbers)
+        return Followed(number, labels, only, numbers)
+
+    def _known(
+        self, inputs: Value, mode: Mode, training: bool | None
+    ) -> tuple[int, Program, tuple[int, ...]] | None:
+        """Find the program for inputs, with its numbers for them."""
+        tensors = inputs.tensors
+        for number, program in self._programs.get(_key(mode, training, inputs), ()):
+            if program.holds_for(tensors):
+                return number, program, ()
+        kind = self._kind(_key_of_kind(mode, training, inputs))
+        for number, each in kind.found.items():
+            numbers = each.numbers([t.shape for t in tensors])
+            if numbers is not None and each.program.holds_for(tensors, numbers):
+                kind.followed += 1
+                # Looked at again now and then: code may take a symbol for no number.
+                looks = kind.followed & (kind.followed - 1) == 0
+                return None if looks else (number, each.program, numbers)
+        return None
+
+    def _recorded(
+        self, inputs: Value, mode: Mode, training: bool | None
+    ) -> tuple[int, Program, tuple[int, ...]]:
+        """Record the forward of inputs, for which there is no program."""
+        args, kwargs = unflatten(inputs.structure, inputs.tensors)
+        batch = Batch(args, kwargs, None)
+        program = self.record(batch, mode, training)
+        number = self._new(_key(mode, training, inputs), program)
+        if all(t.is_contiguous() for t in inputs.tensors):
+            self._learn(batch, mode, training, inputs, program)
+        return number, program, ()
+
+    def _learn(
+        self, batch: Batch, mode: Mode, training: bool | None, inputs: Value, program: Program
+    ) -> None:
+        """Compare a recorded program with those for any sizes, or make one after the first few."""
+        key = _key_of_kind(mode, training, inputs)
+        kind = self._kind(key)
+        example = [tuple(t.shape) for t in inputs.tensors], program
+        kind.examples.append(example)
+        served = False
+        for number, each in list(kind.found.items()):
+            agrees = each.agrees_with(*example)
+            served = served or bool(agrees)
+            if agrees is False:
+                _log.warning(
+                    "the forward takes another way with inputs of shapes %s than torch's symbolic "
+                    "shapes had shown, as code does that asks for the class of a size; from now on "
+                    "it is recorded for each shape", example[0],
+                )  # fmt: skip
+                kind.attempts = 0
+                # Stages forget it later: a micro-batch that follows it may not be fed yet.
+                del kind.found[number]
+        if served or len(kind.examples) < _FIRST or not kind.attempts:
+            return
+        read = [[guard.value for guard in each.guards] for _, each in kind.examples]
+        if read.count(read[-1]) < 2:  # it would be a program for this example alone
+            return
+        kind.attempts -= 1
+        made = any_sizes(
+            lambda symbols: self.record(batch, mode, training, symbols=symbols), kind.examples
+        )
+        if made is not None:
+            number = self._define(made.program)
+            kind.found[number] = made
+            self._uses[number] = key
+
+    def _kind(self, key: bytes) -> _Kind:
+        """Return the inputs of one kind, as those that are used last."""
+        kind = self._kinds[key] = self._kinds.pop(key, _Kind())
+        if len(self._kinds) > _MOST:
+            del self._kinds[next(iter(self._kinds))]
+        return kind
 
     def _new(self, key: bytes, program: Program) -> int:
         """Add a program that stages do not have yet; return its number."""
-        number = self._add(key, program)
-        self.definitions.append(dumps(self.cuts[number].stages)[0])
+        number = self._define(program)
+        self._programs.setdefault(key, []).append((number, program))
+        self._uses[number] = key
+        self._use(number)
         return number
+
+    def _use(self, number: int) -> None:
+        """Note that a program is followed now."""
+        self._uses[number] = self._uses.pop(number)  # as the last one
+        self._recent.add(number)
+
+    def _define(self, program: Program) -> int:
+        """Cut a program for stages that do not have it yet; return its number."""
+        number = self._cut(program)
+        self.definitions[number] = dumps((number, self.cuts[number].stages))[0]
+        return number
+
+    def unused(self) -> list[int]:
+        too_many = len(self._uses) - _MOST
+        oldest = [n for n in list(self._uses)[: max(too_many, 0)] if n not in self._recent]
+        for number in oldest:
+            self._forget(number)
+        self._recent.clear()
+        self._gone, gone = [], self._gone
+        return gone
+
+    def _forget(self, number: int) -> None:
+        """Let no inputs follow a program from now on."""
+        key = self._uses.pop(number)
+        self._gone.append(number)
+        self._countings.pop(number, None)
+        if (kind := self._kinds.get(key)) is not None and number in kind.found:
+            del kind.found[number]
+            return
+        left = [each for each in self._programs.get(key, ()) if each[0] != number]
+        if left:
+            self._programs[key] = left
+        else:
+            self._programs.pop(key, None)
+        for known in (self._by_content, self._last):
+            for each in [each for each, n in known.items() if n == number]:
+                del known[each]
+        for each in [each for each, (n, _) in self._for_all_lengths.items() if n == number]:
+            del self._for_all_lengths[each]
+
+    def drop(self, program: int) -> None:
+        del self.cuts[program], self.definitions[program]
 
     def cached(self, inputs: Value, cache: Cache, length: int) -> int:
         before = cache.value.get_seq_length()
@@ -181,6 +366,7 @@ class RecordedForwards:
         if key in self._for_all_lengths and not looks:
             number, program = self._for_all_lengths[key]
             if program.holds_for(inputs.tensors):
+                self._use(number)
                 cache.grow(length)
                 return number
         args, kwargs = unflatten(inputs.structure, inputs.tensors)
@@ -193,6 +379,7 @@ class RecordedForwards:
         if content not in self._by_content:
             self._by_content[content] = self._new(key, program)
         number = self._by_content[content]
+        self._use(number)
         if self._last.get(key) == number:
             self._for_all_lengths[key] = number, program
         else:
@@ -209,22 +396,17 @@ class RecordedForwards:
                 structure = ["T", 0]
             yield stage, structure, tuple(tensors[slot] for slot in slots) if tensors else ()
 
-    def _add(self, key: bytes, program: Program) -> int:
+    def _cut(self, program: Program) -> int:
         """Cut a program, and return its number."""
-        if len(self.cuts) >= _MOST:
-            raise ConfigError(
-                f"the model has taken {_MOST} ways so far: the shapes of its inputs, or what it "
-                "reads from them, differ in every mini-batch. Pad the inputs to a few lengths"
-            )
         homes = dict(self.homes)  # a copy: a program that is refused leaves no trace
         ways = Routes(self._links, self._entries) if self._began else None
         made = cut(program, homes, self._num_stages, ways)
         if self._began:
             self._require_fit(made, homes)
         self.homes = homes
-        self.cuts.append(made)
-        self._programs.setdefault(key, []).append((len(self.cuts) - 1, program))
-        return len(self.cuts) - 1
+        number, self._count = self._count, self._count + 1
+        self.cuts[number] = made
+        return number
 
     def _require_fit(self, made: Cut, homes: dict[str, int]) -> None:
         """Refuse a program that uses what its stage was not sent."""

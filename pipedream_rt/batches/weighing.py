@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -47,6 +47,10 @@ class Weighing:
         self.is_given = weigh is not None
         self.counts = self.is_given or self._counted is not None
 
+    def for_loss(self, loss_fn: object) -> Weighing:
+        """Return what weighs batches for another loss; the user's function holds for it too."""
+        return Weighing(self._weigh, loss_fn)
+
     def counted(self, batch: Batch, labels: int | None) -> float | None:
         """Return what a micro-batch or a mini-batch weighs; None for its number of samples."""
         if self._weigh is None:
@@ -64,6 +68,19 @@ class Weighing:
         if not math.isfinite(weight) or weight < 0:
             raise ConfigError(f"weigh must return a number of at least 0, it returned {found!r}")
         return weight
+
+
+def is_known_mean(loss_fn: object) -> bool:
+    """Whether a loss is one of torch's own, which are means over samples as they come."""
+    if isinstance(loss_fn, nn.Module):
+        of_torch = type(loss_fn).__module__ == nn.modules.loss.__name__
+        return of_torch and is_mean(vars(loss_fn))
+    function: Any = loss_fn
+    given: Mapping[str, Any] = {}
+    if isinstance(loss_fn, functools.partial):
+        function, given = loss_fn.func, loss_fn.keywords
+    of_torch = function is getattr(nn.functional, getattr(function, "__name__", ""), None)
+    return callable(function) and of_torch and is_mean(given)
 
 
 def _counted_by(loss_fn: object) -> _Counted | None:
@@ -106,10 +123,14 @@ def parts_of(batch: Batch) -> tuple[Any, ...]:
 
 
 def shares_of(weights: Sequence[float], samples: Sequence[int]) -> list[float]:
-    """Return the share of each micro-batch by weight; by samples where all weigh nothing."""
-    total: float = sum(weights)
+    """Return the share of each micro-batch by weight; by samples where all weigh nothing.
+
+    Without samples too, equal shares.
+    """
     # If all labels are ignored, shares by samples make the loss what that of the whole would be.
-    return [each / total for each in weights] if total else shares_of(samples, samples)
+    counted = next((each for each in (weights, samples) if sum(each)), [1] * len(weights))
+    total: float = sum(counted)
+    return [each / total for each in counted]
 
 
 class Samples:

@@ -29,11 +29,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+
+from safetensors import safe_open
 
 from pipedream_rt.schema import open_file
 
@@ -133,6 +135,20 @@ def digest_of(path: Path) -> bytes:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.digest()
+
+
+@contextmanager
+def open_tensors(path: Path, *, follow: bool = False) -> Iterator[Any]:
+    """Open a file of safetensors, which must be an ordinary file; ``follow``: or a link to one."""
+    with open_file(path, follow=follow) as file:
+        # By its descriptor, as the path may lead to another file by now.
+        opened = f"/proc/self/fd/{file.fileno()}"
+        # Safetensors opens the file twice, and reports a damaged one if descriptors run out: so two
+        # are tried here, which fails with the true reason.
+        with open_file(opened), open_file(opened):
+            pass
+        with safe_open(opened, framework="pt") as tensors:
+            yield tensors
 
 
 def sync(path: Path) -> None:

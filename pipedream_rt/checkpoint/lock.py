@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import logging
 import os
 import socket
 from contextlib import suppress
@@ -21,8 +20,9 @@ from pipedream_rt.checkpoint.layout import BEING_REPLACED, give_back, remove_par
 from pipedream_rt.errors import CheckpointError
 from pipedream_rt.lifecycle import close_in_forked_children
 from pipedream_rt.schema import line, printable, problem_of, read_file, whole
+from pipedream_rt.telling import log_of
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 _FILE = ".pipedream-rt.lock"
 _OWNER = {"pid": whole(1), "host": line(255)}

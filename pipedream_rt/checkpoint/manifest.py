@@ -18,6 +18,7 @@ from pipedream_rt import schema
 from pipedream_rt.checkpoint.layout import MANIFEST, is_file_name
 from pipedream_rt.errors import CheckpointError, ConfigError
 from pipedream_rt.messages.state_keys import key_of
+from pipedream_rt.packing import packb, unpackb
 
 _MAGIC = "pipedream-rt checkpoint"
 _FORMAT = 5
@@ -126,10 +127,12 @@ _RESULT = schema.fields(
         "versions": schema.list_of(_COUNT),
         "staleness": _COUNT,
         "busy_s": schema.list_of(_real),
+        "processor_s": schema.list_of(_real),
+        "process_s": schema.list_of(_real),
         "fingerprint": schema.maybe(schema.line(256)),
         "metrics": schema.mapping(schema.text(10_000), _real),
     },
-    optional=("fingerprint", "metrics"),
+    optional=("processor_s", "process_s", "fingerprint", "metrics"),
 )
 
 
@@ -199,6 +202,7 @@ class Manifest:
             checkpoint of an older version, which has no modes either.
         training: The mode that all modules were set to (`Pipeline.train`); None if never.
         modes: The mode of each layer whose stage was set to one by itself after that, by name.
+        whole: Whether the loss is computed of whole mini-batches; None if that was not decided.
     """
 
     step: Count
@@ -222,6 +226,7 @@ class Manifest:
     values: Annotated[list[list[Any]] | None, schema.maybe(schema.list_of(_OF_SCRIPT))] = None
     training: bool | None = None
     modes: dict[Annotated[str, _NAME], bool] | None = None
+    whole: bool | None = None
 
 
 _FIELDS = schema.checks_of(Manifest)
@@ -240,19 +245,19 @@ def seal(manifest: Manifest) -> bytes:
     # Checked as a reader will check it: else the run would make checkpoints that nobody can load.
     if problem := schema.problem_of(_unpack(packed), _FIELDS):
         raise CheckpointError(f"the manifest was not written, as it would be unreadable: {problem}")
-    return bytes(msgpack.packb([_MAGIC, _FORMAT, packed, _checksum(packed)]))
+    return bytes(packb([_MAGIC, _FORMAT, packed, _checksum(packed)]))
 
 
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint, and check all of it."""
     try:
         data = schema.read_file(folder / MANIFEST, _LARGEST, follow=False)
-        magic, version, packed, checksum = msgpack.unpackb(data)
+        magic, version, packed, checksum = unpackb(data)
         if magic != _MAGIC:
             raise ValueError("it is no manifest of pipedream-rt")
         if version != _FORMAT:
             raise CheckpointError(
-                f"{folder} is a checkpoint of format {schema.printable(repr(version), 20)}, this "
+                f"{folder} is a checkpoint of format {schema.shown(version, 20)}, this "
                 f"version reads {_FORMAT}"
             )
         if _checksum(packed) != checksum:
@@ -316,7 +321,7 @@ def _pack(value: Any) -> bytes:
             raise TypeError(f"a {type(odd).__name__}")
         return msgpack.ExtType(_TENSOR, save({"": odd.detach().contiguous()}))
 
-    return bytes(msgpack.packb(value, default=default))
+    return bytes(packb(value, default=default))
 
 
 def _unpack(data: bytes) -> Any:
@@ -327,4 +332,4 @@ def _unpack(data: bytes) -> Any:
             raise ValueError(f"an unknown extension {code}")
         return load(data)[""]
 
-    return msgpack.unpackb(data, ext_hook=extension, strict_map_key=False)
+    return unpackb(data, ext_hook=extension, strict_map_key=False)

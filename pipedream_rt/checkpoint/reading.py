@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from pipedream_rt.checkpoint.layout import (
@@ -23,6 +22,7 @@ from pipedream_rt.checkpoint.layout import (
     digest_of,
     files_of,
     is_name,
+    open_tensors,
     step_of,
 )
 from pipedream_rt.checkpoint.lock import restore_replaced_if_idle
@@ -30,9 +30,10 @@ from pipedream_rt.checkpoint.manifest import Manifest, read_manifest
 from pipedream_rt.errors import CheckpointError
 from pipedream_rt.messages.snapshot import Snapshot, Wanted
 from pipedream_rt.messages.state_keys import OF_OPTIMIZERS, StateKey, StepState, by_key, parsed
-from pipedream_rt.schema import list_of, open_file, printable, text
+from pipedream_rt.schema import list_of, printable, shown, text
+from pipedream_rt.telling import log_of
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 
 def newest_good(path: Path, spare: Collection[Path] = ()) -> tuple[Path, Manifest]:
@@ -170,7 +171,7 @@ def _older_versions(tensors_of: Written, parameters: set[str]) -> dict[int, dict
     found = tensors_of("versions", lambda parts: parts[-1] in parameters)
     for parts, tensor in found.items():
         if len(parts) != 2 or not isinstance(parts[0], int) or parts[0] < 0:
-            raise CheckpointError(f"a file of versions has the key {printable(repr(parts), 100)}")
+            raise CheckpointError(f"a file of versions has the key {shown(parts, 100)}")
         versions.setdefault(parts[0], {})[str(parts[1])] = tensor
     return versions
 
@@ -184,6 +185,15 @@ def shapes(folder: Path, files: Collection[str]) -> dict[str, tuple[int, ...]]:
             for key in file.keys():  # noqa: SIM118 - no dict
                 shape = tuple(file.get_slice(key).get_shape())
                 found[key] = shape[:-1] if key in pairs else shape
+    return found
+
+
+def keys_by_stage(folder: Path, files: Collection[str]) -> list[list[str]]:
+    """Keys of the weights and buffers in a checkpoint that was verified, by stage."""
+    found = []
+    for path in files_of(folder, files, "model"):
+        with _opened(path) as file:
+            found.append(list(file.keys()))
     return found
 
 
@@ -202,11 +212,7 @@ _UNREADABLE = (
 def _opened(path: Path) -> Iterator[Any]:
     """Open a file of tensors."""
     try:
-        # safetensors refuses no links or pipes. It also opens the file twice, and reports a damaged
-        # one if descriptors run out: so two are tried here, which fails with the true reason.
-        with open_file(path, follow=False), open_file(path, follow=False):
-            pass
-        with safe_open(path, framework="pt") as file:
+        with open_tensors(path) as file:
             yield file
     except _UNREADABLE as error:
         raise CheckpointError(f"{path} cannot be read: {printable(str(error))}") from error

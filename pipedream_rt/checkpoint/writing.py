@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import os
 import shutil
 import threading
@@ -38,8 +37,9 @@ from pipedream_rt.errors import CheckpointError
 from pipedream_rt.messages.snapshot import Snapshot
 from pipedream_rt.messages.state_keys import StateKey, StepState, written
 from pipedream_rt.schedules.placement import LOSS_LAYER
+from pipedream_rt.telling import log_of
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 
 _PRIVATE_FILE, _PRIVATE_FOLDER = 0o600, 0o700
@@ -175,9 +175,11 @@ def write_tensors(
         save_file(tensors, part, metadata=metadata)
         sync(part)
         part.replace(path)
-    except (OSError, SafetensorError) as error:
+    except BaseException as error:  # also Ctrl-C: a best file lies where nobody clears up
         with suppress(OSError):
             part.unlink()
+        if not isinstance(error, OSError | SafetensorError):
+            raise
         raise CheckpointError(f"{path} cannot be written: {error}") from error
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from pipedream_rt.cli.shared_options import GivenPath
 from pipedream_rt.errors import CheckpointError
 from pipedream_rt.schema import printable
 from pipedream_rt.tracing.summary import bytes_text, table
@@ -15,13 +16,13 @@ _SHOWN = 10_000
 """Characters of a value in a checkpoint that are shown."""
 
 
-@click.group()
+@click.group(short_help="Look at checkpoints, compare and export them.")
 def checkpoint() -> None:
     """Look at checkpoints."""
 
 
 @checkpoint.command()
-@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("folder", type=GivenPath(exists=True, file_okay=False, path_type=Path))
 def verify(folder: Path) -> None:
     """Check every byte of a checkpoint, or of all checkpoints of a run."""
     # Imported here, because these import torch, which takes seconds.
@@ -40,7 +41,7 @@ def verify(folder: Path) -> None:
 
 
 @checkpoint.command()
-@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("folder", type=GivenPath(exists=True, file_okay=False, path_type=Path))
 def inspect(folder: Path) -> None:
     """Show what a checkpoint says of itself; of a run, its newest whole one."""
     # Checkpoints import torch, which the other verbs start without.
@@ -79,8 +80,8 @@ def inspect(folder: Path) -> None:
 
 
 @checkpoint.command()
-@click.argument("first", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.argument("second", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("first", type=GivenPath(exists=True, file_okay=False, path_type=Path))
+@click.argument("second", type=GivenPath(exists=True, file_okay=False, path_type=Path))
 def compare(first: Path, second: Path) -> None:
     """Find the first step at which the checkpoints of two runs differ; exit code 1 if one does.
 
@@ -111,8 +112,8 @@ def compare(first: Path, second: Path) -> None:
 
 
 @checkpoint.command()
-@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.argument("output", type=click.Path(dir_okay=False, writable=True, path_type=Path))
+@click.argument("folder", type=GivenPath(exists=True, file_okay=False, path_type=Path))
+@click.argument("output", type=GivenPath(dir_okay=False, writable=True, path_type=Path))
 @click.option("--force", is_flag=True, help="Replace OUTPUT if it is there.")
 def export(folder: Path, output: Path, force: bool) -> None:
     """Write the weights of a checkpoint as one safetensors file; of a run, its newest whole one.

@@ -12,6 +12,7 @@ from string import Template
 
 import click
 
+from pipedream_rt.cli.shared_options import GivenPath
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.schema import write_file
 
@@ -127,10 +128,10 @@ if __name__ == "__main__":
 ''')
 
 
-@click.command()
+@click.command(short_help="Write a script to start from, for a model.")
 @click.argument("model")
 @click.option("-o", "--output", default="train.py", show_default=True,
-              type=click.Path(dir_okay=False), help="The script to write.")  # fmt: skip
+              type=GivenPath(dir_okay=False), help="The script to write.")  # fmt: skip
 @click.option("--stages", default=2, show_default=True, type=click.IntRange(min=1),
               help="The number of stages.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace a script that is there.")
@@ -147,7 +148,7 @@ def init(model: str, output: str, stages: int, force: bool) -> None:
     module, colon, name = model.partition(":")
     text = _of_class(module, name, path, stages) if colon else _of_name(model, path, stages)
     try:
-        write_file(path, text.encode())
+        write_file(path, text.encode(errors="backslashreplace"))
     except OSError as error:
         raise ConfigError(f"cannot write to {path}: {error.strerror}") from error
     what = f"the class {name}" if colon else f"{model} of Hugging Face"

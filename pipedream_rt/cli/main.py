@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import sys
+
 import click
 
 from pipedream_rt import __version__
@@ -28,26 +31,32 @@ class _Commands(click.Group):
         except PipelineError as error:
             raise click.ClickException(str(error)) from error
 
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)  # in the order of their use, below
+
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__)
 def main() -> None:
     """Asynchronous pipeline-parallel training for PyTorch."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # The name of a file may be no text at all: it is printed as standard error prints it.
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 for _command in (
-    checkpoint,
-    doctor,
     init,
-    plan,
-    profile,
-    report,
     run,
+    watch,
+    status,
+    report,
+    checkpoint,
+    timeline,
+    doctor,
+    worker,
     schedule,
     simulate,
-    status,
-    timeline,
-    watch,
-    worker,
+    profile,
+    plan,
 ):
     main.add_command(_command)

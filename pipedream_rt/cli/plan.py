@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from pipedream_rt.cli.shared_options import Grouped
+from pipedream_rt.cli.shared_options import GivenPath, Grouped
 from pipedream_rt.cli.timeline import write_drawing
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.planning import files
@@ -81,6 +81,7 @@ def _slowdown(context: click.Context, option: click.Parameter, text: str) -> Slo
 
 
 @click.command(
+    short_help="Choose stages and schedule from a profile.",
     cls=Grouped,
     groups={
         "Machines": "workers bandwidth latency memory speed",
@@ -89,7 +90,7 @@ def _slowdown(context: click.Context, option: click.Parameter, text: str) -> Slo
         "What is written": "explain svg as_json",
     },
 )
-@click.argument("profile", type=click.Path(dir_okay=False))
+@click.argument("profile", type=GivenPath(dir_okay=False))
 @click.option("--workers", default="4", show_default=True, callback=_workers,
               help="Workers; 4x2 are 2 servers of 4.")  # fmt: skip
 @click.option("--bandwidth", default="10Gbit", show_default=True, callback=_several(rate),
@@ -102,7 +103,8 @@ def _slowdown(context: click.Context, option: click.Parameter, text: str) -> Slo
               help="Of a worker beside that of the profile; with commas, of each.")  # fmt: skip
 @click.option("--micro-batches", type=click.IntRange(1, 1 << 20),
               help="Micro-batches per update.  [default: as many as workers]")  # fmt: skip
-@click.option("--schedule", "choices", multiple=True, type=click.Choice(CHOICES),
+@click.option("--schedule", "choices", multiple=True,
+              type=click.Choice(CHOICES, case_sensitive=False),
               help="Compare these alone; may be given several times.")  # fmt: skip
 @click.option("--max-replicas", type=click.IntRange(min=1), help="Replicas of a stage at most.")
 @click.option("--slowdown", default="corrected", show_default=True, callback=_slowdown,
@@ -114,7 +116,7 @@ def _slowdown(context: click.Context, option: click.Parameter, text: str) -> Slo
 @click.option("--codec", callback=_codec, metavar="RATIO[,TIME]",
               help="Edges may have a codec: share of the bytes, and time for a MB.")  # fmt: skip
 @click.option("--explain", is_flag=True, help="What limits it, and what would change it.")
-@click.option("--svg", type=click.Path(dir_okay=False),
+@click.option("--svg", type=GivenPath(dir_okay=False),
               help="Draw a simulation of the best plan into this file.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 def plan(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 
+from pipedream_rt.cli.shared_options import GivenPath
 from pipedream_rt.cluster.environment import PROFILE
 from pipedream_rt.cluster.subprocesses import end_processes, shell_code
 from pipedream_rt.deadline import Deadline
@@ -21,9 +22,12 @@ _END_TIMEOUT = timedelta(seconds=10)
 """For the script to end after SIGTERM; then it is killed."""
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.command(
+    context_settings={"allow_interspersed_args": False},
+    short_help="Measure the layers of a script's model.",
+)
 @click.option("-o", "--output", default="model.profile", show_default=True,
-              type=click.Path(dir_okay=False, path_type=Path),
+              type=GivenPath(dir_okay=False, path_type=Path),
               help="The file of the profile; one of the same model stays.")  # fmt: skip
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as with python -m.")
 @click.argument("script")

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import click
 
-from pipedream_rt.cli.shared_options import Grouped, options_of_nodes
+from pipedream_rt.cli.shared_options import GivenPath, Grouped, options_of_nodes
 from pipedream_rt.cluster.engines import EngineRequest, node_job
 from pipedream_rt.cluster.environment import (
     LOG_DIR,
@@ -26,12 +26,14 @@ from pipedream_rt.cluster.environment import (
 from pipedream_rt.cluster.forked_workers import imports_of
 from pipedream_rt.cluster.nodes import run_first, run_other
 from pipedream_rt.deadline import Deadline
-from pipedream_rt.schema import is_count, printable
+from pipedream_rt.schema import is_count, shown
+from pipedream_rt.telling import say
 
 
 @click.command(
     context_settings={"ignore_unknown_options": True, "help_option_names": []},
     add_help_option=False,
+    short_help="Join a script on another machine.",
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def worker(arguments: tuple[str, ...]) -> None:
@@ -40,8 +42,49 @@ def worker(arguments: tuple[str, ...]) -> None:
     os.execv(sys.executable, [sys.executable, "-m", "pipedream_rt.workers", *arguments])
 
 
+_MEANT = {
+    "nproc-per-node": "nproc n np workers num-workers num-processes nprocs gpus num-gpus ngpus "
+    "devices",
+    "nnodes": "nodes num-nodes num-machines n-nodes",
+    "node-rank": "rank machine-rank",
+    "master-addr": "main-process-ip",
+    "master-port": "main-process-port",
+    "max-restarts": "restarts retries",
+    "threads": "num-threads num-cpu-threads-per-process",
+    "log-dir": "logs log-folder",
+}
+"""By name of an option, what torchrun, accelerate, deepspeed and others call it."""
+
+_NEEDLESS = (
+    "standalone role monitor-interval start-method tee redirects local-addr no-python run-path "
+    "local-ranks-filter logs-specs event-log-handler numa-binding signals-to-handle"
+)
+"""Options of torchrun that have no place here."""
+
+
+class _Run(Grouped):
+    """Answers the words of other launchers with those of this command."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            given = error.option_name
+            name = given.lstrip("-").replace("_", "-")
+            meant = [option for option, words in _MEANT.items() if name in words.split()]
+            if meant:
+                raise click.UsageError(
+                    f"run has no option {given}: here it is --{meant[0]}", ctx
+                ) from None
+            if name in _NEEDLESS.split():
+                raise click.UsageError(
+                    f"run has no option {given}, and needs none in its place: leave it out", ctx
+                ) from None
+            raise
+
+
 @click.command(
-    cls=Grouped,
+    cls=_Run,
     groups={
         "Workers": "nproc_per_node threads max_restarts",
         "The run": "resume verify module",
@@ -49,7 +92,8 @@ def worker(arguments: tuple[str, ...]) -> None:
         "Several nodes": "nnodes node_rank rdzv_endpoint master_addr master_port ray_nodes "
         "patience grace",
     },
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    context_settings={"allow_interspersed_args": False},
+    short_help="Run a script, with workers beside it.",
 )
 @click.option("--nproc-per-node", "--nproc_per_node", envvar="PET_NPROC_PER_NODE", metavar="N",
               callback=lambda context, parameter, text: count_of(text),
@@ -64,11 +108,11 @@ def worker(arguments: tuple[str, ...]) -> None:
               help="Seconds for which other nodes serve the script after SIGTERM.")  # fmt: skip
 @click.option("--threads", default=1, show_default=True, type=click.IntRange(min=1),
               help="Threads of each worker for torch's own parallel loops.")  # fmt: skip
-@click.option("--trace", type=click.Path(dir_okay=False, writable=True),
+@click.option("--trace", type=GivenPath(dir_okay=False, writable=True),
               help="File to write what every stage did when; see timeline.")  # fmt: skip
-@click.option("--log-dir", "--log_dir", type=click.Path(file_okay=False, writable=True),
+@click.option("--log-dir", "--log_dir", type=GivenPath(file_okay=False, writable=True),
               help="Folder for a file with what each worker writes.")  # fmt: skip
-@click.option("--record", type=click.Path(file_okay=False, writable=True), metavar="FOLDER",
+@click.option("--record", type=GivenPath(file_okay=False, writable=True), metavar="FOLDER",
               help="Folder to record the run in; see report and watch.")  # fmt: skip
 @click.option("--max-restarts", "--max_restarts", type=click.IntRange(min=0),
               help="Number of failures of workers to recover from; 3 by default where the script "
@@ -120,7 +164,7 @@ def run(
         options += [] if max_restarts is None else [f"--max-restarts={max_restarts}"]
         options += ["--resume"] * resume + ["--verify"] * verify + ["--module"] * module
         on_nodes = [script if module else os.path.abspath(script), *arguments]
-        sys.exit(run_on_ray(ray_nodes, options, on_nodes, Deadline(wait), _say))
+        sys.exit(run_on_ray(ray_nodes, options, on_nodes, Deadline(wait), say))
     job = node_job(os.environ, asked)
     if job is None and nproc_per_node is None and threads > 1:
         raise click.UsageError(
@@ -150,7 +194,7 @@ def run(
         # In this process, so that signals and exit codes are the script's own.
         os.execve(sys.executable, command, {**os.environ, **settings, PREPARE: "1"})
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    code = run_first(job, command, count, settings, _say, wait)
+    code = run_first(job, command, count, settings, say, wait)
     sys.exit(code)
 
 
@@ -170,12 +214,5 @@ def count_of(text: str | None) -> int | None:
     if text in ("auto", "cpu"):
         return len(os.sched_getaffinity(0))
     if not (is_count(text) and int(text) > 0):
-        raise click.BadParameter(
-            f"{printable(repr(text), 60)} is no number of at least 1, nor auto"
-        )
+        raise click.BadParameter(f"{shown(text, 60)} is no number of at least 1, nor auto")
     return int(text)
-
-
-def _say(line: str) -> None:
-    """Tell the user a line on standard error, apart from what the script prints."""
-    click.echo(line, err=True)

@@ -6,14 +6,20 @@ import click
 
 from pipedream_rt.cli.shared_options import refuse_too_many, replicas_option, slack_option
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.schedules import RECIPES, check, describe_schedules, plan_for
+from pipedream_rt.schedules import (
+    RECIPES,
+    check,
+    describe_schedules,
+    plan_for,
+    schedule_named,
+)
 from pipedream_rt.schedules.recipes import VERTICAL_SYNC
 
 _MOST_DRAWN = 1_000_000
 """Actions that a drawing may have. Its lines are far wider than any terminal already."""
 
 
-@click.command()
+@click.command(short_help="Draw a schedule; help lists them.")
 @click.argument("name")
 @click.option("--stages", default=4, show_default=True, type=click.IntRange(min=1),
               help="Stages of the model.")  # fmt: skip
@@ -45,8 +51,9 @@ def schedule(
     if name == "help":
         click.echo(describe_schedules())
         return
+    name = schedule_named(name)
     if vertical_sync and not name.endswith(VERTICAL_SYNC):
-        if name in RECIPES and name + VERTICAL_SYNC not in RECIPES:
+        if name + VERTICAL_SYNC not in RECIPES:
             raise ConfigError(f"--vertical-sync is an option of async-1f1b, not of {name}")
         name += VERTICAL_SYNC
     chosen = plan_for(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,9 +12,10 @@ import click
 from pipedream_rt.cluster.addresses import joined
 from pipedream_rt.cluster.engines import EngineRequest
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.paths import given_path
 from pipedream_rt.schedules import Plan
 from pipedream_rt.schedules.shape import parse_slack
-from pipedream_rt.schema import is_count, printable
+from pipedream_rt.schema import is_count, shown
 
 
 class Grouped(click.Command):
@@ -36,6 +38,14 @@ class Grouped(click.Command):
                     formatter.write_dl(rows)
 
 
+class GivenPath(click.Path):
+    """The path of a file or folder, with ``~`` and variables expanded; no address."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        what = "the path" if param is None else param.get_error_hint(ctx)
+        return super().convert(os.fspath(given_path(value, what)), param, ctx)
+
+
 def _slack(context: click.Context, option: click.Parameter, text: str | None) -> Any:
     """Read an option with one number for all hops, or one for each, separated by commas."""
     return None if text is None else parse_slack(text.split(","))
@@ -47,9 +57,7 @@ def _replicas(context: click.Context, option: click.Parameter, text: str | None)
         return ()
     numbers = [part.strip() for part in text.split(",")]
     if not all(map(is_count, numbers)):
-        raise ConfigError(
-            f"replicas must be integers of at least 1, not {printable(repr(text), 60)}"
-        )
+        raise ConfigError(f"replicas must be integers of at least 1, not {shown(text, 60)}")
     return int(numbers[0]) if len(numbers) == 1 else tuple(map(int, numbers))
 
 

@@ -20,15 +20,17 @@ from urllib.parse import urlsplit
 
 import click
 
+from pipedream_rt.cli.shared_options import GivenPath
 from pipedream_rt.coordinator.recovery.status_server import running
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, PipelineError
-from pipedream_rt.observers.events import Begun, Ended, Event, unpacked
 from pipedream_rt.observers.folder import EVENTS, Following, read_run
 from pipedream_rt.observers.live import EVERY_S, LivePage
 from pipedream_rt.observers.page.render import comparison_of, write_page, write_report
 from pipedream_rt.observers.run_record import RunRecord
+from pipedream_rt.paths import given_path
 from pipedream_rt.schema import printable
+from pipedream_rt.tracing.events import Begun, Ended, Event, unpacked
 
 _ADDRESS = re.compile(r"[^/\s]+:\d{1,5}")
 _ADDRESS_LIKE = re.compile(r":\d|://")
@@ -42,10 +44,10 @@ _LONGEST = 1 << 24
 """Bytes that an event may have."""
 
 
-@click.command()
-@click.argument("runs", nargs=-1, required=True, type=click.Path(), metavar="RUN...")
+@click.command(short_help="Write a page about a recorded run, or several side by side.")
+@click.argument("runs", nargs=-1, required=True, type=GivenPath(), metavar="RUN...")
 @click.option("-o", "--output", default="report.html", show_default=True,
-              type=click.Path(dir_okay=False), help="The file to write.")  # fmt: skip
+              type=GivenPath(dir_okay=False), help="The file to write.")  # fmt: skip
 def report(runs: tuple[str, ...], output: str) -> None:
     """Write a page about the run that was recorded in the folder RUN; of several, side by side.
 
@@ -58,10 +60,11 @@ def report(runs: tuple[str, ...], output: str) -> None:
         path = write_report(output, read_run(runs[0]))
     else:
         path = write_page(output, comparison_of({run: read_run(run) for run in runs}))
-    click.echo(f"{path}: {path.stat().st_size / 1024:.0f} KiB, open it in a browser")
+    what = f"{len(runs)} runs side by side, " if len(runs) > 1 else ""
+    click.echo(f"{path}: {what}{path.stat().st_size / 1024:.0f} KiB, open it in a browser")
 
 
-@click.command()
+@click.command(short_help="Follow a run that goes on, here or in a browser.")
 @click.argument("run")
 @click.option("--web", is_flag=True, help="Serve a page for a browser, until Ctrl-C.")
 @click.option("--host", default="127.0.0.1", show_default=True,
@@ -77,7 +80,7 @@ def watch(run: str, web: bool, host: str, port: int, token: str | None) -> None:
     machine, RUN is then HOST:PORT with --token, or the whole address.
     """
     if Path(run).is_dir() or not _ADDRESS_LIKE.search(run):
-        following = _wait_for(Path(run))
+        following = _wait_for(given_path(run, "RUN"))
         if web:
             _serve(following, host, port, token)
         else:

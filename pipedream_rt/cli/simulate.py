@@ -6,10 +6,22 @@ from typing import Any
 
 import click
 
-from pipedream_rt.cli.shared_options import refuse_too_many, replicas_option, slack_option
+from pipedream_rt.cli.shared_options import (
+    GivenPath,
+    refuse_too_many,
+    replicas_option,
+    slack_option,
+)
 from pipedream_rt.cli.timeline import drawn
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.schedules import RECIPES, Plan, Shape, describe_schedules, plan_for
+from pipedream_rt.schedules import (
+    RECIPES,
+    Plan,
+    Shape,
+    describe_schedules,
+    plan_for,
+    schedule_named,
+)
 from pipedream_rt.simulation.costs import Costs, parsed
 from pipedream_rt.simulation.predict import fit, regrouped
 from pipedream_rt.simulation.simulator import simulate as simulate_run
@@ -51,7 +63,7 @@ def _cost_options(command: Any) -> Any:
     return command
 
 
-@click.command()
+@click.command(short_help="Say what a schedule costs, before anything runs.")
 @click.option("--schedule", default="async-1f1b", show_default=True,
               help="Name of a schedule; help lists them.")  # fmt: skip
 @click.option("--stages", type=click.IntRange(min=1), help="Stages of the model.  [default: 4]")
@@ -67,15 +79,15 @@ def _cost_options(command: Any) -> Any:
               help="Updates to simulate.")  # fmt: skip
 @click.option("--credits", type=click.IntRange(min=1),
               help="Mini-batches that the coordinator injects ahead.")  # fmt: skip
-@click.option("--costs", "costs_file", type=click.Path(dir_okay=False),
+@click.option("--costs", "costs_file", type=GivenPath(dir_okay=False),
               help="File of costs, as timeline --save-costs makes it.")  # fmt: skip
-@click.option("--from-trace", type=click.Path(dir_okay=False),
+@click.option("--from-trace", type=GivenPath(dir_okay=False),
               help="Fit the costs, stages and micro-batches to a recorded trace.")  # fmt: skip
 @click.option("--replay", is_flag=True,
               help="With --from-trace: do again what was done there.")  # fmt: skip
 @_cost_options
 @click.option("--compare", help="Names of schedules with commas between: one table for all.")
-@click.option("--output", type=click.Path(dir_okay=False),
+@click.option("--output", type=GivenPath(dir_okay=False),
               help="Write the trace into this file; see timeline.")  # fmt: skip
 def simulate(
     schedule: str,
@@ -101,6 +113,7 @@ def simulate(
     if schedule == "help":
         click.echo(describe_schedules())
         return
+    schedule = schedule_named(schedule)
     trace = None if from_trace is None else Trace.load(from_trace)
     if replay and trace is None:
         raise ConfigError("--replay needs --from-trace")
@@ -188,16 +201,14 @@ def _comparison(
          "memory", "staleness")
     ]  # fmt: skip
     notes = []
-    for name in map(str.strip, names):
-        each = RECIPES[name].stages_per_worker if name in RECIPES else 1
+    for name in map(schedule_named, map(str.strip, names)):
+        each = RECIPES[name].stages_per_worker
         each = numbers["stages_per_worker"] or each if each > 1 else 1
         try:
             stages = before.workers * each
             chosen = plan_for(name, **{**numbers, "num_stages": stages, "stages_per_worker": each})
             rows.append(_row(chosen, regrouped(costs, before, chosen.shape), updates, credits))
         except ConfigError as error:
-            if name not in RECIPES:
-                raise
             rows.append((name, *["-"] * 7))
             notes.append(f"{name}: {error}")
         else:

@@ -14,7 +14,7 @@ from pipedream_rt.errors import ConfigError
 from pipedream_rt.tracing.summary import WORKER_HEAD, table, worker_rows
 
 
-@click.command()
+@click.command(short_help="Show your pipelines that run here.")
 @click.option("--interval", default=1.0, show_default=True, type=click.FloatRange(min=0.1),
               help="Seconds over which the rate is measured.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True,

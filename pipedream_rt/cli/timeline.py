@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from pipedream_rt.cli.shared_options import GivenPath
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.schema import write_file
 from pipedream_rt.simulation.costs import parsed
@@ -22,10 +23,10 @@ def _seconds(context: click.Context, option: click.Parameter, text: str | None) 
     return None if text is None else float(parsed("latency", text))
 
 
-@click.command()
-@click.argument("file", type=click.Path(dir_okay=False))
-@click.option("--svg", type=click.Path(dir_okay=False), help="Draw into this file.")
-@click.option("--perfetto", type=click.Path(dir_okay=False),
+@click.command(short_help="Sum up and draw the trace of a run.")
+@click.argument("file", type=GivenPath(dir_okay=False))
+@click.option("--svg", type=GivenPath(dir_okay=False), help="Draw into this file.")
+@click.option("--perfetto", type=GivenPath(dir_okay=False),
               help="Write Trace Event JSON, for ui.perfetto.dev.")  # fmt: skip
 @click.option("--begin", callback=_seconds, help="Draw from this time on, as 1.5s.")
 @click.option("--end", callback=_seconds, help="Draw up to this time.")
@@ -36,7 +37,7 @@ def _seconds(context: click.Context, option: click.Parameter, text: str | None) 
 @click.option("--what-if", multiple=True,
               help="NAME=VALUE,...: simulate with these changes, as stages=8 or "
               "schedule=1f1b.")  # fmt: skip
-@click.option("--save-costs", type=click.Path(dir_okay=False),
+@click.option("--save-costs", type=GivenPath(dir_okay=False),
               help="Write the fitted costs into this file.")  # fmt: skip
 def timeline(
     file: str,
@@ -107,6 +108,6 @@ def _numbers(trace: Trace) -> tuple[str, ...]:
 
 def write_drawing(path: str, text: str) -> None:
     try:
-        write_file(path, text.encode())
+        write_file(path, text.encode(errors="backslashreplace"))
     except OSError as error:
         raise ConfigError(f"cannot write to {path}: {error.strerror}") from error

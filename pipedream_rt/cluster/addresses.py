@@ -15,7 +15,7 @@ from typing import Any
 
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.schema import is_count, printable
+from pipedream_rt.schema import is_count, printable, shown
 
 BACKLOG = 4096
 """Length of the accept queue: all workers of a large job connect at once."""
@@ -50,13 +50,12 @@ def parse_address(text: str) -> tuple[str, int]:
         or not 0 <= int(port) < 65536
     ):
         raise ConfigError(
-            f"{printable(repr(text))} is no address; write HOST:PORT, as in 127.0.0.1:29500 or "
-            "[::1]:29500"
+            f"{shown(text)} is no address; write HOST:PORT, as in 127.0.0.1:29500 or [::1]:29500"
         )
     try:
         host.encode("idna")  # as `getaddrinfo` does, whose UnicodeError would not name the address
     except UnicodeError as error:
-        raise ConfigError(f"{printable(repr(host))} can be the name of no host: {error}") from error
+        raise ConfigError(f"{shown(host)} can be the name of no host: {error}") from error
     return host, int(port)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import ssl
@@ -24,10 +23,11 @@ from pipedream_rt.errors import (
 )
 from pipedream_rt.schema import printable
 from pipedream_rt.software import software
+from pipedream_rt.telling import log_of
 from pipedream_rt.transport.tcp import prepare
 from pipedream_rt.transport.tls import problem_of_tls
 
-_log = logging.getLogger("pipedream_rt.worker")
+_log = log_of("pipedream_rt.worker")
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_OF_CONNECT_S = 0.1, 2.0
 """Backoff while a coordinator does not listen yet, in seconds: first pause, and longest.

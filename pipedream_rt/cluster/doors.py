@@ -8,7 +8,6 @@ by TCP, and memory can be shared beside it.
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import secrets
 import socket
@@ -20,8 +19,10 @@ from typing import NamedTuple
 from pipedream_rt.cluster.addresses import BACKLOG, boot_id, joined, listening
 from pipedream_rt.cluster.environment import private_folder
 from pipedream_rt.lifecycle import close_in_forked_children
+from pipedream_rt.schema import printable
+from pipedream_rt.telling import log_of
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 
 class DoorAddress(NamedTuple):
@@ -41,7 +42,7 @@ class DoorAddress(NamedTuple):
     @property
     def in_words(self) -> str:
         """Its TCP address, or else its path."""
-        return joined(self.host, self.port) if self.host else self.path
+        return joined(self.host, self.port) if self.host else printable(self.path)
 
 
 class Doors(NamedTuple):

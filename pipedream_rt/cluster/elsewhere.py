@@ -11,6 +11,7 @@ import socket
 from collections.abc import Collection
 from contextlib import AbstractContextManager
 
+from pipedream_rt import extras
 from pipedream_rt.cluster.addresses import listening, parse_address
 from pipedream_rt.cluster.environment import (
     ENGINE,
@@ -143,4 +144,5 @@ class OnNodes(Elsewhere):
         return assignment.within(self._available)
 
     def missing(self) -> str:
-        return f"look at what the other processes of {self._engine} say"
+        why = extras.why_nodes(os.environ)
+        return f"look at what the other processes of {self._engine} say{why and f'; {why}'}"

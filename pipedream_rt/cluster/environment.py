@@ -15,8 +15,9 @@ from pathlib import Path
 from pipedream_rt.cluster.identity import MAKE_SECRET, Secret
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.lifecycle import close_in_forked_children
+from pipedream_rt.paths import given_path
 from pipedream_rt.schema import is_count, open_file, printable
-from pipedream_rt.transport.rpc.fence import Wish
+from pipedream_rt.transport.fence import Wish
 
 LISTEN_FD = "PIPEDREAM_RT_LISTEN_FD"
 """`pipedream-rt run` sets it for the script: descriptor of the socket at which its workers join."""
@@ -110,6 +111,16 @@ def count_of_environment(name: str, default: int | None = None) -> int:
     return int(text)
 
 
+def left_over(*names: str) -> str:
+    """Say which of these variables are set, and what to do if no job has set them for this run."""
+    there = [name for name in names if os.environ.get(name)]
+    listed = ", ".join(f"{name}={printable(os.environ[name], 60)}" for name in there)
+    return (
+        f"the environment says so: {listed}. If another job has left that behind, type: "
+        f"unset {' '.join(there)}"
+    )
+
+
 @contextmanager
 def socket_of_environment(name: str) -> Iterator[socket.socket]:
     """Yield a duplicate of the socket whose descriptor an environment variable names."""
@@ -166,7 +177,7 @@ def read_secret(fd: int | None) -> Secret | None:
         text = os.environ.get(SECRET, "").strip() or (_taken[0] if _taken else "")
         if not text:
             place = os.environ.get(SECRET_FILE, "")
-            return secret_of_file(Path(place)) if place else None
+            return secret_of_file(given_path(place, SECRET_FILE)) if place else None
     return _checked(text, keeps=fd is None)
 
 

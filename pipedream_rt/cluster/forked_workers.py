@@ -13,7 +13,6 @@ from __future__ import annotations
 import ast
 import atexit
 import contextlib
-import logging
 import os
 import re
 import resource
@@ -32,13 +31,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import msgpack
-
 from pipedream_rt.cluster.environment import LISTEN_FD, PROFILE, SECRET
 from pipedream_rt.cluster.subprocesses import end_processes
+from pipedream_rt.cluster.worker.role import is_worker
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PeerLost, PipelineClosed
 from pipedream_rt.lifecycle import Lifecycle, close_in_forked_children
+from pipedream_rt.packing import packb, unpackb
+from pipedream_rt.telling import log_of
 
 _START_TIMEOUT = timedelta(minutes=2)
 """For the server to import torch and answer for the first time."""
@@ -55,7 +55,7 @@ _EXIT_TIMEOUT = timedelta(seconds=5)
 UNKNOWN = 1000
 """Stands for the exit code of a worker whose server ended before it could report it."""
 
-_LARGEST = 1 << 12
+_LARGEST_RECORD = 1 << 12
 """Limit of a record of the server, in bytes."""
 
 _LARGEST_REQUEST = 1 << 16
@@ -68,7 +68,7 @@ _READ_AT_IMPORT = ("OMP_", "GOMP_", "KMP_", "MKL_", "DNNL_", "ONEDNN_", "OPENBLA
 _READ_LATER = ("TORCHINDUCTOR_CACHE_DIR",)
 """Exceptions: torch sets these itself when it imports its compiler, and reads them when used."""
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 
 class ForkedWorker:
@@ -154,7 +154,7 @@ class ForkServer:
             if missing := sorted(set(imports) - self._imports):
                 self._imports.update(missing)
                 with contextlib.suppress(OSError):  # `fork` will notice
-                    self._connection.sendall(msgpack.packb({"imports": missing}))
+                    self._connection.sendall(packb({"imports": missing}))
 
     def fork(
         self, name: str, threads: int, control: socket.socket, number: int = 0
@@ -189,7 +189,7 @@ class ForkServer:
             with self._lock:
                 try:
                     connection = self._connection or self._start()
-                    request = msgpack.packb({**wanted, **self._changes()})
+                    request = packb({**wanted, **self._changes()})
                     if len(request) > _LARGEST_REQUEST:
                         raise PeerLost(
                             f"the request for a worker has {len(request)} bytes, most of them "
@@ -208,7 +208,7 @@ class ForkServer:
                     if last or not self._life.is_open:
                         raise gone from error
                     _log.warning("%s; another one is started", gone)
-                self._end()
+                    self._end()
         raise AssertionError("the second attempt returns or raises")
 
     def _changes(self) -> dict[str, Any]:
@@ -240,9 +240,11 @@ class ForkServer:
             undo.pop_all()
         close_in_forked_children(ours)
         self._connection, self._codes, self._answered = ours, {}, False
+        if not self._life.is_open:  # since then: `close` has seen no process, and waits
+            raise PipelineClosed("the fork server was closed")
         if self._imports:  # asked of the server before this one
             with contextlib.suppress(OSError):  # it has ended already, which `fork` will notice
-                ours.sendall(msgpack.packb({"imports": sorted(self._imports)}))
+                ours.sendall(packb({"imports": sorted(self._imports)}))
         return ours
 
     def _answer(self, connection: socket.socket) -> tuple[int, int]:
@@ -263,10 +265,10 @@ class ForkServer:
         poll.register(connection, select.POLLIN)
         if not poll.poll(1000 * (deadline.remaining_s() or 0.0)):
             raise PeerLost("the process that forks workers does not answer", peer="fork server")
-        data, fds, _, _ = socket.recv_fds(connection, _LARGEST, 1)
+        data, fds, _, _ = socket.recv_fds(connection, _LARGEST_RECORD, 1)
         if not data:
             raise PeerLost("the process that forks workers is gone", peer="fork server")
-        record = msgpack.unpackb(data)
+        record = unpackb(data)
         if "ended" in record:
             self._codes[record["ended"]] = record["code"]
         return record, fds
@@ -305,7 +307,10 @@ class ForkServer:
     def close(self) -> None:
         """End the server; it ends no workers. Idempotent."""
         self._life.begin_closing()
-        self._end()
+        if (process := self._process) is not None:
+            process.kill()  # so that nobody who has the lock waits for its answer
+        with self._lock:
+            self._end()
         self._life.close()
 
     def _end(self) -> None:
@@ -379,7 +384,7 @@ def prepare() -> None:
     process ends with the script.
     """
     launched = (LISTEN_FD, PROFILE, "RANK", "SLURM_PROCID")
-    if not any(name in os.environ for name in launched):
+    if not is_worker() and not any(name in os.environ for name in launched):
         program = getattr(sys.modules["__main__"], "__file__", None)
         with contextlib.suppress(OSError):  # a pipeline will say it, if there is one
             fork_server().prepare(imports_of(program) if program else ())
@@ -399,7 +404,7 @@ def installed_modules(objects: Iterable[object], compiles: bool = False) -> list
     return sorted(found)
 
 
-_LARGEST = 1 << 20
+_LARGEST_SOURCE = 1 << 20
 """Limit of the source that is read, in bytes."""
 
 
@@ -418,7 +423,7 @@ def imports_of(program: str | Path) -> list[str]:
     """Return what a program imports at its start of installed packages that build on torch."""
     with suppress(OSError, ValueError, SyntaxError, RecursionError):
         path = Path(program)
-        if path.stat().st_size <= _LARGEST:
+        if path.stat().st_size <= _LARGEST_SOURCE:
             tree = ast.parse(path.read_bytes())
             found = dict.fromkeys(_imported(tree))
             roots = {root: _builds_on_torch(root) for root in map(_root_of, found)}

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 import os
 import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -27,11 +26,18 @@ from pipedream_rt.cluster.identity import NONCE
 from pipedream_rt.cluster.interface import ClusterSpec, memoized_error
 from pipedream_rt.cluster.listener import Gone, Listener
 from pipedream_rt.cluster.local import Local
-from pipedream_rt.cluster.members import JoiningFailed, Member, WorkerSlot, natural
+from pipedream_rt.cluster.members import (
+    JoiningFailed,
+    Member,
+    WorkerSlot,
+    is_of_its_own,
+    natural,
+)
 from pipedream_rt.cluster.peer_links import PeerLinks
 from pipedream_rt.cluster.records import Record, welcome
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import (
+    ConfigError,
     MessageTimeout,
     PeerLost,
     PipelineClosed,
@@ -39,12 +45,13 @@ from pipedream_rt.errors import (
     RendezvousTimeout,
     WorkerLost,
 )
+from pipedream_rt.telling import log_of
 from pipedream_rt.tracing.clock import Reading, best
+from pipedream_rt.transport.fence import AgentMode
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.links import Connections
-from pipedream_rt.transport.rpc.fence import AgentMode
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 COORDINATOR_NAME = "coordinator"
 """Name of the coordinator in the group."""
@@ -194,13 +201,14 @@ class Generation:
         elif gone.member is not None:
             raise gone.member.lost(self._local.ending(name), gone.error) from gone.error
         else:
+            how = self._local.ending(name)
             raise WorkerLost(
-                f"worker {name!r} ended before it joined "
-                f"({self._local.ending(name)}); its output says why"
+                f"worker {name!r} ended before it joined ({how}); its output says why"
                 if isinstance(gone.error, PeerLost)
                 else f"worker {name!r} cannot join: {gone.error}",
                 worker=name,
                 stage=None,
+                crashed=is_of_its_own(how),
             ) from gone.error
 
     def _missing(self, deadline: Deadline) -> RendezvousTimeout:
@@ -313,6 +321,9 @@ class Generation:
             return await task
         finally:
             task.cancel()
+            # It lets go of the doors first: a socket that is closed before its reader is removed
+            # leaves that behind, and the next one of its number would never be heard.
+            await asyncio.gather(task, return_exceptions=True)
 
     def _look_while_forming(self, deadline: Deadline) -> None:
         """Raise if a member is lost or could not join, or the time is over."""
@@ -320,11 +331,13 @@ class Generation:
             raise PipelineClosed("the pipeline was closed while its workers joined")
         for member in self.members:
             if isinstance(member.ended, JoiningFailed):
+                # One that does not come back by itself has given its answer.
+                final = None if member.returns else ConfigError(str(member.ended))
                 raise WorkerLost(
                     f"worker {member.name!r} could not join: {member.ended}",
                     worker=member.name,
                     stage=member.stage,
-                )
+                ) from (final or member.ended.__cause__)
             if member.ended is not None:
                 raise member.lost(self._local.ending(member.name), member.ended) from member.ended
         if deadline.expired():
@@ -394,7 +407,10 @@ class Generation:
 
         def replace() -> None:
             loop.remove_reader(forks)
-            loop.run_in_executor(None, self._local.replace_forks)
+            # At the end of a script that does not close its pipeline the server has ended first,
+            # and no thread can be had any more.
+            with suppress(RuntimeError):
+                loop.run_in_executor(None, self._local.replace_forks)
 
         def close() -> None:
             loop.remove_reader(forks)
@@ -489,7 +505,7 @@ class Generation:
             )
         for member in self.members:
             member.stream.close()
-        self._listener.drop_unheard()
+        self._listener.drop_local()
         self._listener.running = ()
 
 

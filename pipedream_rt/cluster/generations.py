@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
-from importlib import import_module
 
+from pipedream_rt import extras
 from pipedream_rt.cluster.control_loop import ControlLoop
 from pipedream_rt.cluster.elsewhere import AtAddress, Elsewhere, OnNodes
 from pipedream_rt.cluster.environment import LISTEN_FD, NPROC, THREADS, count_of_environment
 from pipedream_rt.cluster.identity import Secret
 from pipedream_rt.cluster.interface import Cluster, ClusterSpec
 from pipedream_rt.cluster.listener import Listener
-from pipedream_rt.cluster.processes import ProcessCluster
 from pipedream_rt.cluster.torchrun import (
     become_worker,
     is_one_machine,
@@ -28,10 +27,9 @@ from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, PipelineClosed
 from pipedream_rt.job.options import Workers
 from pipedream_rt.lifecycle import close_in_forked_children
-from pipedream_rt.serial.cluster import SerialCluster
 
-_ENGINES = {"ray": ("pipedream_rt.cluster.engines.ray", "RayWorkers")}
-"""By the name that ``workers`` may have: module and class of an engine, imported when asked for."""
+_ENGINES = {"ray": "RayWorkers"}
+"""By the name that ``workers`` may have: the class of the engine, in `pipedream_rt.extras`."""
 
 
 class Generations:
@@ -52,6 +50,8 @@ class Generations:
         if self._elsewhere is not None:
             return self._await(self._elsewhere, spec)
         if self._workers == "serial":
+            from pipedream_rt.serial.cluster import SerialCluster  # the stages, for these alone
+
             return SerialCluster(spec)
         if callable(self._workers):
             made: Cluster = self._workers(spec)
@@ -95,9 +95,15 @@ class Generations:
         if self._door is None:
             self._door = Listener(Secret.generated())
         names = [f"worker-{i}" for i in range(spec.assignment.most)]
-        return ProcessCluster(
-            spec, loop=self._control(), door=self._door, own=names, elsewhere=Elsewhere()
-        )
+        return self._processes(spec, self._door, names, Elsewhere())
+
+    def _processes(
+        self, spec: ClusterSpec, door: Listener, own: Sequence[str], elsewhere: Elsewhere
+    ) -> Cluster:
+        """Gather worker processes; those that this process starts are ``own``."""
+        from pipedream_rt.cluster.processes import ProcessCluster  # sockets, for these alone
+
+        return ProcessCluster(spec, loop=self._control(), door=door, own=own, elsewhere=elsewhere)
 
     def _await(self, elsewhere: Elsewhere, spec: ClusterSpec) -> Cluster:
         """Await workers that somebody else starts."""
@@ -115,9 +121,7 @@ class Generations:
         elsewhere.start(assignment.most, door.address, door.secret, deadline)
         own = elsewhere.own(assignment.most)
         try:
-            return ProcessCluster(
-                spec, loop=self._control(), door=door, own=own, elsewhere=elsewhere
-            )
+            return self._processes(spec, door, own, elsewhere)
         finally:
             if not (elsewhere.stays_open or assignment.stays_open):
                 self._shut()
@@ -128,9 +132,8 @@ def _elsewhere_of(workers: Workers) -> Elsewhere | None:
     if isinstance(workers, Elsewhere):
         return workers
     if isinstance(workers, str) and workers in _ENGINES:
-        module, name = _ENGINES[workers]
-        make: Callable[[], Elsewhere] = getattr(import_module(module), name)
-        return make()
+        made: Elsewhere = getattr(extras, _ENGINES[workers])()
+        return made
     if workers is None:
         return OnNodes() if LISTEN_FD in os.environ else None
     if workers in ("local", "serial") or callable(workers):

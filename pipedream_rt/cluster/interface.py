@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeAlias
 
+from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineError
 from pipedream_rt.job.process_assignment import ProcessAssignment
 from pipedream_rt.schedules import Plan
 from pipedream_rt.tracing.clock import Reading
-from pipedream_rt.transport.interface import Receive, Transport
+from pipedream_rt.transport.fence import AgentMode
+from pipedream_rt.transport.group import Group
+from pipedream_rt.transport.interface import Receive, StreamTransport, Transport
 
 Failure: TypeAlias = BaseException | Callable[[], BaseException]
 """Why a cluster cannot go on: an error, or a function that determines it and may block."""
@@ -64,6 +67,31 @@ class Reference(Protocol):
         """Return the name of the worker that holds the value."""
 
 
+class Endpoint(Protocol):
+    """The endpoint of a process that serves references to what its stages hold."""
+
+    def expose(self, address: int, part: Callable[[str], Any]) -> None:
+        """Let the coordinator make references to parts of a stage: ``part(name)`` returns one."""
+
+    def carry(self, group: Group, transport: StreamTransport) -> None:
+        """Let a transport carry its connections, before that one connects to anybody."""
+
+    def join(self, mode: AgentMode, deadline: Deadline) -> None:
+        """Join the group; that of the coordinator returns when every worker has answered it."""
+
+    def shut(self) -> None:
+        """Listen no more; connections stay."""
+
+    def reference(self, address: int, part: str) -> Reference:
+        """Return a reference to a part of a stage."""
+
+    def parameter_references(self, address: int) -> Sequence[Reference]:
+        """Return references to the trainable parameters of a stage, in the order of its module."""
+
+    def close(self) -> None:
+        """Leave the group. Idempotent, from any thread."""
+
+
 class Cluster(Protocol):
     """The workers of one pipeline.
 
@@ -72,14 +100,12 @@ class Cluster(Protocol):
         places: By worker of the plan, the id of its host: workers with equal ids share memory.
             Empty for one that shares none.
         without_rpc: Why references lead to no modules, parameters and optimizers; empty if they do.
-        endpoints: What `Pipeline.explain` says of torch RPC; empty for stages in this process.
     """
 
     names: tuple[str, ...]
     places: tuple[str, ...]
     transport: Transport
     without_rpc: str
-    endpoints: str
 
     def check_settings_unchanged(self) -> None:
         """Refuse settings of the script that would change what stages in this process compute.

@@ -17,10 +17,11 @@ from pipedream_rt.cluster.records import HELLO, VERSION, Record, is_name
 from pipedream_rt.cluster.stream import Stream
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import TransportError
-from pipedream_rt.schema import printable, problem_of
+from pipedream_rt.schema import printable, problem_of, shown
 from pipedream_rt.software import software
+from pipedream_rt.telling import log_of
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 
 class Refusal(NamedTuple):
@@ -139,22 +140,27 @@ class Listener:
         for member in self.taken():
             member.stream.send({"type": "exit", "failed": False})
             member.stream.close()
-        self.drop_unheard()
+        self.drop_local()
 
-    def drop_unheard(self) -> None:
-        """Close the connections of workers started here that have said nothing."""
-        dropped, self._unheard = self._unheard, {}
-        for stream in dropped.values():
+    def drop_local(self) -> None:
+        """Forget the workers started here that no generation has taken: others get their names."""
+        dropped, self._unheard = [*self._unheard.values()], {}
+        dropped += [member.stream for member in self.members if member.is_local]
+        self.members = [member for member in self.members if not member.is_local]
+        self.gone = [gone for gone in self.gone if not gone.is_local]
+        for stream in dropped:
             stream.close()
 
     async def _arrive_here(self, stream: Stream, name: str) -> None:
         """The way of a worker that was started here."""
         try:
-            await self._serve(stream, await stream.read(), name)
-        except TransportError as error:
-            stream.close()
+            hello = await stream.read()
             if self._unheard.get(name) is stream:  # else it was dropped here
-                self.gone.append(Gone(name, True, error))
+                await self._serve(stream, hello, name)
+        except Exception as error:  # of any kind: it ends this connection and no other
+            stream.close()
+            if self._unheard.get(name) is stream:
+                self.gone.append(Gone(name, True, stream.lost_by(error)))
         finally:
             if self._unheard.get(name) is stream:
                 del self._unheard[name]
@@ -164,7 +170,7 @@ class Listener:
         """The way of a worker that was started elsewhere, from its hello on."""
         try:
             await self._serve(stream, hello)
-        except TransportError as error:
+        except Exception as error:  # of any kind, as above
             stream.close()
             if self._reception is not None:
                 self._reception.note("a connection that is no worker was dropped: %s", error)
@@ -191,7 +197,7 @@ class Listener:
         """Why a worker cannot become a member; None if it can."""
         # The version comes first: which fields a hello has depends on it.
         if hello.get("version") != VERSION:
-            spoken = printable(repr(hello.get("version")), 20)
+            spoken = shown(hello.get("version"), 20)
             return Refusal(
                 f"it speaks protocol {spoken}, the coordinator {VERSION}; install the same "
                 "pipedream-rt on all machines"

@@ -9,16 +9,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pipedream_rt.cluster.control import EXIT_COORDINATOR_LOST, LIFE_AGAIN
 from pipedream_rt.cluster.control_loop import within
 from pipedream_rt.cluster.doors import DoorAddress
 from pipedream_rt.cluster.records import Record
 from pipedream_rt.cluster.stream import Stream
-from pipedream_rt.errors import PeerLost, PipelineError, TransportError, WorkerLost
+from pipedream_rt.errors import ConfigError, PeerLost, PipelineError, TransportError, WorkerLost
 from pipedream_rt.schedules.edges import Address
-from pipedream_rt.transport.rpc.fence import Obstacle
+from pipedream_rt.transport.fence import Obstacle
 
-_CRASHES = [f"killed by SIG{name}" for name in ("SEGV", "ABRT", "FPE", "BUS", "ILL")]
-"""Endings that come from what a worker computes; SIGKILL and the like come from outside."""
+_CRASHES = {f"killed by SIG{name}" for name in ("SEGV", "ABRT", "FPE", "BUS", "ILL")}
+_OURS = {f"exit code {code}" for code in (EXIT_COORDINATOR_LOST, LIFE_AGAIN)}
+
+
+def is_of_its_own(ending: str) -> bool:
+    """Whether a worker has ended by what it computes, and not by SIGKILL or for want of a peer."""
+    return ending in _CRASHES or (ending.startswith("exit code") and ending not in _OURS)
 
 
 class WorkerSlot(NamedTuple):
@@ -105,8 +111,8 @@ class Member:
                 self.heard = time.monotonic()
                 self._take(record)
                 self.changed()
-        except TransportError as error:
-            self.ended, self.stopped = error, True
+        except Exception as error:  # of any kind: it ends this connection and no other
+            self.ended, self.stopped = self.stream.lost_by(error), True
         finally:
             self.stream.close()
             for queue in self.answers.values():
@@ -128,6 +134,8 @@ class Member:
                 self.met = set(record["nearby"])
             case "failed":
                 raise JoiningFailed(str(record["text"]))
+            case "unfit":  # it would say so again, however often it is started
+                raise JoiningFailed(str(record["text"])) from ConfigError(str(record["text"]))
             case "stopped":
                 self.stopped = True
             case "story" | "clock" | "findings" as kind:
@@ -165,7 +173,7 @@ class Member:
             worker=self.name,
             stage=self.stage,
             doing=self.doing,
-            crashed=ending in _CRASHES,
+            crashed=is_of_its_own(ending),
         )
         error.__cause__ = problem
         return error

@@ -7,7 +7,6 @@ nothing to do: the command becomes the script.
 
 from __future__ import annotations
 
-import logging
 import os
 import selectors
 import signal
@@ -20,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from types import FrameType
 
+from pipedream_rt import extras
 from pipedream_rt.cluster.addresses import (
     PortTaken,
     host_to_listen_at,
@@ -28,7 +28,6 @@ from pipedream_rt.cluster.addresses import (
     listening_in_time,
 )
 from pipedream_rt.cluster.control import EXIT_COORDINATOR_LOST, is_final
-from pipedream_rt.cluster.engines import NodeJob
 from pipedream_rt.cluster.environment import (
     ENGINE,
     LISTEN_FD,
@@ -40,11 +39,13 @@ from pipedream_rt.cluster.environment import (
 from pipedream_rt.cluster.forked_workers import ForkedWorker, ForkServer
 from pipedream_rt.cluster.identity import Secret
 from pipedream_rt.cluster.listener import announce_end
+from pipedream_rt.cluster.node_job import NodeJob
 from pipedream_rt.cluster.subprocesses import Backoff, dies_with_parent, end_processes, shell_code
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, RendezvousTimeout
+from pipedream_rt.telling import log_of
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 _END_TIMEOUT = timedelta(seconds=5)
 """For killed workers to be gone."""
@@ -187,7 +188,11 @@ def run_other(
     try:
         bind = _interface_in_time(address, Deadline(patience))
     except RendezvousTimeout as error:
-        _log.error("the first node was not found within %g s: %s", patience.total_seconds(), error)
+        why = extras.why_nodes(os.environ)
+        _log.error(
+            "the first node was not found within %g s: %s%s",
+            patience.total_seconds(), error, why and f"; {why}",
+        )  # fmt: skip
         return EXIT_COORDINATOR_LOST
     names = [node.name_of_worker(i) for i in range(count)]
     workers = NodeWorkers(names, threads, address, secret, imports, bind, patience)

@@ -4,9 +4,12 @@ Each member opens its *doors*, and dials those of lower rank: at a Unix socket i
 machine, else, or if that fails, by TCP with TLS. Whoever is at the other end is of this job then,
 and the first record on the connection, answered alike, says which member of which generation::
 
-    caller                                                 door
-    link: job, generation, its rank, the rank it wants  ──►
-                                                        ◄──  link: the same, the other way round
+    caller                                                        door
+    link: job, group, generation, its rank, the rank it wants  ──►
+                                                               ◄──  link: the other way round
+
+The generations of an earlier life of the script have the same job and the same numbers; so the tag
+of the group says which life is meant.
 """
 
 from __future__ import annotations
@@ -29,12 +32,13 @@ from pipedream_rt.cluster.records import Record
 from pipedream_rt.cluster.stream import Stream
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import RendezvousTimeout, TransportError
+from pipedream_rt.telling import log_of
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.link import Connection
 from pipedream_rt.transport.links import Connections, text_of
 from pipedream_rt.transport.tcp import prepare
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 _PAUSE_S = 0.1
 """Seconds before a member is dialled again that was out of reach or dropped the connection."""
@@ -68,6 +72,7 @@ class PeerLinks:
         self._deadline = deadline
         self._met: Connections = {}
         self._given_up: set[int] = set()
+        self._outlived: set[int] = set()  # whose namesakes of an earlier life have called
         self._changed = asyncio.Event()
         self.problems: dict[int, str] = {}
 
@@ -180,6 +185,7 @@ class PeerLinks:
         return {
             "type": "link",
             "job": self._secret.job,
+            "group": self._group.tag,
             "generation": self._group.generation,
             "sender": sender,
             "recipient": recipient,
@@ -188,9 +194,16 @@ class PeerLinks:
     async def _answer(self, stream: Stream, said: Record) -> None:
         """Answer a member that has dialled; drop whoever is none of this generation."""
         sender = said["sender"] if said["type"] == "link" else -1
-        if sender <= self._group.rank or sender not in self._group.others or (
-            said != self._link(sender, self._group.rank)
-        ):  # fmt: skip
+        is_expected = sender > self._group.rank and sender in self._group.others
+        wanted = self._link(sender, self._group.rank) if is_expected else {}
+        if said != wanted:
+            if said == {**wanted, "group": said.get("group")} and sender not in self._outlived:
+                self._outlived.add(sender)  # it calls again and again
+                _log.warning(
+                    "a process that takes itself for %r is of an earlier life of the script; it is "
+                    "no member now, and was sent away",
+                    self._group.names[sender],
+                )
             _log.debug("a connection of no member of this generation was dropped: %s", said)
             stream.close()
             return

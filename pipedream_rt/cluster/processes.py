@@ -8,12 +8,13 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
+from pipedream_rt import extras
 from pipedream_rt.cluster.control_loop import ControlLoop
 from pipedream_rt.cluster.elsewhere import Elsewhere
 from pipedream_rt.cluster.environment import memory_is_shared, rpc_of_environment
 from pipedream_rt.cluster.forked_workers import fork_server
 from pipedream_rt.cluster.generation import COORDINATOR_NAME, Generation, status_of
-from pipedream_rt.cluster.interface import ClusterSpec, Reference, memoized_error
+from pipedream_rt.cluster.interface import ClusterSpec, Endpoint, Reference, memoized_error
 from pipedream_rt.cluster.listener import Listener
 from pipedream_rt.cluster.local import Local
 from pipedream_rt.cluster.subprocesses import end_processes
@@ -22,10 +23,10 @@ from pipedream_rt.errors import ConfigError, PipelineClosed, PipelineError, Tran
 from pipedream_rt.lifecycle import Lifecycle
 from pipedream_rt.schedules import COORDINATOR
 from pipedream_rt.tracing.clock import Reading
+from pipedream_rt.transport import fence
+from pipedream_rt.transport.fence import NoEndpoint
 from pipedream_rt.transport.interface import Transport
 from pipedream_rt.transport.limits import ensure_descriptors, make_room_for_agent
-from pipedream_rt.transport.rpc import fence
-from pipedream_rt.transport.rpc.endpoint import Endpoint, NoEndpoint
 from pipedream_rt.transport.sockets import SocketTransport
 
 _STOP_TIMEOUT = timedelta(seconds=5)
@@ -57,7 +58,7 @@ class ProcessCluster:
         self._loop = loop
         self._door = door
         self._killed = False
-        self._rpc: Endpoint | NoEndpoint = NoEndpoint()
+        self._rpc: Endpoint = NoEndpoint()
         self._sockets: SocketTransport | None = None
         self._local = Local(spec.threads, fork_server())
         self._elsewhere = elsewhere
@@ -74,7 +75,6 @@ class ProcessCluster:
             obstacles.update((member.name, member.obstacle) for member in self._members)
             mode = fence.decided(wish, obstacles)
             self.without_rpc = fence.why_left_out(wish, obstacles)
-            self.endpoints = fence.in_words(wish, obstacles)
             fence.tell(wish, obstacles)
             self._form(spec, mode, deadline)
             places = workers.places() if memory_is_shared() else {}
@@ -82,6 +82,9 @@ class ProcessCluster:
                 places.get(member.name, "") for member in self._members for _ in member.seats
             )
             loop.run(workers.watch())
+        except Exception:
+            self.kill()  # those elsewhere hear that a next generation may begin
+            raise
         except BaseException:
             self.close()
             raise
@@ -89,7 +92,7 @@ class ProcessCluster:
     def _takes_agent(self, wish: fence.Wish, timeout: timedelta) -> bool:
         """Whether this pipeline has from now on the one agent that torch allows in a process."""
         try:
-            self._rpc = Endpoint(timeout)
+            self._rpc = extras.RPCEndpoint(timeout)
         except ConfigError:  # another pipeline has it
             if wish == "on":
                 raise
@@ -106,22 +109,22 @@ class ProcessCluster:
         if mode == "off":
             self._rpc.close()  # so that another pipeline can have the agent
             self._rpc = NoEndpoint(self.without_rpc)
+        self._rpc.carry(group, transport)
         transport.open(COORDINATOR, spec.receive, self._peer_lost)
         transport.connect(loop.run(workers.connect(group, deadline)))
         # To join torch RPC blocks until all members do the same, so it has a thread of its own: a
         # worker that dies meanwhile is noticed, and ends it.
         with ThreadPoolExecutor(1, thread_name_prefix="join") as thread:
             try:
-                joining = thread.submit(self._rpc.join, group, transport.tunnel, mode, deadline)
+                joining = thread.submit(self._rpc.join, mode, deadline)
                 loop.run(workers.all_joined(joining, deadline))
             except BaseException as error:
                 self._rpc.close()  # ends the calls to other members that are under way
                 if isinstance(error, RuntimeError):
                     raise TransportError(f"joining the RPC group failed: {error}") from error
                 raise
-        if isinstance(self._rpc, Endpoint):
-            # TensorPipe's listener: a stranger's bytes would abort the process.
-            transport.tunnel.shut()
+        if mode != "off":
+            self._rpc.shut()
             loop.run(workers.tell({"type": "shut"}))
 
     def _peer_lost(self, error: PipelineError) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import logging
 import os
 import resource
 import socket
@@ -21,9 +20,10 @@ from pipedream_rt.cluster.identity import Secret, is_same_user
 from pipedream_rt.cluster.records import Record
 from pipedream_rt.cluster.stream import Stream
 from pipedream_rt.errors import TransportError
+from pipedream_rt.telling import log_of
 from pipedream_rt.transport.tcp import prepare
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 _FIRST_RECORD_S = 20.0
 """Seconds for a connection to shake hands and to send its first record."""
@@ -123,7 +123,7 @@ class Reception:
             first = await asyncio.wait_for(self._first(stream), _FIRST_RECORD_S)
             if task not in self._strangers:  # dropped as it came; up to Python 3.11, `wait_for`
                 return  # loses a `cancel` then
-        except (TransportError, OSError, asyncio.TimeoutError) as error:
+        except Exception as error:  # of any kind: it ends this connection and no other
             why = "it said nothing in time" if isinstance(error, asyncio.TimeoutError) else error
             self.note("a connection that is no worker was dropped: %s", why)
             stream.close()

@@ -46,27 +46,29 @@ import msgpack
 
 from pipedream_rt.cluster.identity import NONCE
 from pipedream_rt.errors import TransportError
+from pipedream_rt.packing import packb, unpackb
 from pipedream_rt.schedules.shape import MOST_STAGES
 from pipedream_rt.schema import (
     Check,
     anything,
     exactly,
+    has_levels,
     line,
     list_of,
     mapping,
     maybe,
     one_of,
-    printable,
     problem_of,
     row,
     seconds,
+    shown,
     text,
     truth,
     whole,
 )
-from pipedream_rt.transport.rpc.fence import OBSTACLES
+from pipedream_rt.transport.fence import OBSTACLES
 
-VERSION = 14
+VERSION = 15
 """Version of this protocol; the two ends must have the same."""
 
 Record = dict[str, Any]
@@ -96,11 +98,13 @@ def _is_job(value: Any) -> bool:
     return isinstance(value, str) and _JOB.fullmatch(value) is not None
 
 
-_DOOR = row(line(255), whole(0, 65535), line(255), line(255))
+_DOOR = row(line(255), whole(0, 65535), line(255), text(255))
 """Where the door of a member is: the fields of `DoorAddress`."""
 
 
 _LONG = 1 << 20
+_DEEPEST = 4
+"""Levels of a record: a welcome has the most, as its ``seats`` are lists of rows with a list."""
 _NUMBER = whole(0, 2**31)
 _RANK = whole(0, MOST_STAGES)
 
@@ -127,9 +131,16 @@ FIELDS: dict[str, dict[str, Check]] = {
     },
     "door": {"at": _DOOR},
     "doors": {"by_name": mapping(is_name, _DOOR)},
-    "link": {"job": _is_job, "generation": _NUMBER, "sender": _RANK, "recipient": _RANK},
+    "link": {
+        "job": _is_job,
+        "group": exactly(NONCE),  # what `Group.tag` says
+        "generation": _NUMBER,
+        "sender": _RANK,
+        "recipient": _RANK,
+    },
     "joined": {"nearby": list_of(_NUMBER)},
     "failed": {"text": text(_LONG)},
+    "unfit": {"text": text(_LONG)},
     "shut": {},
     "story": {"text": maybe(text(_LONG))},
     "beat": {"doing": text(_LONG), "rss": whole(0, 2**63)},
@@ -179,7 +190,7 @@ def welcome(rank: int, names: Sequence[str], host: str | None, **more: Any) -> R
 
 def packed(record: Record) -> bytes:
     """Return a record as it is sent."""
-    data = bytes(msgpack.packb(record))
+    data = bytes(packb(record))
     return HEAD.pack(len(data)) + data
 
 
@@ -197,12 +208,18 @@ def length_of(head: bytes, most: int, peer: str) -> int:
 def unpacked(data: bytes, peer: str) -> Record:
     """Return the record that a peer has sent, checked."""
     try:
-        record = msgpack.unpackb(data)
+        record = unpackb(data)
     except (ValueError, RecursionError, msgpack.UnpackException) as error:
         raise TransportError(
             f"{peer} sent a record that is no msgpack: {error}; is it pipedream-rt of the same "
             "version?"
         ) from error
+    # Before anything walks or prints it, which takes a call for each level.
+    if not has_levels(record, _DEEPEST):
+        raise TransportError(
+            f"{peer} sent a record of more than {_DEEPEST} levels, which none has; is it "
+            "pipedream-rt of the same version?"
+        )
     if not isinstance(record, dict):
         raise TransportError(
             f"{peer} sent a {type(record).__name__} as a record, which is a map; is it "
@@ -215,7 +232,7 @@ def unpacked(data: bytes, peer: str) -> Record:
         )
     kind = record.get("type")
     if not isinstance(kind, str) or kind not in FIELDS:
-        what = printable(repr(kind), 60)
+        what = shown(kind, 60)
         raise TransportError(
             f"{peer} sent a record of the unknown type {what}; is it pipedream-rt of the same "
             "version?"

@@ -66,6 +66,12 @@ class Stream:
         except OSError:
             return True
 
+    def lost_by(self, error: Exception) -> TransportError:
+        """Return the error with which the connection ends, of one that came of what it brought."""
+        if isinstance(error, TransportError):
+            return error
+        return TransportError(f"what {self.peer} sent cannot be read: {error!r}")
+
     def admit(self, peer: str) -> None:
         """Note who is at the other end, which may send large records from now on."""
         self.peer, self.largest = peer, LARGEST

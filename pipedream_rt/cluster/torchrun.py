@@ -30,7 +30,10 @@ from pipedream_rt.cluster.addresses import (
 from pipedream_rt.cluster.doors import listening_at
 from pipedream_rt.cluster.elsewhere import Elsewhere
 from pipedream_rt.cluster.environment import (
+    SECRET,
+    SECRET_FILE,
     count_of_environment,
+    left_over,
     private_folder,
     read_secret,
     secret_of_environment,
@@ -40,7 +43,8 @@ from pipedream_rt.cluster.identity import Secret
 from pipedream_rt.cluster.interface import ClusterSpec
 from pipedream_rt.errors import ConfigError, RendezvousTimeout
 from pipedream_rt.job.process_assignment import ProcessAssignment
-from pipedream_rt.schema import printable
+from pipedream_rt.schema import shown
+from pipedream_rt.telling import harmless
 
 _DOOR = "ranks"
 """What the name of the Unix socket begins with at which the ranks join."""
@@ -50,8 +54,35 @@ _ranks_used = False
 
 
 def under_torchrun() -> bool:
-    """Whether torchrun, or a launcher that sets the same variables, has started this process."""
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
+    """Whether the environment says that this process is one of several ranks, as of torchrun."""
+    said = [os.environ.get(name, "").strip() for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")]
+    return all(said) and said[1] != "1"  # a world of one has nobody to wait for
+
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR",
+              "MASTER_PORT", "TORCHELASTIC_RUN_ID")  # fmt: skip
+"""What a launcher sets for each rank, among others."""
+
+_LAUNCHED = ("TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE", SECRET, SECRET_FILE)
+"""One of these is there if the ranks were started for us: the first two are torchrun's, and ranks
+of several machines need the secret."""
+
+
+def _check_ranks() -> None:
+    """Refuse ranks that cannot be, and those that nobody has started."""
+    rank, world = count_of_environment("RANK"), world_size()
+    if rank >= world:
+        raise ConfigError(
+            f"RANK is {rank} and WORLD_SIZE {world}, which no launcher sets; "
+            f"{left_over(*_VARIABLES)}"
+        )
+    if not any(os.environ.get(name) for name in _LAUNCHED):
+        raise ConfigError(
+            f"this process would be rank {rank} of {world} and wait for the others, which nobody "
+            "has started, as torchrun would also have set TORCHELASTIC_RUN_ID; "
+            f"{left_over(*_VARIABLES)}. For {world} ranks start the script with `torchrun "
+            f'--nproc-per-node {world}`; workers="local" of Pipeline needs none'
+        )
 
 
 class Ranks(Elsewhere):
@@ -82,7 +113,7 @@ class Ranks(Elsewhere):
         return _assignment_of_ranks(assignment, work)
 
     def missing(self) -> str:
-        return "look at what the other processes of torchrun say"
+        return f"look at what the other ranks say; {left_over(*_VARIABLES)}"
 
 
 def _assignment_of_ranks(assignment: ProcessAssignment, work: str) -> ProcessAssignment:
@@ -92,13 +123,15 @@ def _assignment_of_ranks(assignment: ProcessAssignment, work: str) -> ProcessAss
     if most - (world - 1) not in (0, 1):
         raise ConfigError(
             f"{work} need {most} or {most + 1} "
-            f"ranks, there are {world}; start with --nproc-per-node {most}"
+            f"ranks, there are {world}; start with --nproc-per-node {most}; "
+            f"{left_over(*_VARIABLES)}"
         )
     return replace(assignment, fewest=most, most=most, stays_open=False)
 
 
 def ranks_of_torchrun(spec: ClusterSpec) -> Ranks:
     """Return the other ranks; on one of them a worker replaces the process."""
+    _check_ranks()
     _assignment_of_ranks(spec.assignment, spec.plan.in_words)  # each rank says it
     if is_other_rank():
         become_worker(spec.threads, spec.start_timeout)
@@ -133,6 +166,7 @@ def is_other_rank() -> bool:
 
 def become_worker(threads: int, timeout: timedelta) -> NoReturn:
     """Become a worker of rank 0, which opens the pipeline."""
+    _check_ranks()
     store, key = _store_of_job(timeout)
     _join_rank_0(store, key, count_of_environment("RANK"), threads)
 
@@ -143,11 +177,14 @@ def _store_of_job(timeout: timedelta) -> tuple[dist.Store, str]:
     rank = count_of_environment("RANK")
     count_of_environment("MASTER_PORT")  # torch's own error does not name it
     try:
-        store, _, _ = next(dist.rendezvous("env://", rank=rank, world_size=world_size()))
+        store, _, _ = next(
+            dist.rendezvous("env://", rank=rank, world_size=world_size(), timeout=timeout)
+        )
     except (dist.DistError, ValueError) as error:
         raise RendezvousTimeout(
-            f"torchrun's store cannot be reached at MASTER_ADDR {os.environ['MASTER_ADDR']!r}, "
-            f"MASTER_PORT {os.environ['MASTER_PORT']}: {error}",
+            f"rank {rank} of {world_size()} has not met the others at MASTER_ADDR "
+            f"{os.environ['MASTER_ADDR']!r}, MASTER_PORT {os.environ['MASTER_PORT']}: {error}; "
+            f"{left_over(*_VARIABLES)}",
             missing=world_size() - 1,
         ) from error
     store.set_timeout(timeout)
@@ -204,7 +241,9 @@ def _join_rank_0(store: dist.Store, key: str, rank: int, threads: int) -> NoRetu
         said = store.get(key).decode()
         address = _unix_address(said) if secret is None else joined(_host_of_rank_0(), int(said))
     except dist.DistStoreError as error:
-        raise RendezvousTimeout(f"rank 0 opened no pipeline in time: {error}", missing=1) from error
+        raise RendezvousTimeout(
+            f"rank 0 opened no pipeline in time: {error}; {left_over(*_VARIABLES)}", missing=1
+        ) from error
     except ConfigError as error:
         raise RendezvousTimeout(f"rank {rank} cannot join rank 0: {error}", missing=1) from error
     except ValueError as error:
@@ -220,14 +259,15 @@ def _unix_address(name: str) -> str:
     """Return the address of a Unix socket of rank 0, whose name is in torchrun's store."""
     # Anybody may have written there, so it must be one in the folder of this user.
     if not re.fullmatch(_DOOR + "-[0-9a-f]{32}", name):
-        raise ValueError(f"{printable(repr(name), 60)} is the name of no socket of rank 0")
+        raise ValueError(f"{shown(name, 60)} is the name of no socket of rank 0")
     return f"{UNIX}{private_folder() / name}"
 
 
 def _run_worker(address: str, rank: int, threads: int, secret: Secret | None) -> NoReturn:
     """Replace this process by a worker; only rank 0 runs the rest of the script."""
-    sys.stdout.flush()  # `execv` drops what is buffered
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with harmless():  # it may be closed
+            stream.flush()  # `execv` drops what is buffered
     command = ["-m", "pipedream_rt.workers", address, "--name", f"rank-{rank}"]
     if secret is not None:
         command += ["--secret-fd", str(secret_pipe(secret))]

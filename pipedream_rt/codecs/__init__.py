@@ -5,10 +5,10 @@ outside of autograd, and may feed back what it has lost.
 """
 
 from pipedream_rt.codecs.casts import BFloat16, Float16
-from pipedream_rt.codecs.codec import ByteCodec, Codec, Direction, GraphCodec, OutsideGraph
 from pipedream_rt.codecs.integers import Int8
 from pipedream_rt.codecs.projection import Projection, learned_projection
 from pipedream_rt.codecs.sparse import TopK
+from pipedream_rt.stage.codec import ByteCodec, Codec, Direction, GraphCodec, OutsideGraph
 
 __all__ = [
     "BFloat16",

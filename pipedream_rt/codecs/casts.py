@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pipedream_rt.codecs.codec import Direction, GraphCodec, require_direction
+from pipedream_rt.stage.codec import Direction, GraphCodec, require_direction
 
 
 @dataclass(frozen=True)

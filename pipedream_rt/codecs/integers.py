@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pipedream_rt.codecs.codec import ByteCodec, Direction, require_direction, require_flag
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.stage.codec import ByteCodec, Direction, require_direction, require_flag
 
 _MOST = 127
 

@@ -7,8 +7,8 @@ from hashlib import blake2b
 import torch
 from torch import Tensor, nn
 
-from pipedream_rt.codecs.codec import Direction, GraphCodec, require_direction
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.stage.codec import Direction, GraphCodec, require_direction
 
 
 class Projection(GraphCodec):

@@ -24,9 +24,9 @@ from pipedream_rt.messages.state_keys import (
     optimizer_state,
 )
 from pipedream_rt.models.code import code_of
-from pipedream_rt.optimizers.stepping import step
 from pipedream_rt.stage.hyper import Hyper, pack_group, pack_hyper, set_hyper
 from pipedream_rt.stage.optimizer import GroupSpec, OptimizerSpec
+from pipedream_rt.stage.stepping import step
 
 
 class OptimizerLink(Protocol):
@@ -276,6 +276,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "mini-batch is through; remove the call. In a loop of forward() by hand, "
                 "pipe.step() makes the update"
             )
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Refuse a `torch.amp.GradScaler`, which asks for this before it steps."""
+        raise ConfigError(
+            "a GradScaler cannot step pipe.optimizer, since gradients are on the stages: leave the "
+            "scaler out, and give Pipeline training=Training(autocast=torch.float16), which scales "
+            "losses there by LossScale()"
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; only the constructor does.

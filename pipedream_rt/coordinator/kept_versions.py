@@ -36,9 +36,13 @@ class KeptVersion:
         self.step = feeder.step
         self._loads = group.feed.loads
         group.feed.log.hold()
-        borrowed = _averages_of_ties(group) if average else {}
-        argument = {"number": self._number, "average": average, "borrowed": borrowed}
-        group.command(CommandName.KEEP, argument)
+        try:
+            borrowed = _averages_of_ties(group) if average else {}
+            argument = {"number": self._number, "average": average, "borrowed": borrowed}
+            group.command(CommandName.KEEP, argument)
+        except BaseException:  # also Ctrl-C: nobody has this object, to drop it
+            self.drop()
+            raise
 
     def number_for(self, group: WorkerGroup) -> int:
         """Return the number under which the stages have the copy.
@@ -59,12 +63,11 @@ class KeptVersion:
         return self._number
 
     def drop(self) -> None:
-        """Let the stages forget the copy. Idempotent."""
+        """Let the stages forget the copy, and wait for none of them. Idempotent."""
         number, self._number = self._number, 0
-        group = self._group
-        if number and not group.life.is_over:
-            group.command(CommandName.DROP, number)
-            group.feed.log.release()
+        if number and not self._group.life.is_over:
+            self._group.feed.command(CommandName.DROP, number)
+            self._group.feed.log.release()
 
     def __enter__(self) -> KeptVersion:
         return self
@@ -75,9 +78,7 @@ class KeptVersion:
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # After Ctrl-C and the like nothing waits for the stages.
-        if exception_type is None or issubclass(exception_type, Exception):
-            self.drop()
+        self.drop()
 
     def __repr__(self) -> str:
         what = "average of the weights" if self.average else "weights"

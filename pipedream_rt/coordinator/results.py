@@ -5,7 +5,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
+
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.messages.message import Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +27,9 @@ class StepResult:
         staleness: Number of updates between the oldest weight version that was read and the one
             that the gradient is applied to; 0 in schedules that flush.
         busy_s: Seconds that each stage has computed since its worker was started.
+        processor_s: How many of them its thread had a core; fewer where others use the cores too.
+        process_s: Seconds that the process of each stage has had of all cores, messages and its
+            start included.
         fingerprint: A number, in hex, for the weights that the last micro-batch read and the
             buffers behind it, on all stages; None where the pipeline was not asked for one. Equal
             runs have equal ones.
@@ -35,6 +41,8 @@ class StepResult:
     versions: tuple[int, ...]
     staleness: int
     busy_s: tuple[float, ...]
+    processor_s: tuple[float, ...] = ()
+    process_s: tuple[float, ...] = ()
     fingerprint: str | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -56,10 +64,16 @@ class Steps(int):
         made._close = weakref.WeakMethod(close)
         return made
 
-    def __call__(self, update: bool = True) -> None:
+    def __call__(self, *given: Any, update: bool = True) -> None:
         """Close the update of the forwards since the last call; see `Pipeline.step`."""
+        if given and not (len(given) == 1 and isinstance(given[0], bool)):
+            raise ConfigError(
+                "step() closes an update of forwards by hand, and takes no mini-batch and no loss: "
+                "to train on one, call pipe.submit(x, y).result(), or iterate over "
+                "pipe.train_epoch(loader)"
+            )
         if (close := self._close()) is not None:
-            close(update)
+            close(*given or (update,))
 
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
         """Pickle, and copy, the number alone."""
@@ -92,6 +106,7 @@ class PendingStep:
         shares: What each of its micro-batches weighs, with the mini-batch as 1.
         samples: The number of samples of each of its micro-batches.
         outcome: The result; None until the losses were taken.
+        taken: The messages of its micro-batches that were taken, until the last one is.
     """
 
     def __init__(
@@ -107,6 +122,7 @@ class PendingStep:
         self.first = first
         self.shares, self.samples = shares, samples
         self.outcome: StepResult | None = None
+        self.taken: list[Message] = []
 
     def __repr__(self) -> str:
         return f"<PendingStep {self.step}, {'on its way' if self.outcome is None else 'ended'}>"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from pipedream_rt.batches.cutting import needs_pairs, samples_of
+from pipedream_rt import extras
+from pipedream_rt.batches.cutting import is_marked, needs_pairs, samples_of
 from pipedream_rt.batches.items import Batch
 from pipedream_rt.cluster.forked_workers import fork_server, installed_modules
 from pipedream_rt.cluster.generations import (
@@ -24,10 +23,10 @@ from pipedream_rt.coordinator.checkpointing.preemption import Preemption
 from pipedream_rt.coordinator.feed.epochs import Epochs
 from pipedream_rt.coordinator.feed.feeder import Feeder
 from pipedream_rt.coordinator.feed.script_loss import ScriptLoss
+from pipedream_rt.coordinator.parameters import Parameters
 from pipedream_rt.coordinator.recovery.decision import Failures
 from pipedream_rt.coordinator.recovery.group import WorkerGroup
 from pipedream_rt.coordinator.recovery.recovery import Recovery
-from pipedream_rt.coordinator.references.references import References
 from pipedream_rt.coordinator.results import StepResult
 from pipedream_rt.coordinator.run_state import RunState
 from pipedream_rt.coordinator.script_environment import profile_option
@@ -49,16 +48,16 @@ from pipedream_rt.job.notices import (
     about_workers,
 )
 from pipedream_rt.job.options import SPANS_KEPT, Options
+from pipedream_rt.job.specs import weights_of
 from pipedream_rt.job.unsplit_model import UnsplitModel
+from pipedream_rt.messages.of_loss import OfLoss
 from pipedream_rt.messages.state_keys import optimizer_state
-from pipedream_rt.planning.profiling import profile_and_end
+from pipedream_rt.schedules.placement import LOSS_LAYER
+from pipedream_rt.telling import log_of
 from pipedream_rt.tracing.spans import Recorder
 from pipedream_rt.transport.interface import Receive
 
-if TYPE_CHECKING:  # not imported unless somebody is told of a run
-    from pipedream_rt.coordinator.views.event_publisher import EventPublisher
-
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +67,7 @@ class Run:
     feeder: Feeder
     epochs: Epochs
     script_loss: ScriptLoss | None
-    references: References
+    parameters: Parameters
     checkpointer: Checkpointer
     run_state: RunState
     trace: TraceCollection
@@ -83,7 +82,7 @@ def warm_up(model: UnsplitModel, options: Options) -> None:
         fork_server().prepare(installed_modules(objects, compiles=compiles))
 
 
-def start(job: Job, publisher: EventPublisher | None) -> WorkerGroup:
+def start(job: Job, publisher: extras.EventPublisher | None) -> WorkerGroup:
     """Start the workers of a job."""
     most = job.options.recovery.max_restarts
     assert most is not None
@@ -126,7 +125,7 @@ def _start_cluster(
     return generations.start(spec)
 
 
-def attach(job: Job, group: WorkerGroup, publisher: EventPublisher | None) -> Run:
+def attach(job: Job, group: WorkerGroup, publisher: extras.EventPublisher | None) -> Run:
     """Build the parts of a run around its workers, and go on from a checkpoint if asked to."""
     options = job.options
     kept, traced = options.kept, bool(options.observe.trace)
@@ -144,7 +143,10 @@ def attach(job: Job, group: WorkerGroup, publisher: EventPublisher | None) -> Ru
         has_loss=job.loss_fn is not None,
         settings=job.settings,
         weighing=job.weighing,
+        items=job.items,
+        weights=functools.partial(weights_of, job.model),
         pairs=functools.partial(needs_pairs, job.model.whole),
+        of_loss=job.of_loss,
         check_loss=0 if job.plan.loss_in_script else options.training.check_loss,
         recorder=recorder,
         fingerprint_every=options.observe.fingerprint_every,
@@ -156,13 +158,16 @@ def attach(job: Job, group: WorkerGroup, publisher: EventPublisher | None) -> Ru
     )
     if options.workers != "serial" and not job.plan.replicated:
         # With replicas, which take turns, a result has the compute time of one of them alone.
-        say = functools.partial(_log.warning, "%s")
-        watch.append(SizeNotice(job.plan, lambda: feeder.waited_s, say))
+        say, threads = functools.partial(_log.warning, "%s"), options.layout.threads
+        # Elsewhere, each has cores of its own.
+        cores = cores_for(options.workers) or job.plan.workers * threads
+        notice = SizeNotice(job.plan, lambda: feeder.waited_s, say, cores=cores, threads=threads)
+        watch.append(notice)
     script_loss = None
     if job.plan.loss_in_script:
         script_loss = ScriptLoss(group, feeder, options.training.on_nan)
     epochs = Epochs(feeder)
-    references = References(group, feeder, job.model, list(job.names))
+    parameters = Parameters(group, feeder, job.model, list(job.names))
     checkpointer = Checkpointer(group, kept)
     preemption = Preemption(kept.grace) if kept is not None and options.makes_checkpoints else None
     run_state = RunState(
@@ -185,8 +190,8 @@ def attach(job: Job, group: WorkerGroup, publisher: EventPublisher | None) -> Ru
         group.recovery.before_workers_end.append(preemption.close)
         preemption.watch()
     if job.optimizer is not None:
-        references.use(references.build_optimizer(*job.optimizer))
-        references.scatter_optimizer_state(optimizer_state(job.brought))
+        parameters.use(parameters.build_optimizer(*job.optimizer))
+        parameters.scatter_optimizer_state(optimizer_state(job.brought))
     if kept is not None and kept.resume:
         run_state.resume(require_acceptable(kept.accept))
     if publisher is not None:
@@ -195,7 +200,7 @@ def attach(job: Job, group: WorkerGroup, publisher: EventPublisher | None) -> Ru
         feeder=feeder,
         epochs=epochs,
         script_loss=script_loss,
-        references=references,
+        parameters=parameters,
         checkpointer=checkpointer,
         run_state=run_state,
         trace=TraceCollection(group, feeder, recorder),
@@ -223,7 +228,7 @@ def _first(job: Job) -> Callable[[Batch, int], object]:
     options = job.options
     if (path := profile_option()) is None:
         return functools.partial(_say_of_first, job=job.without_start_data)
-    return lambda batch, count: profile_and_end(
+    return lambda batch, count: extras.profile_and_end(
         batch,
         path=path,
         model=job.model.given,
@@ -237,9 +242,12 @@ def _first(job: Job) -> Callable[[Batch, int], object]:
 
 def _say_of_first(batch: Batch, count: int, job: Job) -> None:
     """Warn of what the first mini-batch shows."""
-    samples, modules = samples_of(batch), job.model.modules
-    for text in about_micro_batches(modules, samples, count) if samples else ():
-        _log.warning("%s", text)
+    samples, modules = samples_of(batch), dict(job.model.modules)
+    if job.of_loss is not OfLoss.PARTS:
+        modules.pop(LOSS_LAYER, None)  # it may see the whole mini-batch
+    if samples:
+        for text in about_micro_batches(modules, samples, count, is_marked(batch)):
+            _log.warning("%s", text)
 
 
 def _identity(job: Job, feeder: Feeder, loss: str) -> Identity:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import logging
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from pipedream_rt.checkpoint import Manifest, checkpoints, newest_good, refuse_unsaveable, shapes
+from pipedream_rt.checkpoint.layout import open_tensors
 from pipedream_rt.checkpoint.manifest import read_manifest
-from pipedream_rt.checkpoint.reading import weights_of
+from pipedream_rt.checkpoint.reading import keys_by_stage, weights_of
 from pipedream_rt.checkpoint.writing import write_tensors
 from pipedream_rt.coordinator.checkpointing.checkpointer import Checkpointer
 from pipedream_rt.coordinator.checkpointing.pipeline_fingerprint import Fingerprint, of_stages
@@ -33,10 +34,11 @@ from pipedream_rt.job.identity import Identity
 from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.messages.message import CommandName
 from pipedream_rt.messages.snapshot import UNFIT
-from pipedream_rt.schema import printable
+from pipedream_rt.schema import shown
 from pipedream_rt.stage.hyper import set_hyper
+from pipedream_rt.telling import log_of
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 
 _REMEMBERED = 8
@@ -49,7 +51,7 @@ _VALUE = "value"
 def _value_in(path: Path) -> float | None:
     """Return the value for which a file of weights was written; None if it has none."""
     try:
-        with safe_open(path, "pt") as file:
+        with open_tensors(path, follow=True) as file:
             return float((file.metadata() or {})[_VALUE])
     except (OSError, SafetensorError, KeyError, ValueError):
         return None
@@ -67,7 +69,7 @@ def _usable(found: Path) -> Iterator[None]:
     except PipelineError:
         raise
     except UNFIT as e:
-        raise _Unusable(f"{found} cannot be used: {printable(repr(e))}") from e
+        raise _Unusable(f"{found} cannot be used: {shown(e)}") from e
 
 
 class RunState:
@@ -255,6 +257,7 @@ class RunState:
             extra=extra,
             floor=self._floor,
             passes=self._feeder.passes,
+            whole=self._feeder.decision.whole,
             place=self._epochs.place(),
             # Copies, since the manifest is written when the script has gone on.
             attached={name: copy.deepcopy(v.state_dict()) for name, v in self._attached.items()},
@@ -284,6 +287,7 @@ class RunState:
             set_hyper({}, packed)  # raises for what is no packed value
         self._require_fit(found, manifest, accept)
         self._warn_of_other_slack(found, manifest)
+        self._warn_of_other_cut(found, manifest)
         self._settings.put_back_values(found, manifest, accept)
         self._feeder.flush()
         self.finish_checkpoint()
@@ -292,7 +296,8 @@ class RunState:
         )
         self._restore(found, manifest, same_optimizer)
         self._count_from(manifest)
-        self._feeder.flush()  # the stages begin their orders anew, at the step of the checkpoint
+        with self._group.life.guard("a checkpoint was loaded"):
+            self._feeder.flush()  # the stages begin their orders anew, at that step
         self._settings.put_back_modes(found, manifest)
         here = dataclasses.replace(
             self._group.feed.restore_point(),
@@ -320,6 +325,35 @@ class RunState:
                 found,
                 manifest.slack or 0,
                 list(plan.shape.slack) or 0,
+            )
+
+    def _warn_of_other_cut(self, found: Path, manifest: Manifest) -> None:
+        """Warn if layers were on other stages, on which their gradients were more or less stale."""
+        plan = self._group.plan
+        if plan.flushes:
+            return
+        parameters = self._model.parameters
+        tied = Counter(map(id, parameters.values()))  # they are written by one stage of several
+        stage_of: dict[str, int] = {}
+        for stage, keys in enumerate(keys_by_stage(found, manifest.files)):
+            for key in keys:
+                if key in parameters and tied[id(parameters[key])] == 1:
+                    parts = key.split(".")
+                    stage_of.update((".".join(parts[:i]), stage) for i in range(1, len(parts) + 1))
+        firsts: dict[int, str] = {}
+        moved, there = False, 0
+        for here, layers in enumerate(plan.layers):
+            for layer in layers:
+                if layer in stage_of:  # what has no weights goes with the layer before it
+                    there = stage_of[layer]
+                    moved = moved or there != here
+                firsts.setdefault(there, layer)
+        if moved:
+            _log.warning(
+                "%s was made with other stages: from here on the gradients of some layers are more "
+                "or less stale than in a run that never stopped. stages=%s would go on as it was",
+                found,
+                [firsts[stage] for stage in sorted(firsts)[1:]] or 1,
             )
 
     def _require_fit(self, found: Path, manifest: Manifest, accept: Sequence[str]) -> None:
@@ -354,6 +388,7 @@ class RunState:
     def _count_from(self, manifest: Manifest) -> None:
         """Count steps, passes and micro-batches on from a checkpoint."""
         self._feeder.step, self._feeder.passes = manifest.step, manifest.passes
+        self._feeder.decision.resume(manifest.whole)
         number = manifest.step * self._group.plan.per_update
         self._group.feed.next_micro_batch = self._group.recovery.next_loss = number
 
@@ -366,7 +401,7 @@ class RunState:
             _log.warning("there is no checkpoint in %s yet; the run begins at its start", folder)
             return
         unusable: list[Path] = []
-        with self._group.life.guard():
+        with self._group.life.guard("the run was resumed"):
             while True:
                 found, manifest = newest_good(folder, unusable)
                 try:

@@ -22,6 +22,7 @@ from pipedream_rt.cluster.environment import (
 )
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.options import Checkpoints, Options, TraceOption
+from pipedream_rt.paths import given_path
 from pipedream_rt.schema import takes_output
 
 
@@ -80,14 +81,14 @@ def record_option(record: str | os.PathLike[str] | None) -> Path | None:
     """Return the folder in which a run is recorded; None for none."""
     if record is None:
         record = _of_environment(RECORD)
-    return None if record is None else Path(record).absolute()
+    return None if record is None else given_path(record, "the folder of the record").absolute()
 
 
 def _of_environment(name: str) -> Path | None:
     """Return the path in a variable; it gets a number from the second pipeline of a script on."""
     if name not in os.environ:
         return None
-    path, number = Path(os.environ[name]), _taken[name] + 1
+    path, number = given_path(os.environ[name], name), _taken[name] + 1
     return path if number == 1 else path.with_stem(f"{path.stem}-{number}")
 
 
@@ -121,7 +122,7 @@ _taken: Counter[str] = Counter()
 
 def writable(path: str | os.PathLike[str], what: str = "trace") -> Path:
     """Return the absolute path of a file, after a check that it can be written."""
-    path = Path(path).absolute()
+    path = given_path(path, f"the {what}").absolute()
     if path.is_dir():
         raise ConfigError(f"the {what} must be a file, {path} is a folder")
     if not path.parent.is_dir():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,9 @@ from pipedream_rt.coordinator.recovery.group import WorkerGroup
 from pipedream_rt.job.script_values import ScriptValues
 from pipedream_rt.messages.message import CommandName
 from pipedream_rt.schema import printable
+from pipedream_rt.telling import log_of
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 
 class ScriptSettings:

@@ -3,7 +3,6 @@
 They are given to ``Pipeline(corrections=[...])`` and applied in that order.
 """
 
-from pipedream_rt.corrections.correction import Correction, Moment
 from pipedream_rt.corrections.gradients import DelayCompensation, ErrorFeedback
 from pipedream_rt.corrections.prediction import Extrapolation, WeightPrediction
 from pipedream_rt.corrections.rates import (
@@ -12,6 +11,7 @@ from pipedream_rt.corrections.rates import (
     StalenessRate,
     StalenessRefresh,
 )
+from pipedream_rt.stage.correction import Correction, Moment
 
 __all__ = [
     "Correction",

@@ -10,14 +10,15 @@ The figures are printed by ``python benchmarks/first_touch.py table corrections 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipedream_rt.corrections.correction import Correction
 from pipedream_rt.corrections.gradients import ErrorFeedback
 from pipedream_rt.corrections.prediction import Extrapolation
 from pipedream_rt.corrections.rates import StalenessDamping
+from pipedream_rt.job.samples import known_base
+from pipedream_rt.stage.correction import Correction
 
 
 def _both() -> list[Correction]:
@@ -62,23 +63,8 @@ TABLE: tuple[Advice, ...] = (
 )
 """By optimizer; the rows of one optimizer stand in the order of their staleness."""
 
-SAMPLES: Mapping[str, Mapping[str, tuple[float, float]]] = {
-    "async-1f1b": {
-        "Adam": (1.17, 1.12),  # on 8 stages as AdamW
-        "AdamW": (1.16, 1.12),
-        "SGD": (1.30, 1.14),
-        "Muon": (1.10, 1.00),
-        "NAdam": (1.08, 1.06),
-    },
-    "2bw": {"AdamW": (1.42, 1.43), "Muon": (1.31, 1.32)},
-}
-"""By schedule and optimizer: samples to the same loss, as a multiple of those of plain training,
-with one micro-batch for each stage, and with four; the worst of several programs
-(``python benchmarks/first_touch.py table choice choice-adam 2bw``)."""
-
-_OF = ("torch.optim", "pipedream_rt.optimizers")
-"""Packages of the optimizers in the tables. An optimizer of another package may have the same name.
-"""
+_MOMENTA = {"SGD": 0.0, "Muon": 0.95}
+"""The default of the option ``momentum``, by optimizer."""
 
 
 def advised(
@@ -92,33 +78,15 @@ def advised(
     return next((row for row in rows if row.most >= staleness), rows[-1]).make()
 
 
-def samples_taken(schedule: str, optimizer: type | None, per_stage: float) -> float | None:
-    """Return the multiple in `SAMPLES` for some micro-batches per stage; None if not measured."""
-    rows = SAMPLES.get(schedule, {})
-    name = _measured(optimizer, rows)
-    # Nothing was measured with fewer micro-batches than stages.
-    return None if name is None or per_stage < 1 else rows[name][per_stage >= 4]
-
-
 def _has_momentum(optimizer: str, group: Mapping[str, Any]) -> bool:
     """Whether the options of a parameter group give an optimizer of the table a momentum."""
-    if optimizer == "SGD":
-        return bool(group.get("momentum", 0.0))
     # An option that was left out has the default of its class, which is above 0 for betas.
     betas = group.get("betas")
-    return betas is None or bool(betas[0])
+    momentum = group.get("momentum", _MOMENTA.get(optimizer, 1.0))
+    return bool(momentum) and (betas is None or bool(betas[0]))
 
 
 def _rows(optimizer: type | None) -> list[Advice]:
-    """Return the rows of an optimizer's class, or of the base that `_measured` finds."""
-    name = _measured(optimizer, {row.optimizer for row in TABLE})
+    """Return the rows of an optimizer's class, or of the base that `known_base` finds."""
+    name = known_base(optimizer, {row.optimizer for row in TABLE})
     return [row for row in TABLE if row.optimizer == name]
-
-
-def _measured(optimizer: type | None, names: Container[str]) -> str | None:
-    """Return the name of the nearest known base of an optimizer's class; None if not in names."""
-    for cls in () if optimizer is None else optimizer.__mro__:
-        if cls.__module__.startswith(_OF):
-            # Only the nearest class counts: what is not in a table may derive from what is.
-            return cls.__name__ if cls.__name__ in names else None
-    return None

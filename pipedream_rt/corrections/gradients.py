@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from pipedream_rt.corrections.correction import Correction, Moment, Named, require_number
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.stage.correction import Correction, Moment, Named, require_number
 
 
 @dataclass(eq=False)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedream_rt.corrections.correction import Correction, Moment, Named, require_number
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.stage.correction import Correction, Moment, Named, require_number
 
 
 @dataclass(eq=False)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pipedream_rt.corrections.correction import Correction, Moment, require_number
+from pipedream_rt.stage.correction import Correction, Moment, require_number
 
 
 @dataclass(eq=False)

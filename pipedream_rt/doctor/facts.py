@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from pipedream_rt.cluster.environment import memory_is_shared, rpc_of_environment
+from pipedream_rt.schema import read_file
 from pipedream_rt.software import processor, software
-from pipedream_rt.transport.rpc.fence import obstacle
+from pipedream_rt.transport.fence import obstacle
 
 Facts = dict[str, Any]
 """What a machine has found, by name; the values are those of JSON."""
@@ -21,6 +22,9 @@ _LARGEST = 1 << 20
 """Bytes of a source file; a larger one is left out."""
 
 _MOST_FILES = 2000
+
+_TOKEN = 1 << 10
+"""Bytes that a token may have."""
 
 
 def facts(folder: str, token: str, source: str) -> Facts:
@@ -65,24 +69,30 @@ def digest_of(folder: Path) -> str:
         )
         for name in sorted(files):
             path = Path(root) / name
-            if name.endswith(".py") and path.stat().st_size <= _LARGEST and count < _MOST_FILES:
-                count += 1
-                digest.update(str(path.relative_to(folder)).encode() + b"\0")
-                digest.update(path.read_bytes() + b"\0")
+            if name.endswith(".py") and count < _MOST_FILES:
+                # A pipe, a device, a link to nothing, or a file that is too large.
+                with suppress(OSError, ValueError):
+                    data = read_file(path, _LARGEST)
+                    count += 1
+                    digest.update(str(path.relative_to(folder)).encode() + b"\0")
+                    digest.update(data + b"\0")
     return digest.hexdigest() if count else ""
 
 
 def _shared(folder: str, token: str) -> str:
     """Say what is wrong with the shared folder as this machine sees it; "ok" if nothing is."""
+    shown = token_file(folder, token)
     try:
         os.listdir(folder)  # makes NFS look again, where it remembers what was there
-        if token_file(folder, token).read_text() != token:
+        if read_file(shown, _TOKEN) != token.encode():
             return "has another file of the same name"
-        mine = token_file(folder, token).with_suffix(f".{socket.gethostname()}.{os.getpid()}")
+        mine = shown.with_suffix(f".{socket.gethostname()}.{os.getpid()}")
         mine.write_text(token)
         mine.unlink()
     except OSError as error:
-        return f"{error.strerror}: {error.filename}"
+        return f"{error.strerror}: {error.filename or shown}"
+    except ValueError as error:
+        return f"{error}: {shown}"
     return "ok"
 
 

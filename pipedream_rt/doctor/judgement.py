@@ -9,7 +9,7 @@ from typing import Literal
 
 from pipedream_rt.doctor.facts import Facts
 from pipedream_rt.tracing.summary import bytes_text, seconds_text
-from pipedream_rt.transport.rpc.fence import OBSTACLES
+from pipedream_rt.transport.fence import OBSTACLES
 
 Grade = Literal["ok", "note", "warn", "fail"]
 
@@ -58,8 +58,12 @@ def judge(
     clocks: Mapping[str, float],  # seconds ahead of the first machine's
     expected: int,
     addresses: Mapping[str, tuple[str, str]] | None = None,  # announced, and seen by the first
+    rpc: bool = False,
 ) -> list[Finding]:
-    """Return what was found, in the order in which a user would mend it."""
+    """Return what was found, in the order in which a user would mend it.
+
+    ``rpc`` asks whether references can lead to modules, for which workers need torch RPC.
+    """
     found = []
     if len(machines) < expected:
         found.append(
@@ -78,6 +82,8 @@ def judge(
     found += _same(machines, "source", "fail", "copy the same source files to all machines")
     for name, facts in machines.items():
         found += _of_one(name, facts)
+        if rpc or facts.get("rpc_wish") == "on":
+            found.append(_of_rpc(name, str(facts.get("rpc", "")), str(facts.get("rpc_wish", ""))))
     found += [_of_clock(name, ahead) for name, ahead in clocks.items()]
     for name, (announced, seen) in (addresses or {}).items():
         found.append(
@@ -125,7 +131,6 @@ def _of_one(name: str, facts: Facts) -> list[Finding]:
         else Finding("shared memory", name, "note", "large values between workers here go over "
                      "sockets", "the kernel gives none (memfd_create), or "
                      "PIPEDREAM_RT_SHARED_MEMORY is off"),
-        _of_rpc(name, str(facts.get("rpc", "")), str(facts.get("rpc_wish", ""))),
         Finding("open files", name, "ok", f"{files} allowed")
         if files >= _LEAST_FILES
         else Finding(

@@ -88,7 +88,6 @@ def look_at_all(job: NodeJob, folder: str, source: str, patience: timedelta) -> 
         token = opened.enter_context(_written(folder))
         found = Found({"first": facts(folder, token, source)})
         asyncio.run(_look(found, listener, secret, node.size - 1, folder, token, deadline))
-    job.finish()
     return found
 
 
@@ -127,7 +126,10 @@ async def _examined(member: Member, folder: str, token: str) -> Facts:
     """Have a machine examine itself; empty if it does not answer."""
     question = {"type": "examine", "folder": folder, "token": token}
     answer = await member.ask(question, "findings", _ANSWER_S)
-    return dict(json.loads(answer[0]["text"])) if answer else {}
+    try:
+        return dict(json.loads(answer[0]["text"])) if answer else {}
+    except (ValueError, TypeError, RecursionError):  # as one that does not answer
+        return {}
 
 
 async def _ahead_s(member: Member) -> float:
@@ -197,7 +199,7 @@ def _link_of(said: Record | None) -> MeasuredLink:
         return MeasuredLink(
             None if late is None else float(late), float(read["bandwidth"]), str(read["problem"])
         )
-    except (KeyError, ValueError, TypeError) as error:
+    except (KeyError, ValueError, TypeError, RecursionError) as error:
         problem = f"malformed answer {said['type']!r}: {error!r}"
         return MeasuredLink(None, 0.0, f"{problem}; is it pipedream-rt of the same version?")
 

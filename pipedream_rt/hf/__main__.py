@@ -21,8 +21,8 @@ def _lines() -> Iterator[str]:
     """Yield the lines of the tables."""
     arguments = known_arguments()
     yield from _table("Argument", ((n, *found) for n, found in arguments.items() if found[1]))
-    names = [name for name, (kind, _) in arguments.items() if kind == "same"]
-    yield from ("", f"The same, or the Trainer's own matter: {_listed(names)}.", "")
+    same = sum(kind == "same" for kind, _ in arguments.values())
+    yield from ("", f"The {same} others are the same, or the Trainer's own matter.", "")
     methods = [n for n in vars(Trainer) if callable(getattr(Trainer, n)) and n[:2] != "__"]
     called = SAME | REPLACED.keys()
     others = [name for name in methods if name not in called]
@@ -35,14 +35,12 @@ def _lines() -> Iterator[str]:
             for n in sorted(others)
         ),
     )
-    names = sorted(set(methods) - set(others))
-    yield from ("", f"Called as by a plain Trainer: {_listed(names)}.", "")
+    count = len(methods) - len(others)
+    yield from ("", f"The {count} others are called as by a plain Trainer.", "")
     events = [name for name in vars(TrainerCallback) if name.startswith("on_")]
-    yield from _table(
-        "Event of a callback",
-        ((n, "other", EVENTS[n]) if n in EVENTS else (n, "same", "") for n in events),
-    )
-    yield ""
+    told = ((name, "other", EVENTS[name]) for name in events if name in EVENTS)
+    yield from _table("Event of a callback", told)
+    yield from ("", f"The {len(events) - len(EVENTS)} others are the same.", "")
     yield from _table(
         "Trainer of others",
         (
@@ -53,9 +51,12 @@ def _lines() -> Iterator[str]:
 
 
 def _table(head: str, rows: Iterable[tuple[str, str, str]]) -> Iterator[str]:
-    """Yield the lines of a table."""
+    """Yield the lines of a table; names of which the same is to be said share one."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name, kind, text in rows:
+        alike.setdefault((kind, text), []).append(name)
     yield from (f"| {head} | over a pipeline | |", "|---|---|---|")
-    yield from (f"| `{name}` | {kind} | {text} |" for name, kind, text in rows)
+    yield from (f"| {_listed(names)} | {kind} | {text} |" for (kind, text), names in alike.items())
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -13,6 +13,7 @@ from transformers import TrainingArguments, __version__
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.defaults import PER_STAGE
 from pipedream_rt.job.options import Training
+from pipedream_rt.paths import refuse_address
 from pipedream_rt.stage.rules.clipping import Clip
 
 _REFUSED: tuple[tuple[str, Callable[[Any], object], str], ...] = (
@@ -140,6 +141,8 @@ def refuse_arguments(args: Any, given: Mapping[str, Any]) -> None:
     for name, holds, reason in _REFUSED:
         if holds(args):
             raise ConfigError(f"PipelineTrainer cannot do {name}: {reason}")
+    if args.output_dir is not None:
+        refuse_address(args.output_dir, "output_dir")
     unknown = [name for name, (kind, _) in known_arguments().items() if kind == "unknown"]
     for each in fields(TrainingArguments):
         if each.name in unknown and getattr(args, each.name) != each.default:

@@ -10,7 +10,6 @@ also before a log.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -24,8 +23,9 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainerControl
 
 from pipedream_rt.coordinator.results import PendingStep
+from pipedream_rt.telling import log_of
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 _BEFORE_THE_STEP = ("on_substep_end", "on_pre_optimizer_step")
 _WITH_GRADIENTS = (*_BEFORE_THE_STEP, "on_optimizer_step")

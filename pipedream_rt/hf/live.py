@@ -9,7 +9,6 @@ answered at once. Anything else first fetches all weights, and gives the tensors
 from __future__ import annotations
 
 import copy
-import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,9 +20,10 @@ from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.stage.fingerprint import fingerprint, total
+from pipedream_rt.telling import log_of
 from pipedream_rt.torch_private import no_torch_function
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 _OF_NO_VALUES = frozenset(
     getattr(Tensor, name).__get__

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,12 +41,16 @@ from pipedream_rt.hf.overrides import owns_loss, problems_of
 from pipedream_rt.job.given_optimizer import refuse_patched_step
 from pipedream_rt.models.preserving_state import kept_outside
 from pipedream_rt.pipeline import Pipeline
+from pipedream_rt.schema import read_file
 
 STATE = "pipeline"
 """The folder with the state of the pipeline, in a checkpoint of the Trainer."""
 
 GROUPS = "pipeline_groups.pt"
 """The file beside it with the optimizer's hyper-parameters, since callbacks read them at once."""
+
+_LARGEST = 1 << 26
+"""Bytes that it may have, and those of a scheduler."""
 
 
 class _Resume(NamedTuple):
@@ -274,15 +279,26 @@ class PipelineMixin(Trainer):
         optimizer: Any = self.optimizer
         optimizer = getattr(optimizer, "optimizer", optimizer)  # out of accelerate's wrapper
         self._live = live = LiveModel(self._trained(), self._fetched)
-        if not trains and not any(p.requires_grad for p in live.model.parameters()):
+        learns = any(p.requires_grad for p in live.model.parameters())
+        if not trains and not learns:
             optimizer = None
+        ahead = not trains and learns and optimizer is None and self._will_train_on(example)
+        if ahead:
+            self.create_optimizer()
+            optimizer, self.optimizer = self.optimizer, None
         given = options_of(self.args, self._given, None if self._in_script else self._weight_of)
         # A later pipeline must not repeat the random numbers of the first.
         options = {"seed": self.args.seed + self._steps, **given}
         modes = [(module, module.training) for module in live.model.modules()]
         live.model.train()  # an evaluation may have left eval mode
         try:
-            pipe = Pipeline(live.model, example=example, optimizer=optimizer, **options)
+            try:
+                pipe = Pipeline(live.model, example=example, optimizer=optimizer, **options)
+            except ConfigError:
+                if not ahead:
+                    raise
+                optimizer = None  # what cannot be trained is told when it is to be
+                pipe = Pipeline(live.model, example=example, optimizer=None, **options)
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -297,7 +313,28 @@ class PipelineMixin(Trainer):
                 group["params"] = named if len(named) == len(group["params"]) else group["params"]
             optimizer.param_groups = pipe.optimizer.param_groups
             optimizer._opt_called = True  # else schedulers warn that they step before it
-            self.optimizer = self.callback_handler.optimizer = pipe.optimizer
+            if not ahead:
+                self.optimizer = self.callback_handler.optimizer = pipe.optimizer
+
+    def _will_train_on(self, example: Any) -> bool:
+        """Whether a pipeline for an evaluation could train later, by the Trainer's own optimizer.
+
+        Then it begins with that one, so that the workers need not start again.
+        """
+        if (
+            self.train_dataset is None
+            or type(self).create_optimizer is not Trainer.create_optimizer
+        ):
+            return False
+        names = self.label_names or [""]
+        return self._in_script or all(example.get(name) is not None for name in names)
+
+    def _is_ahead(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the pipeline has begun, for an evaluation, with an optimizer like this one."""
+        made, groups = self._made, self._made_groups
+        if made is None or not self._is_open or type(optimizer) is not type(made):
+            return False
+        return list(map(_plain, optimizer.param_groups)) == list(map(_plain, groups))
 
     def _asked(self) -> tuple[Any, ...]:
         """Return what a pipeline is made by, to see whether it has changed."""
@@ -336,7 +373,10 @@ class PipelineMixin(Trainer):
             self.optimizer = self._made
         optimizer: Any = self.optimizer
         self._resume = None if optimizer is None else self._resume  # that of another optimizer
+        had_none = optimizer is None
         self.create_optimizer()
+        if had_none and self._is_ahead(self.optimizer):
+            self.optimizer = self._made
         optimizer = self.optimizer
         refuse_patched_step(optimizer)  # first, since torch's scheduler would fail obscurely
         self.create_scheduler(num_training_steps=max_steps)
@@ -364,7 +404,7 @@ class PipelineMixin(Trainer):
             (GROUPS, self._load_groups),
         ):
             if (saved := Path(checkpoint) / name).is_file():
-                load(torch.load(saved, weights_only=True))
+                load(torch.load(BytesIO(read_file(saved, _LARGEST)), weights_only=True))
 
     def _load_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Give the groups of the optimizer the hyper-parameters of a checkpoint."""
@@ -578,6 +618,11 @@ class PipelineTrainer(PipelineMixin):
     Raises:
         ConfigError: A pipeline cannot do what is asked for; nothing was started.
     """
+
+
+def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a parameter group, and its parameters by ``id``."""
+    return {**group, "params": list(map(id, group["params"]))}
 
 
 class _Update:

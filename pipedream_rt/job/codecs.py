@@ -7,7 +7,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
 
-from pipedream_rt.codecs.codec import (
+from pipedream_rt.errors import ConfigError
+from pipedream_rt.schedules import Plan
+from pipedream_rt.stage.codec import (
     ByteCodec,
     Codec,
     GraphCodec,
@@ -15,8 +17,6 @@ from pipedream_rt.codecs.codec import (
     require_direction,
     try_out,
 )
-from pipedream_rt.errors import ConfigError
-from pipedream_rt.schedules import Plan
 from pipedream_rt.stage.rules.coding import EdgeCodecs
 
 _LONGEST = 1000

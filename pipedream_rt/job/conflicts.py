@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from pipedream_rt.corrections import Correction
-from pipedream_rt.corrections.correction import overrides
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.options import Training
 from pipedream_rt.job.rules import recomputing, scale_of
 from pipedream_rt.models.tensors import gradient_hooks
 from pipedream_rt.schedules import RECIPES, Plan, plan_for
+from pipedream_rt.stage.correction import Correction, overrides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +93,11 @@ class Facts:
     def scaled(self) -> bool:
         """Whether losses are scaled."""
         return scale_of(self.training) is not None
+
+    @property
+    def whole_loss(self) -> bool:
+        """Whether the last stage computes the loss of several micro-batches together."""
+        return self.training.loss == "whole" and self.plan.per_update > 1
 
     @property
     def over_model(self) -> bool:
@@ -269,6 +273,25 @@ CONFLICTS: tuple[Conflict, ...] = (
         "the script computes the loss of whole mini-batches, in which no micro-batch weighs",
         "leave weigh out, or compute the loss on the last stage, by loss_fn",
         lambda f: f.plan.loss_in_script and f.training.weigh is not None,
+    ),
+    Conflict(
+        "a loss in the script", 'loss="whole"',
+        "the script computes the loss, and it has whole mini-batches",
+        'leave Training(loss="whole") out, or give loss_fn',
+        lambda f: f.plan.loss_in_script and f.training.loss == "whole",
+    ),
+    Conflict(
+        'loss="whole"', "weigh",
+        "a loss of the whole mini-batch is one number, in which no micro-batch weighs",
+        "leave one of the two out",
+        lambda f: f.whole_loss and f.training.weigh is not None,
+    ),
+    Conflict(
+        'loss="whole"', "schedules that begin a backward before all outputs have come",
+        "with {schedule}, the last stage begins backwards before it has all outputs of a "
+        "mini-batch, and the loss is computed of all of them",
+        'use schedule="gpipe", without replicas of the last stage; or micro_batches=1',
+        lambda f: f.whole_loss and f.proved and not f.plan.outputs_come_first,
     ),
     Conflict(
         "schedules without a flush", "embeddings with max_norm",

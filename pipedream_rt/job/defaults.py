@@ -3,7 +3,7 @@
 What counts is the time to a loss: the samples that it takes, times the time of a sample. A schedule
 that flushes takes the samples of plain training, but its workers wait: with n of them, k
 micro-batches take (k + n - 1) / k times as long. An asynchronous schedule waits for nothing and
-takes more samples; how many more depends on the optimizer (`corrections/advice.py`). With many
+takes more samples; how many more depends on the optimizer (`samples.py`). With many
 micro-batches both are cheap, and a flush then gives the bits of plain training.
 
 Where BatchNorm sees micro-batches they must be few: with 8 of a mini-batch of 32 samples plain
@@ -11,7 +11,8 @@ training took 1.25 times the samples. So there are as many as stages; with so fe
 more than staleness does. The same holds for layers of the user's with a state, as a moving average
 or a warm-up that they count, which advances with each micro-batch.
 
-The measurements are printed by ``python benchmarks/first_touch.py table choice batch-norm``.
+The measurements are printed by ``python benchmarks/first_touch.py table choice batch-norm``, and by
+``python benchmarks/studies/batch_norm.py``.
 """
 
 from __future__ import annotations
@@ -22,15 +23,17 @@ from dataclasses import replace
 from torch import nn
 
 from pipedream_rt.batches.cutting import keeps_state
-from pipedream_rt.corrections.advice import samples_taken
+from pipedream_rt.batches.weighing import is_known_mean
 from pipedream_rt.job.options import Options
+from pipedream_rt.job.samples import samples_taken
+from pipedream_rt.messages.of_loss import OfLoss
 from pipedream_rt.schedules.plan import replicas_of
 from pipedream_rt.schedules.recipes import ScheduleName
 
 ASYNCHRONOUS: ScheduleName = "async-1f1b"
 FLUSHED: ScheduleName = "1f1b"
 OF_SCRIPT: ScheduleName = "gpipe"
-"""What is chosen where the script computes the loss: all outputs come before the first backward."""
+"""What is chosen for a loss of whole mini-batches: all outputs come before the first backward."""
 
 PER_STAGE = 4
 """Micro-batches for each stage. With fewer, a flush costs more time and staleness more samples;
@@ -46,24 +49,24 @@ def with_schedule(
     optimizer: type | None,
     stages: int,
     modules: Iterable[nn.Module],
-    in_script: bool = False,
+    of_all: bool = False,
 ) -> Options:
     """Choose the schedule if it is left out, and with it the number of micro-batches.
 
-    ``in_script``: whether the script computes the loss, which is of the whole mini-batch.
+    ``of_all``: whether the loss is of the whole mini-batch, or may be.
     """
     if options.schedule is not None:
-        # The gradient of a mini-batch comes from the script when all of it has been forward.
-        one = in_script and options.micro_batches is None
+        # The gradient of a mini-batch comes when all of it has been forward.
+        one = of_all and options.micro_batches is None and options.schedule != OF_SCRIPT
         return replace(options, micro_batches=1) if one else options
     count, given = options.micro_batches, options.layout.replicas
     few = count is not None and count < stages
     # Without training nothing is stale; with few micro-batches workers idle at a flush; the last
     # two options are for asynchronous schedules.
     asynchronous = options.corrections or options.layout.synchronous_updates
-    if in_script and asynchronous:
+    if of_all and asynchronous:
         return replace(options, schedule=ASYNCHRONOUS, micro_batches=1 if count is None else count)
-    if optimizer is None or (few and not in_script) or asynchronous:
+    if optimizer is None or (few and not of_all) or asynchronous:
         return replace(options, schedule=ASYNCHRONOUS)
     # A replica computes its share of the micro-batches.
     replicas = 1 if given == "auto" else max(replicas_of(given, stages), default=1)
@@ -71,13 +74,31 @@ def with_schedule(
         # One stage has no bubble that more micro-batches would fill.
         whole = stages == 1 or any(map(keeps_state, modules))
         count = replicas * stages * (1 if whole else PER_STAGE)
-    if in_script:
+    if of_all:
         return replace(options, schedule=OF_SCRIPT, micro_batches=count)
     each = (count or 1) / replicas
     samples = samples_taken(ASYNCHRONOUS, optimizer, each / stages)
     sooner = 0.0 if samples is None else time_of_flush(stages, each) / samples
     schedule = ASYNCHRONOUS if sooner >= AHEAD else FLUSHED
     return replace(options, schedule=schedule, micro_batches=count)
+
+
+def of_loss_by(options: Options, optimizer: type | None) -> OfLoss:
+    """Return of what the loss is computed, or that the first mini-batch is to decide it.
+
+    Of a loss that torch does not bring, nobody knows whether it is a mean over samples.
+    """
+    training, layout = options.training, options.layout
+    if training.loss == "whole":
+        return OfLoss.WHOLE
+    free = options.schedule is None and options.micro_batches is None
+    # What another schedule must have.
+    other = layout.synchronous_updates or layout.slack or layout.stages_per_worker
+    stale = options.corrections or other
+    one = layout.replicas in ((), 1) or layout.replicas == "auto"
+    unsaid = training.loss is None and training.weigh is None and training.check_loss > 0
+    unknown = optimizer is not None and not is_known_mean(options.loss_fn)
+    return OfLoss.DECIDE if unknown and free and unsaid and one and not stale else OfLoss.PARTS
 
 
 def time_of_flush(stages: int, micro_batches: float) -> float:

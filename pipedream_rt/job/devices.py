@@ -32,7 +32,7 @@ def devices_of(
     else:
         raise ConfigError(
             "devices must be the name of a device, or a list with one for each stage or worker, "
-            f"not {devices!r}"
+            f"not {devices!r}" + "; stages= is how many there are" * isinstance(devices, int)
         )
     # "cuda" without a number means all that are here; each worker elsewhere takes its own.
     if here:

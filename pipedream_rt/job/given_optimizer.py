@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeAlias
 
@@ -90,6 +90,15 @@ def grouped_names(
                 "Of prepare(), a pipeline needs nothing but the loader"
             )
         return _parts_of(argument, names)
+    several = argument.values() if isinstance(argument, Mapping) else argument
+    if isinstance(several, Iterable) and any(
+        isinstance(each, torch.optim.Optimizer) for each in several
+    ):
+        raise ConfigError(
+            "optimizer must be one, and not several: give one class with a rule for each group, "
+            '(class, dict, [("head.*", {"lr": 0.1})]), or one torch optimizer with a group for '
+            'each, as SGD([{"params": a.parameters()}, {"params": b.parameters(), "lr": 0.1}])'
+        )
     if not isinstance(argument, Sequence) or len(argument) not in (2, 3):
         raise ConfigError(
             "optimizer must be (class, dict of its arguments), the same with rules for groups, or "

@@ -8,7 +8,6 @@ asks for is refused; any other is logged with both values. Either can be accepte
 from __future__ import annotations
 
 import functools
-import logging
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,8 +20,9 @@ from torch import nn
 from pipedream_rt.errors import CheckpointError, ConfigError
 from pipedream_rt.stage.fingerprint import fingerprint
 from pipedream_rt.stage.hyper import Hyper, unpack_hyper
+from pipedream_rt.telling import log_of
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 _REFUSED = {
     "seed": "the random numbers of layers would be others",

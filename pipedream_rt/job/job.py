@@ -14,13 +14,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipedream_rt.batches.forwards import Forwards
-from pipedream_rt.batches.items import ScriptCall
+from pipedream_rt.batches.items import Items, ScriptCall
 from pipedream_rt.batches.weighing import Weighing
-from pipedream_rt.corrections import Correction
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.codecs import Codecs, codecs_of
 from pipedream_rt.job.conflicts import Facts, facts_of_model, refuse_conflicts
-from pipedream_rt.job.defaults import ASYNCHRONOUS, FLUSHED, with_schedule
+from pipedream_rt.job.defaults import ASYNCHRONOUS, FLUSHED, of_loss_by, with_schedule
 from pipedream_rt.job.devices import devices_of, shared_seats
 from pipedream_rt.job.given_optimizer import (
     GivenOptimizer,
@@ -30,6 +29,7 @@ from pipedream_rt.job.given_optimizer import (
 )
 from pipedream_rt.job.notices import (
     DisabledFeatures,
+    about_alternative,
     about_balance,
     about_choice,
     about_plan,
@@ -40,12 +40,14 @@ from pipedream_rt.job.process_assignment import ProcessAssignment, assignment_fo
 from pipedream_rt.job.rules import compiling, correcting, recomputing, rule_options
 from pipedream_rt.job.script_values import ScriptValues, script_values_of
 from pipedream_rt.job.specs import packed_stages
-from pipedream_rt.job.splitting import ForwardOptions, Split, split_model
+from pipedream_rt.job.splitting import ForwardOptions, Split, items_of, split_model
 from pipedream_rt.job.unsplit_model import UnsplitModel, parameter_names
+from pipedream_rt.messages.of_loss import OfLoss
 from pipedream_rt.models import ties_of
 from pipedream_rt.models.settings import Settings, settings_now
 from pipedream_rt.schedules import Plan, plan_for
 from pipedream_rt.schedules.checker import prove
+from pipedream_rt.stage.correction import Correction
 from pipedream_rt.stage.evaluation import changes_modes
 from pipedream_rt.stage.spec import LossFunction, StageSpec, own_loss
 
@@ -57,13 +59,17 @@ class Job:
     Attributes:
         specs: By stage, its `StageSpec`, packed; see `packed_stages`.
         loss_fn: The loss function; None for a pipeline that only infers.
+        items: What reads the items of loaders.
         optimizer: The optimizer that the script gave, taken apart; None without one.
         brought: The state that it already has, by name of its parameter.
         names: The names of the trainable parameters, stage by stage.
+        of_loss: Of what the last stage computes the loss.
         cut_unasked: Whether the number of micro-batches was chosen, and not given.
         changes_modes: Whether a layer does something when its mode is set.
         chosen: What is said at the start of what was chosen.
+        alternative: What is said of the schedule that was not, for who asks.
         notices: What is said at the start of what this costs.
+        balance: How the stages were balanced, in words; empty where they were given.
     """
 
     options: Options
@@ -73,6 +79,7 @@ class Job:
     specs: Sequence[tuple[Tensor, ...]]
     forwards: Forwards
     loss_fn: LossFunction | None
+    items: Items
     weighing: Weighing
     corrections: tuple[Correction, ...]
     codecs: Codecs
@@ -81,11 +88,14 @@ class Job:
     brought: Mapping[str, dict[str, Any]]
     names: Sequence[str]
     script_values: ScriptValues
+    of_loss: OfLoss
     cut_unasked: bool
     changes_modes: bool
     settings: Settings
     chosen: str
+    alternative: str
     notices: Sequence[str]
+    balance: str
 
     @property
     def averages(self) -> bool:
@@ -111,9 +121,11 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
     pretrained = model.pretrained(options.layout.weights)
     trains, loss_fn = options.optimizer is not None, options.loss_fn
     may_own_loss = loss_fn is None and not isinstance(options.example, ScriptCall)
-    forward = ForwardOptions(trains or loss_fn is not None, may_own_loss, training.autocast)
-    split = split_model(model, options.stages, options.example, forward)
-    if split.forwards.own_loss:
+    trained = trains or loss_fn is not None
+    forward = ForwardOptions(trained, may_own_loss, training.autocast, loss_fn)
+    items = items_of(model, loss_fn, options.prepare)
+    split = split_model(model, options.stages, options.example, forward, items)
+    if split.forwards.own_loss and loss_fn is None:
         loss_fn = own_loss
     in_script = trains and loss_fn is None
     optimizer = grouped_names(options.optimizer, model.names, model.parameters)
@@ -123,7 +135,11 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
         corrections=options.corrections is None,
     )
     kind = None if optimizer is None else optimizer.optimizer_class
-    options, facts, parts = _scheduled(split, model, options, kind, in_script)
+    if split.forwards.own_loss:
+        _refuse_whole_own(options)
+    of_loss = OfLoss.PARTS if in_script else of_loss_by(options, kind)
+    of_all = in_script or (of_loss is not OfLoss.PARTS and not split.forwards.own_loss)
+    options, facts, parts = _scheduled(split, model, options, kind, in_script, of_all)
     plan = facts.plan
     devices = devices_of(options.devices, plan, parts, starts_here)
     seats = shared_seats(devices) if starts_here and options.workers != "serial" else ()
@@ -177,6 +193,7 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
         specs=[each.spec for each in packed],
         forwards=split.forwards,
         loss_fn=loss_fn,
+        items=items,
         weighing=weighing,
         corrections=corrections,
         codecs=codecs,
@@ -187,23 +204,45 @@ def prepare(model: UnsplitModel, options: Options, starts_here: bool = True) -> 
         script_values=script_values_of(
             model, split.forwards, packed, fixed, kind, shared=options.workers == "serial"
         ),
+        of_loss=OfLoss.PARTS if plan.per_update == 1 else of_loss,
         cut_unasked=left_out.micro_batches,
         changes_modes=any(map(changes_modes, parts)),
         settings=settings,
         chosen=about_choice(plan, corrections, left_out, kind) if kind else "",
+        alternative=about_alternative(plan, left_out, kind) if kind else "",
         notices=[
             *(about_plan(plan, left_out) if kind else ()),
             *(about_state(model) if kind else ()),
-            *(about_balance(model, split.layers) if isinstance(options.stages, int) else ()),
+            *(
+                about_balance(model, split.layers, split.work)
+                if isinstance(options.stages, int)
+                else ()
+            ),
         ],
+        balance=split.how,
     )
 
 
+def _refuse_whole_own(options: Options) -> None:
+    """Refuse to compute a loss of the whole that the model computes itself, of what it gets."""
+    if options.training.loss == "whole" and options.micro_batches != 1:
+        raise ConfigError(
+            'Training(loss="whole") computes loss_fn of all outputs together, and this model '
+            'computes its loss itself: give micro_batches=1, schedule="gpipe", with which it '
+            "gets whole mini-batches; or loss_fn, and a model that returns the outputs alone"
+        )
+
+
 def _scheduled(
-    split: Split, model: UnsplitModel, options: Options, optimizer: type | None, in_script: bool
+    split: Split,
+    model: UnsplitModel,
+    options: Options,
+    optimizer: type | None,
+    in_script: bool,
+    of_all: bool,
 ) -> tuple[Options, Facts, list[nn.Module]]:
     """Choose a schedule if there is none; return the options, what is known, and the stages."""
-    chosen = with_schedule(options, optimizer, len(split.layers), model.modules.values(), in_script)
+    chosen = with_schedule(options, optimizer, len(split.layers), model.modules.values(), of_all)
     try:
         return chosen, *_planned(split, model, chosen, in_script)
     except ConfigError:  # other options may need a schedule that flushes

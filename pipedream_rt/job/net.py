@@ -10,7 +10,6 @@ have passed; only the first, if they are quick, and one at the end are free.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from inspect import getattr_static
@@ -24,8 +23,9 @@ from pipedream_rt.models.code_reading import names_used
 from pipedream_rt.models.holders import GONE, Holder, equal
 from pipedream_rt.models.parcel import Parcel, has_grown, is_plain_mark
 from pipedream_rt.models.settings import refuse_global_hooks
+from pipedream_rt.telling import log_of
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 _FREE_S = 0.25
 """The seconds that walks may take before one waits."""

@@ -8,24 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from textwrap import fill
 
 import torch.distributed as dist
 from torch import nn
 
 from pipedream_rt.batches.cutting import kept_by_forward, micro_batch_sizes
-from pipedream_rt.corrections import Correction
-from pipedream_rt.corrections.advice import samples_taken
 from pipedream_rt.job.defaults import ASYNCHRONOUS, OF_SCRIPT, time_of_flush
+from pipedream_rt.job.samples import samples_taken
 from pipedream_rt.job.unsplit_model import UnsplitModel, inside_of_layers, module_named
 from pipedream_rt.models.communication import communicates
 from pipedream_rt.schedules import Plan
 from pipedream_rt.schedules.placement import LOSS_LAYER
 from pipedream_rt.schedules.recipes import RECIPES
+from pipedream_rt.stage.correction import Correction
 from pipedream_rt.torch_private import BatchNorm
 
 _HEAVY = 1.5
 """How many times the parameters of an average stage a layer holds that is called too large."""
+
+
+LEFT_OUT = (
+    "stages= was left out, so the model is one stage, which one worker computes as one process "
+    'would: stages=2, or more, cuts it, and stages="auto" with example= chooses for this machine; '
+    "stages=1 says that one is meant"
+)
+"""What is said where the user has not said how many stages there are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,50 +44,70 @@ class DisabledFeatures:
     corrections: bool
 
 
+def choice_line(chosen: Mapping[str, object], why: str) -> str:
+    """Return the line that says which options were chosen for a run, as one types them, and why."""
+    named = ", ".join(f"{name}={value!r}" for name, value in chosen.items())
+    return f"chosen: {named}: {why}".replace("'", '"')
+
+
 def about_choice(
     plan: Plan, corrections: Sequence[Correction], left_out: DisabledFeatures, optimizer: type
 ) -> str:
-    """Say what was chosen for a run that trains, and its cost, in 80 columns; "" for nothing."""
+    """Say in a line what was chosen for a run that trains, and why; "" for nothing."""
     if plan.workers == 1:
-        return (
-            "one stage: one worker does everything, as one process would. stages=2 and more, or\n"
-            'stages="auto", cut the model'
-        )
+        return 'one stage, so one worker does it all; stages=2 or stages="auto" cuts the model'
     if plan.flushes and not left_out.schedule:
         return ""
-    k, stages = plan.per_update, plan.num_stages
-    chosen = [
-        f"schedule={plan.name!r}" if left_out.schedule else "",
-        f"micro_batches={k}" if left_out.micro_batches else "",
-        'corrections="auto"' if left_out.corrections and corrections else "",
-    ]
-    if not any(chosen):
+    chosen: dict[str, object] = {}
+    if left_out.schedule:
+        chosen["schedule"] = plan.name
+    if left_out.micro_batches:
+        chosen["micro_batches"] = plan.per_update
+    if left_out.corrections and corrections:
+        chosen["corrections"] = "auto"
+    if not chosen:
         return ""
-    each = k / max(plan.replicas)  # micro-batches of a replica
-    stale = ASYNCHRONOUS if plan.flushes else plan.name
-    text = f"no worker waits for another, and {_cost(stale, optimizer, each / stages)}"
     if plan.loss_in_script:
-        text = (
-            "the script computes the loss, of whole mini-batches, so all outputs of a mini-batch "
-            "come before its first backward"
-        )
-    elif plan.flushes:
-        saved = 1 - 1 / time_of_flush(stages, each)
-        text = (
-            "it learns as plain PyTorch does. With "
-            f"{ASYNCHRONOUS!r}, which saves {saved:.0%} of the time, {text}"
-        )
-    named = ", ".join(filter(None, chosen))
-    return fill(f"chosen: {named}; {text}".replace("'", '"'), 80)
+        return choice_line(chosen, "the script computes the loss of whole mini-batches")
+    if plan.name == OF_SCRIPT and left_out.schedule:
+        return choice_line(chosen, "it learns as plain PyTorch does, whatever the loss compares")
+    if plan.flushes:
+        return choice_line(chosen, "it learns as plain PyTorch does")
+    return choice_line(chosen, f"no worker waits, for {_cost(plan, plan.name, optimizer)}")
 
 
-def _cost(schedule: str, optimizer: type, per_stage: float) -> str:
+def about_alternative(plan: Plan, left_out: DisabledFeatures, optimizer: type) -> str:
+    """Say what the schedule that was not chosen would give and cost; "" where none was chosen."""
+    if plan.workers == 1 or not (plan.flushes and left_out.schedule) or plan.loss_in_script:
+        return ""
+    saved = 1 - 1 / time_of_flush(plan.num_stages, plan.per_update / max(plan.replicas))
+    return (
+        f'with schedule="{ASYNCHRONOUS}" no worker waits for another, which saves {saved:.0%} of '
+        f"the time, for {_cost(plan, ASYNCHRONOUS, optimizer)} ({optimizer.__name__})"
+    )
+
+
+def _cost(plan: Plan, schedule: str, optimizer: type) -> str:
     """Say how many samples an asynchronous schedule takes, by micro-batches per stage."""
-    samples = samples_taken(schedule, optimizer, per_stage)
+    of_replica = plan.per_update / max(plan.replicas)
+    samples = samples_taken(schedule, optimizer, of_replica / plan.num_stages)
     if samples is None:
-        return f"how many more samples it takes with {optimizer.__name__} was not measured"
-    more = "as many samples as" if samples <= 1 else f"up to {samples:.2f} times the samples of"
-    return f"it took {more} plain PyTorch with {optimizer.__name__}"
+        return "more samples, of which nobody has measured how many"
+    return "as many samples" if samples <= 1 else f"up to {samples:.2f} times the samples"
+
+
+def about_whole_loss(why: str, cut: bool) -> str:
+    """Say that the loss is of whole mini-batches from the first one on, and why.
+
+    ``cut``: whether the layers compute micro-batches all the same.
+    """
+    weighs = "Training(weigh=...) says of what it is a weighed mean, if it is one"
+    if cut:
+        return choice_line({"loss": "whole"}, f"{why}; {weighs}")
+    return (
+        f"chosen: whole mini-batches, of which the model computes its loss: {why}. No two workers "
+        f"compute at once; {weighs}"
+    )
 
 
 def about_plan(plan: Plan, left_out: DisabledFeatures) -> list[str]:
@@ -117,11 +144,16 @@ def _about_flushes(plan: Plan) -> list[str]:
     ]
 
 
-def about_balance(model: UnsplitModel, layers: Sequence[Sequence[str]]) -> list[str]:
-    """Say if one layer holds most of a model that was cut by parameters; `layers` are by stage."""
+def about_balance(
+    model: UnsplitModel, layers: Sequence[Sequence[str]], work: Mapping[str, int]
+) -> list[str]:
+    """Say if one layer has most of a model that was cut by work, or else by parameters.
+
+    ``layers`` are by stage.
+    """
     if len(layers) == 1:
         return []
-    sizes = {
+    sizes = work or {
         name: sum(p.numel() for p in layer.parameters())
         for of_stage in layers
         for name in of_stage
@@ -141,14 +173,15 @@ def about_balance(model: UnsplitModel, layers: Sequence[Sequence[str]]) -> list[
     elif len(inside) > 1:
         what = "Give what is in it as layers of the sequence, or the whole as one nn.Module"
     else:
-        what = (
-            "It cannot be cut. Where it takes little time, as an embedding does, "
-            'stages="auto" cuts by measured times; else fewer stages would be as fast'
-        )
-    return [
-        f"layer {name}, a {type(layer).__name__}, holds {share:.0%} of the parameters, so its "
-        f"stage has most of the work. {what}"
-    ]
+        what = "It cannot be cut, so fewer stages would be as fast"
+        if not work:
+            what = (
+                "It cannot be cut. Where it takes little time, as an embedding does, "
+                'stages="auto" cuts by measured times; else fewer stages would be as fast'
+            )
+    holds = f"does {share:.0%} of the work" if work else f"holds {share:.0%} of the parameters"
+    so = "" if work else ", so its stage has most of the work"
+    return [f"layer {name}, a {type(layer).__name__}, {holds}{so}. {what}"]
 
 
 def about_cores(workers: int, threads: int, cores: int) -> list[str]:
@@ -198,9 +231,12 @@ def about_workers(used: int, started: int) -> list[str]:
 
 
 def about_micro_batches(
-    modules: Mapping[str, nn.Module], samples: int, per_update: int
+    modules: Mapping[str, nn.Module], samples: int, per_update: int, is_marked: bool = False
 ) -> list[str]:
-    """Say if layers of a model see that mini-batches are cut, or micro-batches are empty."""
+    """Say if layers of a model see that mini-batches are cut, or micro-batches are empty.
+
+    ``is_marked`` says that the user has marked how inputs are cut.
+    """
     sizes = micro_batch_sizes(samples, per_update)
     size = sizes[0]
     if size == samples:
@@ -216,22 +252,22 @@ def about_micro_batches(
     if norms:
         said.append(
             f"BatchNorm ({_some(norms)}) sees micro-batches of {size} samples, not mini-batches of "
-            f"{samples}, and its statistics move {per_update} times per update; micro_batches=1 "
-            "gives it whole mini-batches"
+            f"{samples}, and its statistics move {per_update} times per update; micro_batches=1, "
+            'schedule="gpipe" gives it whole mini-batches'
         )
     kept = {name: own + buffers for name, (own, buffers) in _kept(named).items() if own or buffers}
     if kept:
         said.append(
             f"{_changes(kept)}, {per_update} times per update, with micro-batches of {size} "
             f"samples, where plain PyTorch does it once with mini-batches of {samples}; "
-            "micro_batches=1 gives it whole mini-batches"
+            'micro_batches=1, schedule="gpipe" gives it whole mini-batches'
         )
     in_time = [name for name, each in named if getattr(each, "batch_first", True) is False]
-    if in_time:
+    if in_time and not is_marked:
         said.append(
             f"mini-batches are cut along dimension 0, which is {samples} long, and "
             f"{_some(in_time)} takes time there (batch_first=False); if dimension 0 of what the "
-            "loader yields is time, put samples first, or use micro_batches=1"
+            'loader yields is time, put samples first, or use micro_batches=1, schedule="gpipe"'
         )
     return said
 

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
+from pipedream_rt.batches.items import Prepare
 from pipedream_rt.batches.weighing import Weigh
-from pipedream_rt.corrections import Correction
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.codecs import CodecOption
 from pipedream_rt.job.devices import Devices
@@ -35,18 +35,20 @@ from pipedream_rt.job.requirements import (
 )
 from pipedream_rt.job.splitting import Stages
 from pipedream_rt.models import refuse_loss
+from pipedream_rt.paths import given_path
 from pipedream_rt.schedules.custom import WrittenSchedule
-from pipedream_rt.schedules.recipes import ScheduleName
+from pipedream_rt.schedules.recipes import ScheduleName, schedule_named
+from pipedream_rt.stage.correction import Correction
 from pipedream_rt.stage.rules.clipping import Clip
 from pipedream_rt.stage.rules.scaling import LossScale
 from pipedream_rt.stage.spec import LossFunction, OnNan
+from pipedream_rt.tracing.events import Observer
 from pipedream_rt.tracing.spans import SpanFolder
-
-if TYPE_CHECKING:  # a run without observers need not import them
-    from pipedream_rt.observers.events import Observer
 
 SPANS_KEPT = 1 << 17
 """How many of its last actions each process keeps for a trace, in 8 MiB."""
+
+_FOLDER = "the folder of the checkpoints"
 
 TraceOption: TypeAlias = str | os.PathLike[str] | bool | None
 """A file to write the trace to, or whether to record one; None follows the environment."""
@@ -83,6 +85,11 @@ class Training:
             script with what the loader yields. None: the labels that count, if the model computes
             its loss itself and that is a cross entropy; else the samples. A model whose forward has
             an argument ``num_items_in_batch`` gets there what the mini-batch weighs.
+        loss: Of what the last stage computes the loss: ``"whole"``, of all samples of a mini-batch
+            at once, as plain PyTorch does. All outputs of a mini-batch must then come before its
+            first backward, as in the schedule ``gpipe``, which is chosen. None: of each
+            micro-batch, and these must make up that of the whole. If schedule and micro-batches are
+            left out too, the first mini-batch of a loss that torch does not bring decides.
         check_loss: The number of mini-batches, from the first one on, whose loss is compared with
             the losses of its micro-batches, which must be its parts; 0 for none.
         verify: Whether the first mini-batch is computed in plain PyTorch too, in the script's
@@ -101,12 +108,13 @@ class Training:
     compile: bool | dict[str, Any] = False
     on_nan: OnNan = "raise"
     weigh: Weigh | None = None
+    loss: Literal["whole"] | None = None
     check_loss: int = 1
     verify: bool = True
 
     def __post_init__(self) -> None:
         if self.clip is not None:
-            require_instance("clip", self.clip, Clip)
+            require_instance("clip", self.clip, Clip, str(self.clip))
         require_decay(self.ema)
         if self.autocast not in (None, torch.bfloat16, torch.float16):
             half = "float16" if str(self.autocast) in ("fp16", "float16", "half") else "bfloat16"
@@ -115,13 +123,18 @@ class Training:
                 f"Training(autocast=torch.{half}), not {self.autocast!r}"
             )
         if self.loss_scale is not None:
-            require_instance("loss_scale", self.loss_scale, LossScale)
+            require_instance("loss_scale", self.loss_scale, LossScale, "")
         if not isinstance(self.compile, bool | dict):
             raise ConfigError(
                 "compile must be True, False or a dict of arguments of torch.compile, not "
                 f"{self.compile!r}"
             )
         require_choice("on_nan", self.on_nan, ("raise", "ignore"))
+        if self.loss != "whole" and self.loss is not None:
+            raise ConfigError(
+                f'Training(loss=...) is "whole", or left out, not {self.loss!r}; the loss '
+                "function itself is the argument loss_fn of Pipeline"
+            )
         require_count("check_loss", self.check_loss, least=0)
         require_choice("verify", self.verify, (True, False))
 
@@ -181,6 +194,8 @@ class Layout:
     def __post_init__(self) -> None:
         """Check the values that a plan does not check."""
         require_count("threads", self.threads)
+        if isinstance(self.weights, str | os.PathLike) and str(self.weights):
+            given_path(self.weights, "the folder of the weights")
         require_choice("shard_optimizer", self.shard_optimizer, (True, False))
         if self.credits is not None:
             require_count("credits", self.credits)
@@ -318,6 +333,7 @@ class Checkpoints:
         require_time("the grace time of the checkpoints", self.grace)
         if not isinstance(self.folder, str | os.PathLike):
             raise ConfigError(f"the folder of the checkpoints must be a path, not {self.folder!r}")
+        given_path(self.folder, _FOLDER)
         require_choice("resume, of the checkpoints,", self.resume, (True, False, None))
         for name in ("every", "keep", "attempts"):
             value = getattr(self, name)
@@ -327,7 +343,7 @@ class Checkpoints:
     @property
     def path(self) -> Path:
         """The folder as an absolute path."""
-        return Path(self.folder).absolute()
+        return given_path(self.folder, _FOLDER).absolute()
 
 
 CheckpointOption: TypeAlias = str | os.PathLike[str] | Checkpoints | None
@@ -347,6 +363,7 @@ class Options:
 
     stages: Stages | Literal["auto"] = 1
     example: Any = None
+    prepare: Prepare | None = None
     loss_fn: LossFunction | None = None
     optimizer: OptimizerArgument = None
     schedule: ScheduleName | WrittenSchedule | None = None
@@ -370,6 +387,8 @@ class Options:
         refuse_loss(self.loss_fn)
         # The class is frozen, which allows no plain assignment.
         object.__setattr__(self, "checkpoint", checkpoint_option(self.checkpoint))
+        if isinstance(self.schedule, str):
+            object.__setattr__(self, "schedule", schedule_named(self.schedule))
         replicas = self.layout.replicas
         if replicas == "auto" and self.stages != "auto":
             raise ConfigError('replicas="auto" goes with stages="auto"; else give their numbers')

@@ -7,7 +7,6 @@ known by a fingerprint, which costs the same whatever its size.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any, NoReturn
 
@@ -18,9 +17,10 @@ from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.models.holders import fingerprint, touched
 from pipedream_rt.models.preserving_state import modules_inside
 from pipedream_rt.models.tensors import gradient_hooks, is_away, named_tensors
+from pipedream_rt.telling import log_of
 from pipedream_rt.torch_private import NormWithBuffers
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 
 class OwnModel:

@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from pipedream_rt.errors import ConfigError, UnknownOption
+from pipedream_rt.job.words import MEANINGS
 
 T = TypeVar("T")
 
@@ -54,6 +55,9 @@ def refuse_unknown(owner: str, given: Iterable[str]) -> None:
 
 def _unknown(owner: str, name: str) -> str:
     """Say which option was meant."""
+    word = name.casefold().replace("-", "_")
+    if word in MEANINGS and (owner == "Pipeline" or word not in _NAMES["Training"]):
+        return f"{owner} has no option {name!r}; {MEANINGS[word]}"
     homes = {option: home for home, names in _NAMES.items() for option in names}
     # A name that several owners have is taken for the option of this one.
     homes.update(dict.fromkeys(_NAMES[owner], owner))
@@ -114,7 +118,8 @@ def require_choice(name: str, value: object, choices: tuple[object, ...]) -> Non
         raise ConfigError(f"{name} must be {', '.join(others)} or {last}, not {value!r}")
 
 
-def require_instance(name: str, value: object, kind: type) -> None:
-    """Refuse an option that is no instance of its class."""
+def require_instance(name: str, value: object, kind: type, such_as: str = "...") -> None:
+    """Refuse an option that is no instance of its class; ``such_as`` has arguments of one."""
     if not isinstance(value, kind):
-        raise ConfigError(f"{name} must be {kind.__name__}(...), not {value!r}")
+        such_as = such_as if len(such_as) < 20 else "..."
+        raise ConfigError(f"{name} must be {kind.__name__}({such_as}), not {value!r}")

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipedream_rt.corrections import Correction
-from pipedream_rt.corrections.advice import advised
-from pipedream_rt.corrections.correction import refuse_nonsense
+from pipedream_rt import extras
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.codecs import Codecs
 from pipedream_rt.job.given_optimizer import OptimizerParts
 from pipedream_rt.job.options import Training
 from pipedream_rt.schedules import Plan
+from pipedream_rt.stage.correction import Correction, refuse_nonsense
 from pipedream_rt.stage.rules.corrections import Correcting
 from pipedream_rt.stage.rules.ema import Averaging
 from pipedream_rt.stage.rules.rule import RuleOption
@@ -54,9 +53,9 @@ def correcting(
         # Where each replica steps a part alone no correction is possible. The default then is none;
         # what "auto" advises is left to the table of conflicts.
         alone = plan.shape.shard_optimizer and plan.replicated
-        if optimizer is not None and not (by_default and alone):
+        if stalest and optimizer is not None and not (by_default and alone):
             groups = [{**optimizer.kwargs, **options} for _, options in optimizer.groups]
-            corrections = advised(optimizer.optimizer_class, groups, stalest)
+            corrections = extras.advised(optimizer.optimizer_class, groups, stalest)
     if isinstance(corrections, Correction) or not isinstance(corrections, list | tuple):
         raise ConfigError(
             f'corrections must be "auto" or a list of Correction objects, not {corrections!r}'

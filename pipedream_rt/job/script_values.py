@@ -9,7 +9,6 @@ every schedule. For all else there is a net (`job/net.py`).
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -30,8 +29,9 @@ from pipedream_rt.models.parcel import Parcel, same_code, weights_in
 from pipedream_rt.models.preserving_state import modules_inside
 from pipedream_rt.stage.hyper import pack_hyper, unpack_hyper
 from pipedream_rt.stage.script_values import remove
+from pipedream_rt.telling import log_of
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 
 class ScriptValues:

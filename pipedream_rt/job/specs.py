@@ -61,7 +61,7 @@ def packed_stages(
 ) -> list[PackedStage]:
     """Pickle the `StageSpec` of each stage."""
     refuse_global_hooks()
-    shared, owners, weights = shared_buffers(parts), _owners(parts), _weights(model)
+    shared, owners, weights = shared_buffers(parts), _owners(parts), weights_of(model)
     made: list[tuple[StageSpec, list[tuple[str, object]]]] = []
     for stage, part in enumerate(parts):
         loss = loss_fn if stage in common.plan.exits else None
@@ -175,7 +175,7 @@ def _owners(parts: Sequence[nn.Module]) -> dict[int, tuple[set[int], str]]:
     return owners
 
 
-def _weights(model: UnsplitModel) -> dict[int, tuple[Range, str]]:
+def weights_of(model: UnsplitModel) -> dict[int, tuple[Range, str]]:
     """Return, by ``id`` of each weight and buffer, where it lies and a name of it."""
     return {
         id(tensor): (range_of(tensor), key)
@@ -247,9 +247,22 @@ def _unpicklable(pieces: Sequence[tuple[str, object]], error: Exception) -> str:
         except Exception as reason:  # as above
             return (
                 f"{what} ({type(value).__name__}) cannot be pickled, so it cannot reach a worker: "
-                f"{why_unpicklable(value, reason)}"
+                f"{_deepest_unpicklable(what, value)}{why_unpicklable(value, reason)}"
             )
     return f"the stage cannot be pickled: {error}"
+
+
+def _deepest_unpicklable(what: str, value: object) -> str:
+    """Say which attribute, global or variable in a value does not pickle; "" if none by itself."""
+    # The walk goes breadth first, so in the last one nothing deeper fails.
+    parcel, deepest = Parcel([(what, value)]), ""
+    for holder in parcel.found.values():
+        for key, each in holder.raw().items() if holder.kind != "state" else ():
+            try:
+                dumps(each)
+            except Exception:
+                deepest = f"a {type(each).__name__} is held as {holder.called(key)}: "
+    return deepest
 
 
 def _takes_along(

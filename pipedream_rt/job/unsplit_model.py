@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import os
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from pipedream_rt.models import (
     dumps,
     elements_of,
     find_layers,
+    has_skips,
     is_sequence,
     layers_of,
     loads,
@@ -34,6 +35,7 @@ from pipedream_rt.models.pretrained import (
     give_values,
     refuse_no_values,
 )
+from pipedream_rt.paths import given_path
 from pipedream_rt.schedules.placement import LOSS_LAYER
 from pipedream_rt.schema import printable
 from pipedream_rt.stage.buffers import buffer_slots
@@ -57,6 +59,7 @@ class UnsplitModel:
         loss_fn: object = None,
         opens: bool = False,
     ) -> None:
+        _refuse_wrapper(model)
         self.given: Any = model
         self.sequence: Layers | None = None
         self.elements: list[str] = []
@@ -64,9 +67,12 @@ class UnsplitModel:
         if isinstance(model, Iterable) and not isinstance(model, nn.Module):
             self.given = list(model)  # an iterator can be read only once
             model = self._with_specs(self.given)
+        if not isinstance(model, nn.Sequential) and is_sequence(model) and has_skips(model):
+            model = nn.Sequential(OrderedDict(elements_of(model)))
         # With `opens`, a sequence is recorded as a whole where that cuts inside of a heavy layer.
         if isinstance(model, nn.Module) and (
             not is_sequence(model)
+            or has_skips(model)
             or (opens and isinstance(model, nn.Sequential) and inside_of_layers(model))
         ):
             self.whole = model
@@ -122,7 +128,9 @@ class UnsplitModel:
         if folder is not None:
             if not isinstance(folder, str | os.PathLike) or not str(folder):
                 raise ConfigError(f"weights must be a folder, not {folder!r}")
-            return find_pretrained(Path(folder).absolute(), self.whole)
+            return find_pretrained(
+                given_path(folder, "the folder of the weights").absolute(), self.whole
+            )
         # Layers that workers build need no values here.
         built = [m for n, m in (self.sequence or {}).items() if n in self.blueprint.specs]
         spared = {id(t) for m in built for t in (*m.parameters(), *m.buffers())}
@@ -230,6 +238,21 @@ class UnsplitModel:
         own = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
         loss.load_state_dict(own)
         return loss
+
+
+def _refuse_wrapper(model: object) -> None:
+    """Refuse a model that is wrapped as a whole, so that no layer of it could be called alone."""
+    if hasattr(model, "_orig_mod"):
+        raise ConfigError(
+            "the model is compiled as a whole by torch.compile: give Pipeline the model from "
+            "before, which is model._orig_mod, and training=Training(compile=True), with which "
+            "each worker compiles its layers"
+        )
+    if isinstance(model, nn.DataParallel):
+        raise ConfigError(
+            "the model is wrapped in DataParallel, which copies it to devices of its own: give "
+            "model.module; Layout(replicas=...) is data parallelism beside the pipeline"
+        )
 
 
 def inside_of_layers(model: nn.Sequential) -> list[str]:

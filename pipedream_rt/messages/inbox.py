@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
@@ -15,8 +14,9 @@ from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import MessageTimeout
 from pipedream_rt.messages.message import Key, Message
 from pipedream_rt.schedules.edges import Edge, Titles, name_of
+from pipedream_rt.telling import log_of
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 
 Reason: TypeAlias = BaseException | Callable[[], BaseException]
@@ -100,7 +100,7 @@ class Inbox:
         self._waiting: dict[Key, tuple[Message, int]] = {}  # and when each arrived, in ns
         self._taken: dict[Edge, tuple[int, int]] = {}  # by edge, the last restores and number
         self._reason: Reason | None = None
-        self._taker: int | None = None
+        self._taker: object | None = None  # of the call of `take` that waits
         self._watched = False
         self.awaited: tuple[Key, ...] = ()
         self._also: Sequence[Key] = ()
@@ -121,8 +121,7 @@ class Inbox:
                     message.generation,
                 )
                 return False
-            last = self._taken.get(key.edge)
-            if key in self._waiting or (last is not None and (key.restores, key.number) <= last):
+            if key in self._waiting or self.has_taken(key):
                 _log.debug("%s: dropped a second %s", self._owner, message)
                 return False
             if self._reason is not None:
@@ -137,11 +136,10 @@ class Inbox:
 
     def take(self, wanted: Wanted) -> Message:
         """Wait for a message and remove it; after `close`, only one that is there already."""
-        claimed = False
+        taker = object()
         try:
             with self._lock:
-                self._claim()
-                claimed = True
+                self._claim(taker)
                 self.awaited, self._also = (wanted.key, *wanted.instead), wanted.also
             while True:
                 with self._lock:
@@ -154,7 +152,7 @@ class Inbox:
                 # Without the lock: others must be able to `put`, and `Links.wait` does so itself.
                 self._waiter.wait(wanted.deadline.remaining_s())
         finally:
-            if claimed:
+            if self._taker is taker:
                 self.awaited, self._also, self._taker = (), (), None
         raise self._closed()
 
@@ -212,14 +210,14 @@ class Inbox:
                 return other
         return None
 
-    def _claim(self) -> None:
+    def _claim(self, taker: object) -> None:
         """Refuse a second taker, since two would take each other's messages."""
         if self._taker is not None:
             raise RuntimeError(
                 f"the inbox of {self._owner} is waited on by two threads; a pipeline is used by "
                 "one thread at a time"
             )
-        self._taker = threading.get_ident()
+        self._taker = taker
 
     def late(self, deadline: Deadline) -> MessageTimeout:
         """Return the error that says which message is missing and which ones are there."""
@@ -229,6 +227,11 @@ class Inbox:
             f"{self._owner} waited {seconds:g} s for {self._words(self.awaited)}, which did not "
             f"come; the inbox holds {there}; {self.story()}"
         )
+
+    def has_taken(self, key: Key) -> bool:
+        """Whether a message was taken, or a later one of its edge; else it can be waited for."""
+        last = self._taken.get(key.edge)
+        return last is not None and (key.restores, key.number) <= last
 
     def holds(self, key: Key) -> bool:
         """Whether a message waits. For `PendingStep.done` only: it depends on the timing."""

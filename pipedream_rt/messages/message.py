@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from pipedream_rt.messages.of_loss import OfLoss
 from pipedream_rt.messages.tree import Structure
 from pipedream_rt.schedules.edges import COORDINATOR, Address, Edge, EdgeKind, Titles
 
@@ -38,8 +39,12 @@ class Mode(Enum):
 
     @property
     def has_target(self) -> bool:
-        """Whether the stages compute a loss, for which a target is fed."""
+        """Whether a loss is computed, for which there is a target."""
         return self in (Mode.TRAIN, Mode.EVALUATE, Mode.EVALUATE_AND_KEEP)
+
+    def brings_target(self, loss_in_script: bool) -> bool:
+        """Whether a target is fed, where the script computes the loss of training or a stage."""
+        return self.has_target and not (loss_in_script and self is Mode.TRAIN)
 
     @property
     def evaluates(self) -> bool:
@@ -70,7 +75,7 @@ class CommandName(Enum):
     KEEP = "keep"
     DROP = "drop"
     END_CACHE = "end-cache"
-    DEFINE = "define"  # programs that were recorded since the start; there is no reply
+    DEFINE = "define"  # programs to know, and numbers of others to forget
     CALL = "call"
     METHOD = "method"  # of one stage, by a reference to it
 
@@ -79,6 +84,11 @@ class CommandName(Enum):
         """Whether it changes no stage, so that a recovery need not repeat it."""
         # A flush may: it ends backwards, in which layers may change buffers.
         return self in _ONLY_LOOK
+
+    @property
+    def has_reply(self) -> bool:
+        """Whether stages reply; not to what they cannot refuse, for which nobody waits."""
+        return self not in _WITHOUT_REPLY
 
 
 _ONLY_LOOK = {
@@ -90,6 +100,7 @@ _ONLY_LOOK = {
     CommandName.FINGERPRINT,
     CommandName.METHOD,
 }
+_WITHOUT_REPLY = {CommandName.DEFINE, CommandName.DROP, CommandName.END_CACHE}
 
 
 class Payload:
@@ -112,8 +123,8 @@ class Start(Payload):
             it is.
         restore: The arguments of `restore_stage`; None to load no checkpoint.
         announced: One past the last micro-batch whose actions the stage announces.
-        definitions: The pickled programs of all stages that were defined since the start, in the
-            order of their numbers.
+        definitions: The programs that were defined since the start, each pickled with its number
+            and a part for every stage.
     """
 
     digest: bytes
@@ -138,6 +149,7 @@ class Head:
         micro_batch: Number among the micro-batches to train on, or among all others.
         empty: Whether it has no samples; it fills up a short mini-batch and changes nothing.
         program: Number of the program that the stages follow.
+        numbers: What the sizes of the inputs decide in that program, in the order of its `Number`.
         version: Number of the kept version that the stages read; 0 for the newest weights.
         cache: Number of the cache in which a stage keeps what the next micro-batch needs: what
             layers cache while a text is generated, or buffers in an evaluation; 0 for none.
@@ -153,11 +165,33 @@ class Head:
     mode: Mode
     empty: bool = False
     program: int = 0
+    numbers: list[int] = field(default_factory=list)
     version: int = 0
     cache: int = 0
     fingerprint: bool = False
     hyper: list[dict[str, Any]] | None = None
     given: list[list[Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed(Payload):
+    """Stage to coordinator: an error as data, since no exception crosses a transport.
+
+    By itself it ends the generation. In an evaluation or inference, nothing was trained by what has
+    failed: the error then goes the way of the micro-batch, as what came of it.
+
+    Attributes:
+        address: The address of the stage.
+        action: The text form of the action that raised, or the name of a command or pass.
+        pickled: The error itself, pickled; empty if it cannot be pickled.
+    """
+
+    address: Address
+    action: str
+    type_name: str
+    text: str
+    trace: str
+    pickled: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,9 +204,12 @@ class Activation(Payload):
         requires_grad: For each tensor, whether a gradient is expected back.
         coded: What the codec of the edge has packed (`Coding`); empty for nothing.
         trail: For each stage passed, in rising order: its index, the weight version that it read,
-            the nanoseconds that it has computed so far, and a fingerprint in hex of its buffers and
-            the weights that it read. The fingerprint is empty unless asked for; in an evaluation it
+            the nanoseconds that it has computed so far, those of a processor in them, those that
+            its process has had of all processors, and a fingerprint in hex of its buffers and the
+            weights that it read. The fingerprint is empty unless asked for; in an evaluation it
             is not empty where the evaluation has changed buffers so far.
+        failed: What a stage before has raised in a pass that does not train, so that there are no
+            tensors; None if nothing.
     """
 
     head: Head
@@ -181,6 +218,7 @@ class Activation(Payload):
     requires_grad: list[bool] = field(default_factory=list)
     coded: list[Any] = field(default_factory=list)
     trail: list[Passed] = field(default_factory=list)
+    failed: Failed | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,13 +244,15 @@ class Target(Payload):
         compared: For a check of the loss of the whole mini-batch against those of its
             micro-batches: how many of these have samples and come to this replica, and the number
             of samples in this one. Else empty.
-        metrics: The pickled functions that are computed beside the loss.
+        metrics: The pickled functions that are computed beside the loss, or in its place.
+        loss: Of what the loss is computed.
     """
 
     structure: Structure
     share: float
     compared: list[int] = field(default_factory=list)
     metrics: bytes = b""
+    loss: OfLoss = OfLoss.PARTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,6 +287,10 @@ class Loss(Payload):
             of their errors.
         structure: The structure of the output; empty where there is none.
         requires_grad: For each tensor of the output, whether a gradient is expected back.
+        failed: What a stage has raised in a pass that does not train, in the place of a loss or an
+            output; None if nothing.
+        parts: The losses of the micro-batches of an update that were computed with this one.
+        whole: Why this is the loss of the whole update, in words; empty where it is not.
     """
 
     loss: Any  # float | None on every way
@@ -254,6 +298,9 @@ class Loss(Payload):
     metrics: dict[str, float | str] = field(default_factory=dict)
     structure: Structure = field(default_factory=list)
     requires_grad: list[bool] = field(default_factory=list)
+    failed: Failed | None = None
+    parts: list[float] = field(default_factory=list)
+    whole: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,22 +335,6 @@ class Saved(Payload):
     """
 
     structure: Structure
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failed(Payload):
-    """Stage to coordinator: an error as data, since no exception crosses a transport.
-
-    Attributes:
-        action: The text form of the action that raised, or the name of a command.
-        pickled: The error itself, pickled; empty if it cannot be pickled.
-    """
-
-    action: str
-    type_name: str
-    text: str
-    trace: str
-    pickled: bytes = b""
 
 
 PAYLOADS: Mapping[EdgeKind, type[Payload]] = {

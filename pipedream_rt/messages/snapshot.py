@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipedream_rt.errors import CheckpointError, PipelineError
 from pipedream_rt.messages.state_keys import StepState
-from pipedream_rt.schema import printable
+from pipedream_rt.schema import shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +76,6 @@ def fitting(source: object) -> Iterator[None]:
         raise
     except UNFIT as error:
         raise CheckpointError(
-            f"{source} does not fit this pipeline: to load it raised {printable(repr(error))}; was "
+            f"{source} does not fit this pipeline: to load it raised {shown(error)}; was "
             "it written by another version, or by another model?"
         ) from error

@@ -17,7 +17,7 @@ import cloudpickle
 import torch
 from torch import Tensor
 
-from pipedream_rt.containers import opened, place_in
+from pipedream_rt.containers import is_sparse, opened, parts_of_sparse, place_in, sparse_of
 from pipedream_rt.errors import ConfigError
 
 Structure: TypeAlias = list[Any]
@@ -66,10 +66,14 @@ def flatten(value: object) -> tuple[Structure, list[Tensor]]:
 def _flatten(value: Any, tensors: dict[int, tuple[int, Tensor]], way: tuple[Any, ...]) -> Structure:
     """Flatten one node of a value; ``way`` is the way to it: another way, a container and a key."""
     if isinstance(value, Tensor):
+        if is_sparse(value) and not value.requires_grad:
+            kind, inner = parts_of_sparse(value)
+            return ["S", [_flatten(part, tensors, way) for part in inner], kind]
         if value.layout is not torch.strided:
+            asks = " that requires a gradient" if is_sparse(value) else ""
             raise ConfigError(
-                f"{_place(way)} is a tensor of layout {value.layout}, which cannot cross stages; "
-                "send its parts, as indices and values, or a dense tensor"
+                f"{_place(way)} is a tensor of layout {value.layout}{asks}, which cannot cross "
+                "stages; send its parts, as indices and values, or a dense tensor"
             )
         if value.is_meta:
             raise ConfigError(f"{_place(way)} is a tensor on the device meta, which has no values")
@@ -168,6 +172,8 @@ def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Any:
     if tag == "P":
         return structure[1]
     items = [unflatten(item, tensors) for item in structure[1]]
+    if tag == "S":
+        return sparse_of(structure[2], items)
     if tag in _SEQUENCES:
         return _SEQUENCES[tag](items)
     if tag in _MAPPINGS:
@@ -191,7 +197,7 @@ def places(structure: Structure) -> dict[int, str]:
         return {items: ""}
     if tag == "P":
         return {}
-    keys = range(len(items)) if tag in _SEQUENCES or tag == "n" else rest[0]
+    keys = range(len(items)) if tag in (*_SEQUENCES, "n", "S") else rest[0]
     return {
         number: f"{key}.{inner}".rstrip(".")
         for key, item in zip(keys, items)

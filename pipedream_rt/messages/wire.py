@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import cache, partial
 from operator import attrgetter
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import msgpack
 import torch
@@ -18,9 +18,10 @@ from torch import Tensor
 from pipedream_rt.errors import TransportError
 from pipedream_rt.messages.message import PAYLOADS, Key, Message
 from pipedream_rt.messages.tree import own
+from pipedream_rt.packing import packb, unpackb
 from pipedream_rt.schedules.edges import Edge, EdgeKind
 
-FORMAT = 14
+FORMAT = 16
 """Version of this format, the first element of every message. A peer with another is refused."""
 
 
@@ -48,24 +49,29 @@ def _form_of(cls: type) -> _Form:
     form = _Form(cls, names, values, {}, {})
     hints = get_type_hints(cls)
     for place, hint in enumerate(hints[name] for name in names):
+        each = get_args(hint)[0] if type(None) in get_args(hint) else hint
         if isinstance(hint, type) and issubclass(hint, Enum):
             form.write[place], form.read[place] = attrgetter("value"), hint
-        elif dataclasses.is_dataclass(hint):
-            inner = _form_of(hint)  # type: ignore[arg-type]
+        elif dataclasses.is_dataclass(each):
+            inner = _form_of(each)  # type: ignore[arg-type]
             form.write[place], form.read[place] = partial(_written, inner), partial(_read, inner)
     return form
 
 
-def _written(form: _Form, value: Any) -> list[Any]:
-    """Return an object as plain values."""
+def _written(form: _Form, value: Any) -> list[Any] | None:
+    """Return an object as plain values; None for None, where a field may be that."""
+    if value is None:
+        return None
     values = list(form.values(value))
     for place, write in form.write.items():
         values[place] = write(values[place])
     return values
 
 
-def _read(form: _Form, values: list[Any]) -> Any:
+def _read(form: _Form, values: list[Any] | None) -> Any:
     """Return the object of which `_written` returned the values."""
+    if values is None:
+        return None
     for place, read in form.read.items():
         values[place] = read(values[place])
     return form.cls(**dict(zip(form.names, values, strict=True)))
@@ -83,7 +89,7 @@ def encode(message: Message) -> bytes:
     head = [FORMAT, edge.target, edge.source, number, restores, message.generation, kind]
     try:
         values = _written(_FORMS[kind], message.payload)
-        return bytes(msgpack.packb([*head, values], unicode_errors="surrogatepass"))
+        return bytes(packb([*head, values]))
     except (TypeError, ValueError, OverflowError) as error:
         raise TransportError(f"{message} cannot be written: {error}") from error
 
@@ -91,8 +97,8 @@ def encode(message: Message) -> bytes:
 def decode(data: bytes, tensors: Sequence[Tensor]) -> Message:
     """Return the message of which `encode` returned the bytes."""
     try:
-        found, to, sender, number, restores, generation, kind, values = msgpack.unpackb(
-            data, strict_map_key=False, unicode_errors="surrogatepass"
+        found, to, sender, number, restores, generation, kind, values = unpackb(
+            data, strict_map_key=False
         )
         if found != FORMAT:
             raise TransportError(

@@ -11,8 +11,8 @@ from pipedream_rt.models.refusals import (
 from pipedream_rt.models.shipping import alias, dumps, foreign, loads, range_of, why_unpicklable
 from pipedream_rt.models.split import (
     Layers,
-    balanced,
     elements_of,
+    has_skips,
     is_sequence,
     layers_of,
     listed_points,
@@ -24,12 +24,12 @@ __all__ = [
     "LayerSpec",
     "Layers",
     "alias",
-    "balanced",
     "dumps",
     "elements_of",
     "find_layers",
     "first_layer",
     "foreign",
+    "has_skips",
     "is_sequence",
     "layers_of",
     "listed_points",

@@ -259,6 +259,6 @@ def is_by_name(thing: Any) -> bool:
     ):
         return False
     found: object = sys.modules.get(module)
-    for name in thing.__qualname__.split("."):
+    for name in getattr(thing, "__qualname__", "").split("."):  # a cache of a partial has none
         found = getattr(found, name, None)
     return found is thing

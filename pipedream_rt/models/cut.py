@@ -23,7 +23,7 @@ from torch import nn
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.models.program import Program, Step, StoredRef, found, slots_in
-from pipedream_rt.models.split import has_hooks
+from pipedream_rt.models.split import has_hooks, is_skippable
 from pipedream_rt.schedules import COORDINATOR
 from pipedream_rt.schedules.edges import Address
 
@@ -287,14 +287,16 @@ def find_layers(
     """Return the modules of a model that stay whole, by name.
 
     These are the elements of the lists of modules (``nn.ModuleList``, ``nn.Sequential``,
-    ``nn.ModuleDict``), and the modules beside the lists. If ``opens``, an element that has lists
+    ``nn.ModuleDict``), and the modules beside the lists. One that is `is_skippable` is taken apart,
+    so that its values go from step to step. If ``opens``, an element that has lists
     itself and most of the parameters is taken apart too, as a backbone before a head; so is each
     module that has one of ``points`` inside.
     """
     # The number of stages plays no part: layers are seeded by name, so their random numbers do not
     # depend on it either.
     whole = set(getattr(model, "_no_split_modules", None) or ())
-    opened = {part for point in points for part in _parents(point)}
+    skippable = [f"{n}.module" for n, m in model.named_modules() if is_skippable(m)]
+    opened = {part for name in (*points, *skippable) for part in _parents(name)} | {*skippable}
     half = sum(p.numel() for p in model.parameters()) / 2
     layers: dict[str, nn.Module] = {}
     seen: set[int] = set()

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipedream_rt.models.program import Program, Slot, Step, filled, put
+from pipedream_rt.models.program import Program, Slot, Step, filled, numbered, put
 
 CROSS_ENTROPIES = (F.cross_entropy, F.nll_loss)
 """Losses that are means over the labels that count."""
@@ -38,9 +38,9 @@ class LabelCount(NamedTuple):
     ignored: int
     mean: int
 
-    def of(self, inputs: Sequence[Tensor]) -> int:
-        """Return how many labels count, given the tensors of a mini-batch in order."""
-        values: dict[int, Any] = dict(enumerate(inputs))
+    def of(self, inputs: Sequence[Tensor], numbers: Sequence[int] = ()) -> int:
+        """Return how many labels count, given the tensors of a micro-batch and its numbers."""
+        values: dict[int, Any] = {**dict(enumerate(inputs)), **numbered(numbers)}
         with torch.no_grad():
             for step in self.steps:
                 assert callable(step.target)

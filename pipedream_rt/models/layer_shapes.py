@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,8 @@ from torch.func import functional_call
 
 from pipedream_rt.models.program import found, replaced
 from pipedream_rt.models.settings import autocasts
+from pipedream_rt.models.tensors import memory_of
+from pipedream_rt.torch_private import NormWithBuffers
 
 
 def changes_of(tensor: Tensor) -> int:
@@ -30,20 +32,26 @@ class Shaped(NamedTuple):
     Attributes:
         result: What it has returned, with zeros in the place of tensors.
         changed: The given tensors that it has changed in place.
-        changed_buffers: Whether it has changed its buffers.
+        moved: The names in it of the buffers that it has changed.
         views: Tensors of the result that lie over the memory of a given one, each with that one.
     """
 
     result: Any
     changed: list[Tensor]
-    changed_buffers: bool
+    moved: list[str]
     views: list[tuple[Tensor, Tensor]]
 
 
-def shapes_of(layer: nn.Module, given: Any, carried: Mapping[int, tuple[str, Any]]) -> Shaped:
+def shapes_of(
+    layer: nn.Module,
+    given: Any,
+    carried: Mapping[int, tuple[str, Any]],
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Shaped:
     """Run a layer on the meta device; on copies with values if it cannot run there.
 
     ``carried`` has objects in which the layer may keep something, by ``id``, each with its name.
+    Each attempt to call the layer is in a context of ``around``.
     """
     kinds = tuple({type(value) for _, value in carried.values()})
 
@@ -51,7 +59,7 @@ def shapes_of(layer: nn.Module, given: Any, carried: Mapping[int, tuple[str, Any
         # On copies, since an attempt that fails half-way must not have changed the objects.
         copies = {number: copy.deepcopy(value) for number, (_, value) in carried.items()}
         mine = replaced(given, kinds, lambda each: copies.get(id(each), each)) if copies else given
-        shaped = _run_on(layer, mine, copy_of)
+        shaped = _run_on(layer, mine, copy_of, around)
         for number, changed in copies.items():
             vars(carried[number][1]).update(vars(changed))
         return shaped
@@ -83,7 +91,12 @@ def _without_autocast() -> Iterator[None]:
         torch.autocast.__enter__ = before  # type: ignore[method-assign]
 
 
-def _run_on(layer: nn.Module, given: Any, copy_of: Callable[[Tensor], Tensor]) -> Shaped:
+def _run_on(
+    layer: nn.Module,
+    given: Any,
+    copy_of: Callable[[Tensor], Tensor],
+    around: Callable[[], AbstractContextManager[None]],
+) -> Shaped:
     """Run a layer on copies of its weights, its buffers and its arguments."""
     copies: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -97,9 +110,12 @@ def _run_on(layer: nn.Module, given: Any, copy_of: Callable[[Tensor], Tensor]) -
     buffers = {name: copied(t) for name, t in layer.named_buffers()}
     weights = {name: copied(t) for name, t in layer.named_parameters()}
     before = {id(made): changes_of(made) for _, made in copies.values()}
-    with torch.no_grad():
+    with torch.no_grad(), around():
         result = functional_call(layer, {**weights, **buffers}, args, kwargs)
+    returned = {id(made) for _, made in taken}
     for each in found(result, Tensor):
+        if id(each) in returned:
+            continue
         if each.is_nested or each.layout is not torch.strided:
             raise NotDense("nested" if each.is_nested else "sparse")
     back = {id(made): tensor for tensor, made in taken}
@@ -110,22 +126,36 @@ def _run_on(layer: nn.Module, given: Any, copy_of: Callable[[Tensor], Tensor]) -
         if id(tensor) in back:  # a layer may return what it was given
             return back[id(tensor)]
         like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=home)
-        memory = tensor.untyped_storage()._cdata
-        for source, made in taken:  # a view of what the layer was given
-            if made.untyped_storage()._cdata == memory and made.numel():
-                views.append((like, source))
-        # Times 1, so that it is no leaf, as the result of a layer is none.
-        learns = wanted and (like.is_floating_point() or like.is_complex())
-        return like.zero_().requires_grad_() * 1 if learns and not views else like.zero_()
+        memory = memory_of(tensor)
+        sources = [  # of a view of what the layer was given
+            source for source, made in taken if memory_of(made) == memory and made.numel()
+        ]
+        asks = any(source.requires_grad for source in sources) if sources else learns
+        like.zero_()
+        if asks and torch.is_grad_enabled() and (like.is_floating_point() or like.is_complex()):
+            # No leaf, as the result of a layer is none, and with the strides that it has.
+            places = zip(like.shape, like.stride(), strict=True)
+            reach = 1 + sum((size - 1) * stride for size, stride in places) if like.numel() else 0
+            flat = torch.zeros(reach, dtype=like.dtype, device=home, requires_grad=True)
+            like = (flat * 1).as_strided(like.shape, like.stride())
+        views.extend((like, source) for source in sources)
+        return like
 
+    # On the meta device the statistics of a norm stay as they are.
+    counting = {
+        name
+        for where, module in layer.named_modules()
+        if isinstance(module, NormWithBuffers) and module.training
+        for name, _ in module.named_buffers(where)
+    }
     views: list[tuple[Tensor, Tensor]] = []
-    wanted = torch.is_grad_enabled() and (
-        any(p.requires_grad for p in layer.parameters()) or any(t.requires_grad for t, _ in taken)
+    learns = any(p.requires_grad for p in layer.parameters()) or any(
+        tensor.requires_grad for tensor, _ in taken
     )
     return Shaped(
         replaced(result, (Tensor,), zeros),
         [tensor for tensor, made in taken if changes_of(made) != before[id(made)]],
-        any(changes_of(buffer) != before[id(buffer)] for buffer in buffers.values()),
+        [n for n, b in buffers.items() if changes_of(b) != before[id(b)] or n in counting],
         views,
     )
 

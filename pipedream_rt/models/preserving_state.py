@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import random
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -63,9 +64,16 @@ def called_with(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
         own = [frame for frame in place if not frame.filename.startswith(OURS)]
         at = f" at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
         how = "" if torch.is_grad_enabled() else " in eval mode, without gradients"
+        called_wrongly = isinstance(error, TypeError) and "argument" in str(error)
         raise ConfigError(
             f"the forward of the model, a {type(model).__name__}, does not take the example or the "
             f"mini-batch{how}{at}: {type(error).__name__}: {error}"
+            + called_wrongly
+            * (
+                ". To say what it is called with, give Pipeline prepare=, which makes of an item "
+                "the positional arguments, the keyword arguments and the target: "
+                "prepare=lambda item: ((a, b), {}, y)"
+            )
         ) from error
 
 
@@ -107,6 +115,21 @@ def drawn_outside() -> tuple[Any, ...]:
     """Return what differs after Python or NumPy has drawn random numbers."""
     # As text: the state of NumPy has an array in it, which == would compare by element.
     return random.getstate(), str(np.random.get_state())
+
+
+def draws_outside() -> tuple[int, int]:
+    """Return how far Python and NumPy have drawn of the random numbers that they have at hand."""
+    return random.getstate()[1][-1], np.random.get_state(legacy=False)["state"]["pos"]
+
+
+def refusal_of_draws(where: str = "") -> ConfigError:
+    """Return the error about random numbers that a forward draws outside of torch."""
+    return ConfigError(
+        f"the model cannot be cut into stages: {where}its forward draws random numbers of Python "
+        "or NumPy, so its way differs from call to call. Draw them with torch inside a layer, or "
+        "in the loader; of a model of transformers, set apply_spec_augment to False and layerdrop "
+        f"to 0, in its config. {MANUAL}"
+    )
 
 
 _LONGEST = timedelta(hours=1)
@@ -176,18 +199,61 @@ def mode_set(model: nn.Module, training: bool | None, modes: Modes) -> Iterator[
             module.training = mode
 
 
+class Left:
+    """What a forward has left in modules outside of the layers.
+
+    Attributes:
+        values: What it has left, by the name of each attribute.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self._puts: list[Callable[[], object]] = []
+
+    def note(self, name: str, value: Any, put: Callable[[], object]) -> None:
+        self.values[name] = value
+        self._puts.append(put)
+
+    def put(self) -> None:
+        """Leave the same once more."""
+        for put in self._puts:
+            put()
+
+
+def refusal_of_change(left: Left, how: str = "", name: str = "") -> ConfigError:
+    """Return the error about an attribute that a forward changes outside of the layers."""
+    changed = name or next(iter(left.values))
+    return ConfigError(
+        f"the model cannot be cut into stages: its forward changes the attribute {changed}"
+        f"{f' {how}' * bool(how)}, and no stage has the whole module. Keep such state in a layer "
+        "that has it to itself, or in a buffer of one. A table that goes by shapes alone may be "
+        f"kept, in an attribute or a buffer with persistent=False. {MANUAL}"
+    )
+
+
 @contextmanager
-def as_it_was(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[None]:
+def as_it_was(
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    left: Left | None = None,
+    before: Left | None = None,
+) -> Iterator[None]:
     """Restore the model and the random generators after the body.
 
     Refuse a body that has changed modules outside of the layers, has seeded torch, or has drawn
-    random numbers of Python or NumPy.
+    random numbers of Python or NumPy. With ``left``, changes of attributes are noted there instead,
+    and ``before`` has those with which the body begins.
     """
     with drawing_alone():
-        yield from _as_it_was(model, layers)
+        noted = Left() if left is None else left
+        yield from _as_it_was(model, layers, noted, before)
+        if left is None and noted.values:
+            raise refusal_of_change(noted)
 
 
-def _as_it_was(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[None]:
+def _as_it_was(
+    model: nn.Module, layers: Mapping[str, nn.Module], left: Left, start: Left | None
+) -> Iterator[None]:
     """Do what `as_it_was` says, in a thread that draws alone."""
     inside = modules_inside(layers)
     before = [
@@ -202,13 +268,14 @@ def _as_it_was(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[No
     ]
     drawn = torch.get_rng_state(), random.getstate(), np.random.get_state()
     seed = torch.initial_seed()
-    changed: list[str] = []
     finished = False
 
-    def note(module: nn.Module, name: str, key: str) -> None:
+    def note(module: nn.Module, name: str, key: str, value: Any, put: Callable[[], object]) -> None:
         if id(module) not in inside:  # a layer may keep what it likes
-            changed.append(f"{key!r} of {name or 'the model'}")
+            left.note(f"{key!r} of {name or 'the model'}", value, put)
 
+    if start is not None:
+        start.put()
     try:
         yield
         finished = True
@@ -218,18 +285,29 @@ def _as_it_was(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[No
             now = vars(module)
             for key, entries in dicts.items():
                 if not _same_content(now[key], entries):
-                    note(module, name, key.strip("_"))
+                    made = dict(now[key])
+                    for short in {**made, **entries}:
+                        if made.get(short, now) is not entries.get(short, now):
+                            # What a state dict has is no table.
+                            saved = (
+                                key != "_buffers" or short not in module._non_persistent_buffers_set
+                            )
+                            value = _SAVED if saved else made.get(short)
+                            put = functools.partial(refill, now[key], made)
+                            note(module, name, short, value, put)
                     refill(now[key], entries)
             for key in [*now]:
                 same = key in attributes and now[key] is attributes[key]
                 if not same and key not in ("training", *_DICTS):
-                    note(module, name, key)
+                    put = functools.partial(now.__setitem__, key, now[key])
+                    note(module, name, key, now[key], put)
                 if key not in attributes:
                     del now[key]
             now.update(attributes)
         for name, module, key, value, content in contents:
             if not _same_content(value, content):
-                note(module, name, key)
+                made = copy.copy(value)
+                note(module, name, key, made, functools.partial(refill, value, made))
                 refill(value, content)
         python, numpy = random.getstate(), np.random.get_state()
         seeded = torch.initial_seed() != seed
@@ -237,12 +315,6 @@ def _as_it_was(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[No
         random.setstate(drawn[1])
         np.random.set_state(drawn[2])
     # Only if the body has not failed: its own error says more.
-    if finished and changed:
-        raise ConfigError(
-            f"the model cannot be cut into stages: its forward changes the attribute {changed[0]}, "
-            "and no stage has the whole module. Keep such state in a layer that has it to itself, "
-            f"or in a buffer of one. {MANUAL}"
-        )
     if finished and seeded:
         raise ConfigError(
             "the model cannot be cut into stages: its forward calls torch.manual_seed, which would "
@@ -250,11 +322,11 @@ def _as_it_was(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[No
             f"micro-batch and its name. {MANUAL}"
         )
     if finished and (python != drawn[1] or str(numpy) != str(drawn[2])):
-        raise ConfigError(
-            "the model cannot be cut into stages: its forward draws random numbers of Python or "
-            "NumPy, so its way differs from call to call. Draw them with torch inside a layer. "
-            f"{MANUAL}"
-        )
+        raise refusal_of_draws()
+
+
+_SAVED = object()
+"""Stands for a value that state dicts have."""
 
 
 def _same_content(one: Any, other: Any) -> bool:

@@ -1,9 +1,13 @@
-"""Weights from a folder of safetensors; each worker reads only those of its stages."""
+"""Weights from a folder of safetensors; each worker reads only those of its stages.
+
+Its files may be links, by which the cache of Hugging Face makes a folder out of its blobs. Wherever
+they lead, only ordinary files are read, and nothing whose size is not bounded.
+"""
 
 from __future__ import annotations
 
 import json
-import logging
+import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,18 +17,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from pipedream_rt.checkpoint.layout import INDEX
+from pipedream_rt.checkpoint.layout import INDEX, open_tensors
 from pipedream_rt.errors import CheckpointError, ConfigError
 from pipedream_rt.models.tensors import in_place_of, named_tensors
-from pipedream_rt.schema import printable
+from pipedream_rt.schema import printable, read_file, shown
+from pipedream_rt.telling import log_of
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 _SINGLE = "model.safetensors"
 """The file of a folder whose weights are in one file."""
+
+_LARGEST = 1 << 26
+"""Bytes that an index may have."""
 
 
 _UNREADABLE = (
@@ -86,7 +94,7 @@ class Pretrained:
                         # Copied into the strides of the model. An open file stays mapped into
                         # memory, so it is opened anew for each tensor: only one is there twice.
                         like = torch.empty_like(tensor, device="cpu")
-                        with safe_open(path, framework="pt") as opened:
+                        with open_tensors(path, follow=True) as opened:
                             values[id(tensor)] = like.copy_(opened.get_tensor(self.places[name][1]))
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{path} cannot be read: {error}") from error
@@ -183,10 +191,10 @@ def _keys_of(name: str, prefix: str) -> Iterator[str]:
 
 def _files_in(folder: Path) -> list[str]:
     """Return the names of the files in a folder that have weights."""
-    if (folder / _SINGLE).is_file():
+    if os.path.lexists(folder / _SINGLE):
         return [_SINGLE]
     try:
-        index = json.loads((folder / INDEX).read_text())
+        index = json.loads(read_file(folder / INDEX, _LARGEST))
         files = sorted(set(index["weight_map"].values()))
     except FileNotFoundError:
         raise ConfigError(
@@ -194,7 +202,8 @@ def _files_in(folder: Path) -> list[str]:
             "be a folder that save_pretrained or pipe.save has written"
         ) from None
     except _UNREADABLE as error:
-        raise ConfigError(f"{folder / INDEX} cannot be used: {printable(repr(error))}") from error
+        reason = getattr(error, "strerror", None) or repr(error)
+        raise ConfigError(f"{folder / INDEX} cannot be used: {printable(reason)}") from error
     # The index is not trusted: a name must not lead out of the folder, nor to another format.
     for file in files:
         if (
@@ -203,7 +212,7 @@ def _files_in(folder: Path) -> list[str]:
             or not file.endswith(".safetensors")
         ):
             raise ConfigError(
-                f"{folder / INDEX} names the file {printable(repr(file), 100)}, which is not the "
+                f"{folder / INDEX} names the file {shown(file, 100)}, which is not the "
                 "name of a .safetensors file in that folder"
             )
     return files
@@ -212,7 +221,7 @@ def _files_in(folder: Path) -> list[str]:
 def _header_of(path: Path) -> tuple[dict[str, _Entry], tuple[bytes, int]]:
     """Return what is in a file, by key; and the digest of that and the size in bytes."""
     try:
-        with safe_open(path, framework="pt") as file:
+        with open_tensors(path, follow=True) as file:
             entries = {}
             for key in file.keys():  # noqa: SIM118 - no dict
                 tensor = file.get_slice(key)
@@ -220,7 +229,8 @@ def _header_of(path: Path) -> tuple[dict[str, _Entry], tuple[bytes, int]]:
         digest = blake2b(repr(sorted(entries.items())).encode(), digest_size=16).digest()
         return entries, (digest, path.stat().st_size)
     except (*_UNREADABLE, SafetensorError) as error:
-        raise ConfigError(f"{path} cannot be read: {printable(repr(error))}") from error
+        reason = getattr(error, "strerror", None) or repr(error)
+        raise ConfigError(f"{path} cannot be read: {printable(reason)}") from error
 
 
 def give_values(module: nn.Module, value_for: Callable[[Tensor], Tensor | None]) -> None:

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from pipedream_rt.containers import opened, put_together
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.models.settings import autocasts
+from pipedream_rt.models.settings import autocasts, settings_applied
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +75,33 @@ class CacheRef:
         return f"<{self.name} of this stage>"
 
 
+@dataclass(frozen=True, slots=True)
+class Number:
+    """Stands for a number that a micro-batch brings, computed of the sizes of its inputs."""
+
+    index: int
+
+    def __repr__(self) -> str:
+        return f"n{self.index}"
+
+
+def numbered(numbers: Sequence[int]) -> dict[int, Any]:
+    """Return the values of a micro-batch's numbers: those of slots have numbers from 0 on."""
+    return {~index: number for index, number in enumerate(numbers)}
+
+
 class ContextRef(NamedTuple):
     """The contexts of torch around a step, where they differ from those around the forward.
 
     Attributes:
         grad: Whether gradients are recorded; None for the same as around the forward.
         autocast: The device type, whether autocast is on, and its dtype; None for the same.
+        settings: Those of CUDA kernels that differ, by name and value.
     """
 
     grad: bool | None = None
     autocast: tuple[str, bool, torch.dtype] | None = None
+    settings: tuple[tuple[str, Any], ...] = ()
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -93,7 +110,8 @@ class ContextRef(NamedTuple):
         if self.autocast is not None:
             device, enabled, dtype = self.autocast
             cast = torch.autocast(device, enabled=enabled, dtype=dtype)
-        with grad, cast:
+        kernels: Any = settings_applied(dict(self.settings)) if self.settings else nullcontext()
+        with grad, cast, kernels:
             yield
 
 
@@ -115,14 +133,15 @@ class Step:
         kwargs: The keyword arguments, in the same way.
         slots: The slot of the whole result; or the slots of the tensors in the result, in order.
         made: The result with `Slot` in the place of tensors; None if ``slots`` is one number.
-        kinds: The shape and the dtype of each tensor of a layer's result; empty for a function, and
-            where a shape depends on values.
+        kinds: The shape and the dtype of each tensor of a layer's result, with `Number` for what
+            the sizes of inputs decide; empty for a function, and where a shape depends on values.
         random: Whether it may draw random numbers; layers always may.
         free: Whether every stage can compute it alike: from the model's inputs alone, without
             weights, layers that have some, or random numbers.
         after: The earlier steps, by number, that have changed in place what this one takes.
         changes: The slots whose values it changes in place.
         changes_held: The parameters and buffers that it changes in place, by all of their names.
+        moves: The buffers of its layer that the call of it changes, by their first names.
         where: The line of the user's code that makes the step, for messages.
     """
 
@@ -132,12 +151,13 @@ class Step:
     kwargs: dict[str, Any] = field(default_factory=dict)
     slots: int | tuple[int, ...]
     made: Any = None
-    kinds: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
+    kinds: tuple[tuple[tuple[int | Number, ...], torch.dtype], ...] = ()
     random: bool = True
     free: bool = False
     after: tuple[int, ...] = ()
     changes: tuple[int, ...] = ()
     changes_held: tuple[str, ...] = ()
+    moves: tuple[str, ...] = field(default=(), compare=False)
     around: ContextRef = SEQUENCE
     where: str = ""
 
@@ -204,7 +224,7 @@ class Program:
         """Return the names of the layers in the order of their first calls."""
         return list(dict.fromkeys(step.layer for step in self.steps if step.layer is not None))
 
-    def holds_for(self, inputs: Sequence[Any]) -> bool:
+    def holds_for(self, inputs: Sequence[Any], numbers: Sequence[int] = ()) -> bool:
         """Whether every guard reads the recorded value from these inputs."""
         with torch.no_grad():
             for guard in self.guards:
@@ -213,6 +233,7 @@ class Program:
                 values = dict(
                     enumerate(t.clone() for t in inputs) if changes else enumerate(inputs)
                 )
+                values |= numbered(numbers)
                 for number in guard.steps:
                     step = self.steps[number]
                     assert callable(step.target)
@@ -256,14 +277,14 @@ def on_device(value: Any, device: torch.device) -> Any:
         if isinstance(each, Tensor):
             return each.to(device)
         if isinstance(each, str):  # "cuda:1"; a bare "cuda" means the current device already
-            return str(device) if numbered.fullmatch(each) else each
+            return str(device) if with_number.fullmatch(each) else each
         if isinstance(each, torch.device):
             return each if each.type == "meta" else device
         if each.autocast is None:
             return each
         return each._replace(autocast=(device.type, *each.autocast[1:]))
 
-    numbered = re.compile(rf"{re.escape(device.type)}:\d+")
+    with_number = re.compile(rf"{re.escape(device.type)}:\d+")
     return replaced(value, (Tensor, torch.device, ContextRef, str), meant)
 
 
@@ -286,6 +307,9 @@ def slots_in(value: Any) -> list[int]:
 
 NONE_CARRIED: Mapping[str, Any] = {}
 
+STAND_INS = (Slot, Number, StoredRef, CacheRef)
+"""What stands in a program for a value that is not there yet."""
+
 
 def filled(
     value: Any,
@@ -293,14 +317,16 @@ def filled(
     held: dict[str, Any],
     carried: Mapping[str, Any] = NONE_CARRIED,
 ) -> Any:
-    """Return a value with `Slot`, `StoredRef` and `CacheRef` replaced by what they stand for."""
+    """Return a value with its stand-ins, such as `Slot`, replaced by what they stand for."""
 
-    def meant(each: Slot | StoredRef | CacheRef) -> Any:
+    def meant(each: Slot | Number | StoredRef | CacheRef) -> Any:
         if isinstance(each, Slot):
             return values[each.number]
+        if isinstance(each, Number):
+            return values[~each.index]
         return held[each.name] if isinstance(each, StoredRef) else carried[each.name]
 
-    return replaced(value, (Slot, StoredRef, CacheRef), meant)
+    return replaced(value, STAND_INS, meant)
 
 
 def held_by(model: nn.Module, name: str) -> Any:
@@ -327,14 +353,15 @@ def put(step: Step, result: Any, values: dict[int, Any]) -> None:
             "was recorded; what a layer returns beside tensors must not change, because the steps "
             "after it were made for that"
         )
-    for tensor, (shape, dtype) in zip(tensors, step.kinds):
+    for tensor, (sizes, dtype) in zip(tensors, step.kinds):
+        shape = tuple(values[~n.index] if isinstance(n, Number) else n for n in sizes)
         # Under autocast a layer has other dtypes on a device than on the host that recorded it.
         elsewhere = not tensor.is_cpu and (autocasts() or step.around.autocast is not None)
         cast = elsewhere and tensor.is_floating_point() and dtype.is_floating_point
         if tensor.shape != shape or (tensor.dtype != dtype and not cast):
             raise ConfigError(
                 f"{step.name} has returned a {tensor.dtype} tensor of shape {tuple(tensor.shape)}, "
-                f"and a {dtype} one of shape {tuple(shape)} when the forward of the model was "
+                f"and a {dtype} one of shape {shape} when the forward of the model was "
                 "recorded with inputs of these shapes; a shape that depends on values must stay "
                 "inside of one layer"
             )

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from hashlib import blake2b
 from itertools import zip_longest
 from typing import Any
 from weakref import ref
@@ -27,25 +26,40 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipedream_rt.containers import opened
+from pipedream_rt.containers import is_sparse, parts_of_sparse, sparse_of
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.models.any_sizes import NotSymbolic, Symbols
 from pipedream_rt.models.holders import OF_MODULES
+from pipedream_rt.models.kept import (
+    PLAIN_LEAVES,
+    Attempt,
+    Kept,
+    content_of,
+    leaves_of,
+    refuse_kept_values,
+)
 from pipedream_rt.models.layer_shapes import NotDense, changes_of, shapes_of, valued
 from pipedream_rt.models.modes import Modes
 from pipedream_rt.models.preserving_state import (
     MANUAL,
+    Left,
     as_it_was,
     called_with,
+    draws_outside,
     line_now,
     mode_set,
     refusal,
+    refusal_of_change,
+    refusal_of_draws,
     refuse_unfit_modules,
 )
 from pipedream_rt.models.program import (
     NONE_CARRIED,
+    STAND_INS,
     CacheRef,
     ContextRef,
     Guard,
+    Number,
     Program,
     Slot,
     Step,
@@ -56,9 +70,11 @@ from pipedream_rt.models.program import (
     slots_in,
 )
 from pipedream_rt.models.recurrent import flattening_forbidden
+from pipedream_rt.models.settings import settings_of_devices
 from pipedream_rt.models.shipping import dumps
-from pipedream_rt.models.tensors import home_of, named_tensors
+from pipedream_rt.models.tensors import home_of, memory_of, named_tensors
 from pipedream_rt.models.torch_contexts import TorchContexts, difference, surroundings_now
+from pipedream_rt.models.work import work_of
 from pipedream_rt.torch_private import TorchDispatchMode, set_grad_enabled
 
 _BATCH, _LAYERS, _DRAWN, _SIZED = 1, 2, 4, 8
@@ -115,47 +131,97 @@ def record(
     carried: Mapping[str, Any] = NONE_CARRIED,
     modes: Modes = Modes(),  # noqa: B008 - a tuple
     read: dict[tuple[str, str], Any] | None = None,
+    work: dict[str, int] | None = None,
+    symbols: Symbols | None = None,
+    kept: Kept | None = None,
 ) -> Program:
     """Record one forward of a model; the program's inputs are the tensors of ``(args, kwargs)``.
 
+    With ``symbols``, sizes of the inputs and what is computed of them become numbers of it.
+
     ``read`` gets what the forward reads of modules, by the name of each and the attribute: a
     program has read it once. The model is afterwards as it was. The objects in ``carried`` are as
-    after this forward, with tensors without values.
+    after this forward, with tensors without values. ``kept`` has what earlier forwards have left.
+    ``work`` gets the work of each layer with what follows it up to the next one, by its name, as
+    `work_of` counts it.
     """
+
+    def call(before: Left | None, tells: bool = True) -> tuple[Program, _ForwardRecorder, Left]:
+        options = training, grad, autocast, modes
+        counted = None if tells else work  # once
+        return _recorded(
+            model, layers, args, kwargs, carried, symbols, options, before, tells, counted
+        )
+
+    def attempt(before: Left | None) -> Attempt:
+        _, recorder, left = call(before)
+        return Attempt(left, recorder.does)
+
+    program, recorder, left = call(None, tells=False)
+    if left.values:
+        if carried or symbols is not None:
+            raise refusal_of_change(left)
+        refuse_kept_values(left, recorder.goes_by_shapes)
+        (Kept() if kept is None else kept).require_alike((training, grad), attempt)
+    for (number, key), value in recorder.values.items():
+        if read is not None:
+            read.setdefault((recorder.all_names[number], key), value)
+    # Constants of the program travel from the host; each worker moves them to its device.
+    away = home_of(model).type != "cpu"
+    there: Program = on_device(program, torch.device("cpu")) if away else program
+    return there
+
+
+def _recorded(
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    carried: Mapping[str, Any],
+    symbols: Symbols | None,
+    options: tuple[bool | None, bool, torch.dtype | None, Modes],
+    before: Left | None,
+    tells: bool,
+    work: dict[str, int] | None,
+) -> tuple[Program, _ForwardRecorder, Left]:
+    """Record one forward after what another has left; return what this one leaves too."""
+    training, grad, autocast, modes = options
     home = home_of(model)
     inputs: list[Tensor] = []
     by_id: dict[int, Tensor] = {}
 
-    def copied(tensor: Tensor) -> Tensor:
+    def copied(tensor: Tensor) -> Any:
+        if is_sparse(tensor):  # its parts are inputs, of which the first steps make it
+            kind, parts = parts_of_sparse(tensor)
+            return _Sparse(kind, [copied(part) for part in parts])
         if id(tensor) not in by_id:
             # The forward may change inputs in place; the caller's must stay.
-            by_id[id(tensor)] = tensor.detach().to(home, copy=True)
+            copy = tensor.detach().to(home, copy=True)
+            by_id[id(tensor)] = copy if symbols is None else symbols.input(copy)
             inputs.append(by_id[id(tensor)])
         return by_id[id(tensor)]
 
     args, kwargs = replaced((tuple(args), dict(kwargs)), (Tensor,), copied)
-    recorder = _ForwardRecorder(model, layers, inputs, carried, home.type)
+    recorder = _ForwardRecorder(model, layers, inputs, carried, home.type, symbols, tells, work)
+    left = Left()
     at_first = {name: dumps(value)[0] for name, value in carried.items()}
     refuse_unfit_modules(model, layers)
     cast = nullcontext() if autocast is None else torch.autocast(home.type, dtype=autocast)
     with (
-        as_it_was(model, layers),
+        as_it_was(model, layers, left, before),
         mode_set(model, training, modes),
         torch.set_grad_enabled(grad),
         cast,
         flattening_forbidden(model),
     ):
         watch = _Watch(recorder)
-        with recorder.called(), watch, recorder:
+        fake = nullcontext() if symbols is None else symbols.entered()
+        with recorder.called(), fake, watch, recorder:
             recorder.begin(watch)
+            args, kwargs = replaced((args, kwargs), (_Sparse,), lambda each: each.made())
             output = called_with(model, args, {**kwargs, **carried})
         program = recorder.finish(output, at_first)
-    for (number, key), value in recorder.values.items():
-        if read is not None:
-            read.setdefault((recorder.all_names[number], key), value)
-    # Constants of the program travel from the host; each worker moves them to its device.
-    there: Program = program if home.type == "cpu" else on_device(program, torch.device("cpu"))
-    return there
+    return program, recorder, left
 
 
 def refuse_changing(one: Program, other: Program) -> None:
@@ -170,9 +236,10 @@ def refuse_changing(one: Program, other: Program) -> None:
             raise ConfigError(
                 f"the model cannot be cut into stages: at {step.where} its forward did {lines} "
                 "when it was called twice with the same inputs, so it depends on something else "
-                "that changes from call to call, such as a counter, an iterator or a clock, which "
-                "would be read once, when the forward is recorded. Keep it in a buffer of a layer "
-                f"that reads it. {MANUAL}"
+                "that changes from call to call, such as a counter, an iterator or a clock, or a "
+                "cache in a global or a decorator, which would be read once, when the forward is "
+                "recorded. Keep it in a buffer of a layer that reads it; a table that goes by "
+                f"shapes alone may be an attribute of the model, or be computed anew. {MANUAL}"
             )
 
 
@@ -183,15 +250,7 @@ def _content_of(step: Step | None) -> Any:
     target = step.target
     named = target if isinstance(target, str) else getattr(target, "__qualname__", type(target))
 
-    def plain(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-            return value.dtype, value.shape, blake2b(data).hexdigest()
-        return type(value) if type(value) not in _PLAIN_LEAVES else repr(value)
-
-    given = (step.args, step.kwargs)
-    kinds = tuple({type(v) for v in _leaves_of(given)} - {Slot, StoredRef, CacheRef})
-    return step.name, named, repr(replaced(given, kinds, plain)), step.slots, step.around
+    return step.name, named, content_of((step.args, step.kwargs)), step.slots, step.around
 
 
 class _ForwardRecorder(TorchFunctionMode):
@@ -203,6 +262,8 @@ class _ForwardRecorder(TorchFunctionMode):
         sized: Whether it has made a shape that depends on values; `_Watch` sets it.
         all_names: The names of all modules, by ``id``.
         values: The attributes of modules that the forward itself reads, by ``id`` and key.
+        does: If it ``tells``, what goes by more than the inputs: calls with the content of what
+            they take, values that are read, and the result.
     """
 
     def __init__(
@@ -212,9 +273,19 @@ class _ForwardRecorder(TorchFunctionMode):
         inputs: Sequence[Tensor],
         carried: Mapping[str, Any],
         kind: str,
+        symbols: Symbols | None = None,
+        tells: bool = False,
+        work: dict[str, int] | None = None,
     ) -> None:
         super().__init__()
-        self._kind = kind
+        self.does: list[Any] = []
+        self._tells = tells
+        self._order: dict[int, int] = {}  # of the slots that go by more than the inputs
+        self.work = work
+        self._worked = 0  # by the layer that runs
+        self._works = False  # whether one does, and not what is done for its shapes
+        self._last_layer = ""
+        self._kind, self._symbols = kind, symbols
         self._carried = {id(value): (name, value) for name, value in carried.items()}
         self._carried_kinds = tuple({type(value) for value in carried.values()})
         self.steps: list[Step] = []
@@ -255,7 +326,7 @@ class _ForwardRecorder(TorchFunctionMode):
         self._names_over: dict[int, list[str]] = {}
         for name, tensor in named_tensors(model):
             if not tensor.is_meta:
-                self._names_over.setdefault(tensor.untyped_storage()._cdata, []).append(name)
+                self._names_over.setdefault(memory_of(tensor), []).append(name)
         for tensor in inputs:
             self._tag(tensor, _BATCH)
 
@@ -266,7 +337,7 @@ class _ForwardRecorder(TorchFunctionMode):
         tag = _Tag(self._slots, depends)
         self._slots += 1
         self._tags[id(tensor)] = (ref(tensor), tag)
-        over = self._over.setdefault(tensor.untyped_storage()._cdata, [])
+        over = self._over.setdefault(memory_of(tensor), [])
         over[:] = [each for each in over if each() is not None and each() is not tensor]
         over.append(ref(tensor))
         return tag.slot
@@ -280,9 +351,25 @@ class _ForwardRecorder(TorchFunctionMode):
         """Note that a tensor was made during the forward, by any means."""
         self._made[id(tensor)] = ref(tensor), self._inside
 
+    def note_work(self, amount: int) -> None:
+        """Note work that was done by a layer that runs, or else behind the last one."""
+        if self._works:
+            self._worked += amount
+        elif self.work is not None and self._last_layer and not self._inside:
+            self.work[self._last_layer] += amount
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Count the work of a layer in the body, and not that of an attempt before."""
+        self._worked, self._works = 0, True
+        try:
+            yield
+        finally:
+            self._works = False
+
     def _is_held(self, tensor: Tensor) -> bool:
         """Whether a tensor is a weight or a buffer, or shares the memory of one, as ``.data``."""
-        return id(tensor) in self._held or tensor.untyped_storage()._cdata in self._names_over
+        return id(tensor) in self._held or memory_of(tensor) in self._names_over
 
     def _maker_of(self, tensor: Tensor) -> str | None:
         """Return the layer that made a tensor, "" outside of layers; None before the forward."""
@@ -301,6 +388,8 @@ class _ForwardRecorder(TorchFunctionMode):
             if isinstance(tensor, nn.Module):
                 depends |= _LAYERS
                 return self._module(tensor)
+            if self._symbols is not None and isinstance(tensor, _SYMBOLIC):
+                return self._symbols.number(tensor)
             if not isinstance(tensor, Tensor):
                 return tensor
             if (tag := self.tag_of(tensor)) is not None:
@@ -330,7 +419,30 @@ class _ForwardRecorder(TorchFunctionMode):
             return tensor
 
         kinds: tuple[type, ...] = (Tensor, nn.Module, *self._carried_kinds)
+        kinds += () if self._symbols is None else _SYMBOLIC
         return replaced(value, kinds, stand_in), depends, after
+
+    def goes_by_shapes(self, tensor: Tensor) -> bool:
+        """Whether a tensor goes by the shapes of the inputs alone."""
+        tag = self.tag_of(tensor)
+        made = tag is not None or self._maker_of(tensor) is not None
+        known = tag is not None and not tag.depends
+        return not tensor.requires_grad and (known or not made)
+
+    def _told(self, value: Any) -> str:
+        """Return the content of a value, with numbers for what goes by more than the inputs."""
+        if not self._tells:
+            return ""
+
+        def stand_in(each: Any) -> Any:
+            tag = self.tag_of(each) if isinstance(each, Tensor) else None
+            if tag is not None and tag.slot in self._order:
+                return Slot(self._order[tag.slot])
+            if isinstance(each, nn.Module) or id(each) in self._held:
+                return StoredRef(self._held.get(id(each), self.all_names.get(id(each), "")))
+            return each
+
+        return content_of(replaced(value, (Tensor, nn.Module), stand_in))
 
     def _module(self, module: nn.Module) -> Any:
         """Return the stand-in of a module that is passed on, which stages then share."""
@@ -360,7 +472,10 @@ class _ForwardRecorder(TorchFunctionMode):
                 "put the lines into an nn.Module of their own, which is then a layer"
             )
         if name == "__set__":
-            raise refusal("the forward sets an attribute of a tensor, such as x.data")
+            attribute = func.__self__.__name__
+            if attribute != "requires_grad":
+                raise refusal(f"the forward sets the attribute {attribute!r} of a tensor")
+            return self.__torch_function__(Tensor.requires_grad_, types, args, {})
         if name == "__iter__":  # as one step, whose results are the rows
             return iter(self.__torch_function__(Tensor.unbind, types, args, {}))
         if name in _PLACES and self._seen(args)[1]:
@@ -393,7 +508,8 @@ class _ForwardRecorder(TorchFunctionMode):
         func = _PICKLED_AS.get(func, func)
         self._refuse_surroundings(f"{name.strip('_')}()")
         given, depends, after = self._seen((args, kwargs))
-        if any(isinstance(value, torch.Generator) for value in _leaves_of((args, kwargs))):
+        told = self._told((args, kwargs))
+        if any(isinstance(value, torch.Generator) for value in leaves_of((args, kwargs))):
             raise refusal(
                 f"{name}() draws from a torch.Generator, which a worker would have a copy of; let "
                 "it draw from the default generator, which is seeded for each step"
@@ -417,7 +533,10 @@ class _ForwardRecorder(TorchFunctionMode):
         self.drew = self.sized = False
         self.paused += 1
         try:
-            result = func(*called_with[0], **called_with[1])
+            if self._symbols is not None and depends and name in _READING:
+                result = self._symbols.read(func)  # tensors have no values now
+            else:
+                result = func(*called_with[0], **called_with[1])
         finally:
             self.paused -= 1
         changed = [
@@ -432,8 +551,9 @@ class _ForwardRecorder(TorchFunctionMode):
             return result
         target, made = (_Silent(func), None) if name in _EFFECTS else (func, result)
         self._add(
-            f"({name})", target, given, made, results, depends, after, changed, random=self.drew
-        )
+            f"({name})", target, given, made, results, depends, after, changed,
+            random=self.drew, told=told,
+        )  # fmt: skip
         return result
 
     def _reads(
@@ -449,15 +569,18 @@ class _ForwardRecorder(TorchFunctionMode):
             )
         if depends & (_LAYERS | _DRAWN):
             of = "layers have computed" if depends & _LAYERS else "were drawn at random"
+            layerdrop = "; of a model of transformers, set layerdrop to 0, in its config"
             raise refusal(
                 f"{name.strip('_')}() reads values that {of}, so the way of the forward depends "
                 "on data. Let a layer do this, so that it is decided where the values are: move "
                 "the lines that depend on it into an nn.Module of their own"
+                f"{'' if depends & _LAYERS else layerdrop}"
             )
         if not isinstance(value, bool | int | float | list | tuple):
             raise refusal(f"{name.strip('_')}() takes values of the inputs out of torch")
         args, kwargs = given
         steps = self._leading_to(slots_in(given), after)
+        self.does.append((getattr(func, "__name__", ""), value))
         guard = Guard(steps=steps, read=func, args=args, kwargs=kwargs, value=value)
         self.guards.append(guard)
 
@@ -486,10 +609,14 @@ class _ForwardRecorder(TorchFunctionMode):
         changed: Sequence[Tensor],
         *,
         random: bool,
+        told: str,
+        moves: tuple[str, ...] = (),
         where: str | None = None,
     ) -> None:
         """Add a step, and give its results their slots."""
         self._refuse_foreign(given)
+        if draws_outside() != self._drawn:
+            raise refusal_of_draws(f"before {line_now()} ")
         if not isinstance(target, str):
             self._objects_in(given)  # refuses what cannot be pickled; of layers that was done
         number = len(self.steps)
@@ -498,7 +625,7 @@ class _ForwardRecorder(TorchFunctionMode):
             tag = self.tag_of(tensor)
             if tag is not None:
                 changes.append(tag.slot)
-            for alias in self._over.get(tensor.untyped_storage()._cdata, []):
+            for alias in self._over.get(memory_of(tensor), []):
                 other = alias()
                 mine = self.tag_of(other) if other is not None else None
                 if mine is not None:
@@ -521,6 +648,13 @@ class _ForwardRecorder(TorchFunctionMode):
             return Slot(self._result(tensor, depends & mask, slots))
 
         made = replaced(result, (Tensor,), slot_of)
+        if self._symbols is not None and found(made, *_SYMBOLIC):
+            raise NotSymbolic(f"{name} returns what is computed of sizes")
+        free = not depends & (_LAYERS | _DRAWN) and name not in _EFFECTS
+        if self._tells and not free:
+            self.does.append((name, told, self._around()))
+            for slot in slots:
+                self._order[slot] = len(self._order)
         if not is_layer:
             name = f"{name[:-1]} {number})"
         self.steps.append(
@@ -531,20 +665,28 @@ class _ForwardRecorder(TorchFunctionMode):
                 kwargs=given[1],
                 slots=tuple(slots),
                 made=_without_foreign(made),
-                kinds=tuple((tuple(t.shape), t.dtype) for t in results) if fixed else (),
+                kinds=tuple((self._sizes_of(t), t.dtype) for t in results) if fixed else (),
                 random=random or is_layer,
-                free=not depends & (_LAYERS | _DRAWN) and name not in _EFFECTS,
+                free=free,
                 after=tuple(sorted(after)),
                 changes=tuple(changes),
                 changes_held=tuple(
                     name
                     for tensor in changed
-                    for name in self._names_over.get(tensor.untyped_storage()._cdata, ())
+                    for name in self._names_over.get(memory_of(tensor), ())
                 ),
+                moves=moves,
                 around=self._around(),
                 where=line_now() if where is None else where,
             )
         )
+
+    def _sizes_of(self, tensor: Tensor) -> tuple[int | Number, ...]:
+        """Return the shape of a layer's result."""
+        symbols = self._symbols
+        if symbols is None:
+            return tuple(tensor.shape)
+        return tuple(n if isinstance(n, int) else symbols.number(n) for n in tensor.shape)
 
     def _result(self, tensor: Tensor, depends: int, slots: list[int]) -> int:
         slots.append(self._tag(tensor, depends))
@@ -553,13 +695,16 @@ class _ForwardRecorder(TorchFunctionMode):
     def _around(self) -> ContextRef:
         """Return the contexts that the forward has entered itself."""
         grad, cast = torch.is_grad_enabled(), _autocast(self._kind)
+        kernels = settings_of_devices()
         return ContextRef(
-            None if grad == self._grad else grad, None if cast == self._cast else cast
+            None if grad == self._grad else grad,
+            None if cast == self._cast else cast,
+            tuple(each for each in kernels.items() if each[1] != self._kernels[each[0]]),
         )
 
     def _refuse_foreign(self, given: Any) -> None:
         """Refuse to pass on an object that a layer has made and that is no tensor."""
-        for value in _leaves_of(given):
+        for value in leaves_of(given):
             maker, there = self._foreign.get(id(value), ("", None))
             if there is value and there is not None:
                 raise refusal(
@@ -594,7 +739,10 @@ class _ForwardRecorder(TorchFunctionMode):
         for module in self._modules:
             cls, is_layer = type(module), id(module) in self._names
             if (cls, is_layer) not in classes:
-                methods = {"__getattribute__": self._noting(cls)}
+                methods = {
+                    "__getattribute__": self._noting(cls),
+                    "__setattr__": self._setting(cls),
+                }
                 methods |= {"__call__": self._stand_in(cls)} if is_layer else {}
                 classes[cls, is_layer] = type(cls.__name__, (cls,), methods)
             module.__class__ = classes[cls, is_layer]
@@ -626,7 +774,7 @@ class _ForwardRecorder(TorchFunctionMode):
             if recorder.paused or name in OF_MODULES or hasattr(nn.Module, name):
                 return value
             place = id(module), name
-            if type(value) in _PLAIN_LEAVES:
+            if type(value) in PLAIN_LEAVES:
                 recorder.values.setdefault(place, value)
                 if place[0] in recorder._names:
                     recorder._read.setdefault(place, line_now())
@@ -635,6 +783,28 @@ class _ForwardRecorder(TorchFunctionMode):
             return value
 
         return read
+
+    def _setting(self, cls: type[nn.Module]) -> Callable[..., None]:
+        """Return a ``__setattr__`` that refuses what is set outside of the layer itself."""
+        recorder = self
+
+        def set_(module: Any, name: str, value: Any) -> None:
+            held = vars(module)
+            places = (held, held["_parameters"], held["_buffers"], held["_modules"])
+            now = next((place[name] for place in places if name in place), recorder)
+            known = now is value or (
+                type(value) in PLAIN_LEAVES and content_of(now) == content_of(value)
+            )
+            if not (recorder.paused or known or name == "__class__"):
+                raise refusal(
+                    f"the forward sets the attribute {name!r} of "
+                    f"{recorder.all_names.get(id(module), 'a layer')!r}, which is in a layer, and "
+                    "the copy on its stage would not see that; pass the value to the layer when "
+                    "it is called"
+                )
+            cls.__setattr__(module, name, value)
+
+        return set_
 
     def _stand_in(self, cls: type[nn.Module]) -> Callable[..., Any]:
         """Return a ``__call__`` for layers of a class that records the call."""
@@ -662,12 +832,15 @@ class _ForwardRecorder(TorchFunctionMode):
         self._refuse_surroundings(f"layer {name!r}")
         self._refuse_other_weights(layer, name)
         given, depends, after = self._seen((args, kwargs))
+        told = self._told((args, kwargs))
         objects = self._objects_in(given)
         has_weights = any(True for _ in layer.parameters())
         self.drew, self._inside = False, name
         before_it = dict(vars(layer))
         try:
-            result, changed, moved, views = shapes_of(layer, (args, kwargs), self._carried)
+            result, changed, moved, views = shapes_of(
+                layer, (args, kwargs), self._carried, self._working
+            )
         except NotDense as error:
             raise refusal(
                 f"layer {name!r} returns a {error} tensor, which cannot pass between stages; "
@@ -680,10 +853,13 @@ class _ForwardRecorder(TorchFunctionMode):
             ) from error
         finally:
             self._inside = ""
+        if self.work is not None:
+            self.work[name] = self.work.get(name, 0) + self._worked
+        self._last_layer = name
         # `finish` refuses a forward that reads what a layer changes: a program would read it once.
         for key, kept in vars(layer).items():
             was = before_it.get(key, self)  # self stands for no attribute
-            if type(kept) in _PLAIN_LEAVES and (type(was) is not type(kept) or was != kept):
+            if type(kept) in PLAIN_LEAVES and (type(was) is not type(kept) or was != kept):
                 self._changed.add((id(layer), key))
         for value, before in objects:
             if self._pickled(value) != before:
@@ -692,8 +868,8 @@ class _ForwardRecorder(TorchFunctionMode):
                     "a later layer may look; between layers tensors, numbers and containers of "
                     "these can pass"
                 )
-        for value in _leaves_of(result):
-            if type(value) not in _PLAIN_LEAVES and not isinstance(value, Tensor):
+        for value in leaves_of(result):
+            if type(value) not in PLAIN_LEAVES and not isinstance(value, Tensor):
                 self._foreign[id(value)] = (name, value)  # alive, so that no other gets its id
         calls = self._calls[name] = self._calls.get(name, 0) + 1
         depends |= _LAYERS if has_weights or moved else 0
@@ -707,12 +883,14 @@ class _ForwardRecorder(TorchFunctionMode):
             after,
             changed,
             random=self.drew,
+            told=told,
+            moves=tuple(self._held[id(layer.get_buffer(short))] for short in moved),
             where=where,
         )
         # The zeros have memory of their own, so tell that they stand for views of the arguments.
         for view, source in views:
             for one, other in ((view, source), (source, view)):
-                memory = one.untyped_storage()._cdata
+                memory = memory_of(one)
                 self._over.setdefault(memory, []).append(ref(other))
         return result
 
@@ -730,9 +908,8 @@ class _ForwardRecorder(TorchFunctionMode):
         """Return each argument that is neither tensor nor plain, and its pickle, to see changes."""
         return [
             (value, self._pickled(value))
-            for value in _leaves_of(given)
-            if type(value) not in _PLAIN_LEAVES
-            and not isinstance(value, Slot | StoredRef | CacheRef | Tensor)
+            for value in leaves_of(given)
+            if type(value) not in PLAIN_LEAVES and not isinstance(value, (*STAND_INS, Tensor))
         ]
 
     def _pickled(self, value: Any) -> bytes:
@@ -761,6 +938,8 @@ class _ForwardRecorder(TorchFunctionMode):
             (self, watch),
         )
         self._before = self._surroundings()
+        self._kernels = settings_of_devices()
+        self._drawn = draws_outside()
 
     def _surroundings(self) -> TorchContexts:
         """Return what is on around the function or layer that is called now."""
@@ -789,6 +968,7 @@ class _ForwardRecorder(TorchFunctionMode):
                 f"recorded. Let the layer return it, or use it itself. {MANUAL}"
             )
         made, _, after = self._seen(output)
+        self.does.append(self._told(output))
         # Each stage has its own carried object, so the result has none.
         made = replaced(made, (CacheRef,), lambda _: None)
         self._refuse_foreign(made)
@@ -800,6 +980,17 @@ class _ForwardRecorder(TorchFunctionMode):
             guards=tuple(self.guards),
             carries=at_first,
         )
+
+
+class _Sparse:
+    """Stands for a sparse input until its parts are made one again."""
+
+    def __init__(self, kind: Sequence[Any], parts: Sequence[Tensor]) -> None:
+        self._kind, self._parts = kind, parts
+
+    def made(self) -> Tensor:
+        """Return the sparse tensor."""
+        return sparse_of(self._kind, self._parts)
 
 
 class _Applied:
@@ -846,8 +1037,11 @@ class _Watch(TorchDispatchMode):
         if _SHAPED_BY_VALUES & {*func.tags} and not _is_index_of_integers(func, args):
             self._recorder.sized = True
         result = func(*args, **(kwargs or {}))
-        for tensor in _tensors_in(result):
+        tensors = _tensors_in(result)
+        for tensor in tensors:
             self._recorder.note_made(tensor)
+        if self._recorder.work is not None:
+            self._recorder.note_work(work_of(func, args, kwargs or {}, result, tensors))
         return result
 
 
@@ -866,12 +1060,15 @@ _PICKLED_AS: dict[Any, Any] = {torch.ops.aten.lift_fresh.default: torch.clone}
 """Operators that a forward comes down to, and the functions that stand for them in a program. torch
 calls lift_fresh on what it makes of an array of NumPy."""
 
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_READING = {
+    "item", "tolist", "equal", "is_nonzero", "allclose", "numpy", "__bool__", "__int__",
+    "__float__", "__index__", "__complex__", "__contains__", "__array__", "__format__", "__repr__",
+}  # fmt: skip
+"""The functions that read values of tensors."""
+
 _CONTEXTS = {set_grad_enabled}
 _EFFECTS = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
-_PLAIN_LEAVES = {
-    type(None), bool, int, float, str, bytes, complex, slice, range, type(Ellipsis), torch.Size,
-    torch.dtype, torch.device, torch.layout, torch.memory_format,
-}  # fmt: skip
 
 
 def _is_view_getter(func: Any) -> bool:
@@ -885,19 +1082,13 @@ def _tensors_in(value: Any) -> list[Tensor]:
     return found(value, Tensor)
 
 
-def _leaves_of(value: Any) -> list[Any]:
-    """Return everything in a value that is not a container."""
-    held = None if isinstance(value, Slot | StoredRef | CacheRef) else opened(value)
-    return [value] if held is None else [leaf for part in held[1] for leaf in _leaves_of(part)]
-
-
 def _without_foreign(made: Any) -> Any:
     """Return a result with classes in the place of objects that may not compare as equal."""
 
     def plain(each: Any) -> Any:
         return type(each)
 
-    kinds = tuple({type(v) for v in _leaves_of(made)} - _PLAIN_LEAVES - {Slot, StoredRef, CacheRef})
+    kinds = tuple({type(v) for v in leaves_of(made)} - PLAIN_LEAVES - {*STAND_INS})
     return replaced(made, kinds, plain) if kinds else made
 
 

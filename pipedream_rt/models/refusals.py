@@ -12,6 +12,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.models.shipping import range_of
 from pipedream_rt.models.split import Layers
+from pipedream_rt.schema import is_utf8, printable
 
 
 def refuse_unfit_layers(layers: Layers) -> None:
@@ -35,6 +36,11 @@ def refuse_unfit_layers(layers: Layers) -> None:
                 raise ConfigError(
                     f"{key} is a tensor of layout {tensor.layout}, which cannot be saved "
                     "and sent; keep its parts, as indices and values, in dense buffers"
+                )
+            if not is_utf8(key):
+                raise ConfigError(
+                    f"{printable(key)} is a name with characters that are no Unicode, under which "
+                    "no file of weights can hold a tensor; give its module or it another name"
                 )
             if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
                 raise ConfigError(

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -222,7 +223,23 @@ def settings_now(of_devices: bool = False) -> Settings:
 
 def settings_in_forward() -> Settings:
     """Read the settings that can be read without computing, as while a forward is recorded."""
-    return {name: s.read() for name, s in _ALL.items() if s.read is not _flushes_denormals}
+    return {name: s.read() for name, s in _SETTINGS.items() if s.read is not _flushes_denormals}
+
+
+def settings_of_devices() -> Settings:
+    """Read the settings of CUDA kernels, which a forward may change around a part of it."""
+    return {name: setting.read() for name, setting in _OF_DEVICES.items()}
+
+
+@contextmanager
+def settings_applied(settings: Settings) -> Iterator[None]:
+    """Apply settings in the body."""
+    before = {name: _ALL[name].read() for name in settings}
+    apply_settings(settings)
+    try:
+        yield
+    finally:
+        apply_settings(before)
 
 
 def apply_settings(settings: Settings) -> None:

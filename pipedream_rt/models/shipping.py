@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, TypeAlias, TypeVar, cast
 from weakref import WeakSet
 
@@ -82,6 +82,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
         if name := _global_of(cls).get(id(value)):
             # By name, as it may hold what cannot be pickled: one of transformers has a ContextVar.
             return _attribute_of, (cls.__module__, name)
+        if isinstance(value, type) and (name := _renamed(value)):
+            return _attribute_of, (value.__module__, name)
+        if isinstance(value, torch.finfo | torch.iinfo):
+            return _limits_of, (cls, value.dtype)
         if isinstance(value, CustomOpDef):
             return _own_operator, parts_of_operator(value)
         if isinstance(value, _OPERATORS):
@@ -89,6 +93,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
         if isinstance(value, _CACHED) and not is_by_name(value):
             # Pickled by its name, though no worker can import the script.
             return _cached, (value.__wrapped__, value.cache_parameters())
+        if type(value) is functools.cached_property:
+            # Up to Python 3.11 it has a lock; it is no function, so its class is pickled with it.
+            return _cached_property, (value.func, value.attrname)
+        if type(value) is FunctionType and value.__code__ is _DISPATCHING and not is_by_name(value):
+            # What it has found for a class it keeps in weak references.
+            return _dispatching, (dict(cast(Any, value).registry),)
         if isinstance(value, ModuleType) and type(value) is not ModuleType:
             # torch.ops and its namespaces are modules of classes of their own.
             return _module_named, (value.__name__,)
@@ -135,6 +145,22 @@ def _attribute_of(module: str, name: str) -> Any:
     return getattr(import_module(module), name)
 
 
+def _renamed(cls: type) -> str:
+    """Return where the module of an installed class has it, if not under its own name; else ""."""
+    # torch.nn.attention.SDPBackend calls itself _SDPBackend, and its code, in C, cannot travel.
+    module = sys.modules.get(cls.__module__)
+    if module is None or "." in cls.__qualname__ or not is_installed(cls.__module__):
+        return ""
+    if hasattr(module, cls.__qualname__):
+        return ""
+    return next((name for name, value in vars(module).items() if value is cls), "")
+
+
+def _limits_of(cls: Any, dtype: str) -> Any:
+    """Return what torch tells of the numbers of a dtype."""
+    return cls(getattr(torch, dtype))
+
+
 _OPERATORS = (type(torch.ops.aten.relu), type(torch.ops.aten.relu.default))
 
 
@@ -149,6 +175,24 @@ _CACHED = type(functools.lru_cache(lambda: None))
 def _cached(function: Any, options: dict[str, Any]) -> Any:
     """Return a function with an empty cache."""
     return functools.lru_cache(**options)(function)
+
+
+def _cached_property(function: Any, name: str | None) -> Any:
+    """Return a property that is computed once; ``name`` is where its object keeps it."""
+    made: Any = functools.cached_property(function)
+    made.attrname = name
+    return made
+
+
+_DISPATCHING = functools.singledispatch(lambda value: None).__code__  # type: ignore[attr-defined]
+
+
+def _dispatching(registry: dict[type, Any]) -> Any:
+    """Return a function that goes by the class of its first argument."""
+    made = functools.singledispatch(registry.pop(object))
+    for cls, function in registry.items():
+        made.register(cls, function)
+    return made
 
 
 def _module_named(name: str) -> Any:
@@ -366,7 +410,10 @@ def why_unpicklable(value: object, error: Exception) -> str:
             "torch.jit.script keeps its weights where versions of them cannot be put; give the "
             "module as it was before"
         )
-    return f"{error}; keep files, locks, connections and lambdas over them out of the model"
+    return (
+        f"{error}; keep files, locks, connections and lambdas over them out of the model, or make "
+        "them where they are used, in a forward"
+    )
 
 
 def alias(tensors: Mapping[int, Range], weights: Mapping[int, tuple[Range, str]]) -> str:

@@ -6,8 +6,10 @@ the model too, under their names in the model, such as ``"0.3"``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from typing import TypeAlias
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -18,6 +20,11 @@ from pipedream_rt.schedules.placement import Tie
 Layers: TypeAlias = dict[str, nn.Module]
 """The layers of a model in order, by their names in the unsplit model."""
 
+Inner: TypeAlias = Mapping[str, str]
+"""The layers at which no stage can begin, each with a buffer that layers before it and layers from
+it on change: two stages would each have a copy of it."""
+
+NO_INNER: Inner = {}
 
 _CALLING = ("__call__", "_call_impl", "_wrapped_call_impl", "forward", "__iter__")
 """The methods that define how a sequence calls its layers."""
@@ -31,6 +38,21 @@ def is_sequence(model: object) -> bool:
         if isinstance(model, kind):
             return not own_methods(model, kind, _CALLING)
     return not isinstance(model, nn.Module)
+
+
+def is_skippable(module: nn.Module) -> bool:
+    """Whether a module may hand values to others past what it returns, by ``@skippable``.
+
+    That is of torchgpipe; FairScale and older versions of torch have the same.
+    """
+    return hasattr(type(module), "stashable") and hasattr(type(module), "poppable")
+
+
+def has_skips(layers: nn.Module | Iterable[object]) -> bool:
+    """Whether there is such a module in a model, or in a list of layers."""
+    roots = layers if isinstance(layers, Sequence) else [layers]  # a generator gives them once
+    modules = (each for root in roots if isinstance(root, nn.Module) for each in root.modules())
+    return any(map(is_skippable, modules))
 
 
 def elements_of(model: nn.Module | Iterable[nn.Module]) -> Layers:
@@ -52,12 +74,72 @@ def elements_of(model: nn.Module | Iterable[nn.Module]) -> Layers:
                 f"the model is a {type(model).__name__}; give an nn.Sequential or a list of modules"
             ) from None
         layers = {str(i): layer for i, layer in enumerate(listed)}
-    for name, layer in layers.items():
-        if not isinstance(layer, nn.Module):
-            raise ConfigError(f"layer {name} is a {type(layer).__name__}, not an nn.Module")
+    layers = {name: _as_layer(name, layer) for name, layer in layers.items()}
     if not layers:
         raise ConfigError("the model has no layers")
     return layers
+
+
+class FunctionLayer(nn.Module):
+    """A layer without weights that calls a function, as ``lambda x: x.flatten(1)`` in a list."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any) -> Any:
+        """Call the function."""
+        return self.function(*args)
+
+    def extra_repr(self) -> str:
+        """Return the name of the function."""
+        return getattr(self.function, "__qualname__", None) or repr(self.function)
+
+
+def _as_layer(name: str, layer: object) -> nn.Module:
+    """Return an element of a list as a module; a function is called by a layer of its own."""
+    if isinstance(layer, nn.Module):
+        return layer
+    if isinstance(layer, type):
+        raise ConfigError(
+            f"layer {name} is the class {layer.__name__}; give an object of it, "
+            f"{layer.__name__}(...), or LayerSpec({layer.__name__}, ...)"
+        )
+    if not callable(layer):
+        raise ConfigError(
+            f"layer {name} is a {type(layer).__name__}; a layer is an nn.Module or a function of "
+            "what the layer before it returns"
+        )
+    for held, value in _held_by(layer):
+        weights = value.parameters() if isinstance(value, nn.Module) else [value]
+        if any(isinstance(each, nn.Parameter) and each.requires_grad for each in weights):
+            raise ConfigError(
+                f"layer {name} is a function that holds weights, by {held}, which no stage would "
+                "train: give a module that has them, as one with this function as its forward"
+            )
+    return FunctionLayer(layer)
+
+
+def _held_by(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a function reads beside its arguments, by name."""
+    if isinstance(function, functools.partial):
+        yield from _held_by(function.func)
+        yield from ((f"its argument {i}", value) for i, value in enumerate(function.args))
+        yield from function.keywords.items()
+        return
+    if (owner := getattr(function, "__self__", None)) is not None:
+        yield f"its object, a {type(owner).__name__}", owner
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    for name, cell in cells:
+        with suppress(ValueError):  # an empty cell
+            yield name, cell.cell_contents
+    yield from (function.__kwdefaults__ or {}).items()
+    yield from ((f"a default of {function.__name__}", v) for v in function.__defaults__ or ())
+    yield from ((n, function.__globals__[n]) for n in code.co_names if n in function.__globals__)
 
 
 def layers_of(elements: Layers, whole: Set[str] = frozenset()) -> Layers:
@@ -112,22 +194,88 @@ def _refuse_more_than_a_sequence(model: nn.Module) -> None:
 
 
 def split_points(
-    layers: Layers, stages: int | Sequence[int | str], elements: Sequence[str] | None = None
+    layers: Layers,
+    stages: int | Sequence[int | str],
+    elements: Sequence[str] | None = None,
+    inner: Inner = NO_INNER,
+    work: Mapping[str, int] | None = None,
 ) -> list[int]:
     """Return the index of the first layer of every stage, rising from 0.
 
-    ``stages`` is their number, to balance parameters; or the first layer of every stage but the
+    ``stages`` is their number, to balance the ``work`` of the layers, or else parameters; or the
+    first layer of every stage but the
     first, by name, or by the index or name of an element. ``elements`` is None if they are the
     layers.
     """
+    names = list(layers)
     if not isinstance(stages, int):
-        return _explicit(list(layers), stages, list(elements or layers))
+        points = _explicit(names, stages, list(elements or layers))
+        refuse_inner([names[point] for point in points], names, inner)
+        return points
     if isinstance(stages, bool) or not 1 <= stages <= len(layers):
         raise ConfigError(
             f"stages must be from 1 to the number of layers, {len(layers)}, not {stages}"
         )
-    sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers.values()]
-    return balanced(sizes, stages)
+    sizes = {name: sum(p.numel() for p in layer.parameters()) for name, layer in layers.items()}
+    return [names.index(first) for first in balanced_firsts(work or sizes, stages, inner)]
+
+
+def inner_layers(first: Mapping[str, int], users: Mapping[str, Sequence[int]]) -> Inner:
+    """Return the layers inside of a span that one stage must have.
+
+    ``first`` is the place of the first call of each layer, and ``users`` by buffer those of the
+    layers that have it.
+    """
+    return {
+        layer: name
+        for layer, place in first.items()
+        for name, places in reversed([*users.items()])  # the first buffer of a norm is the one told
+        if min(places) < place <= max(places)
+    }
+
+
+def balanced_firsts(sizes: Mapping[str, int], stages: int, inner: Inner) -> list[str]:
+    """Return the first layer of each stage, with the largest stage as small as it can be."""
+    firsts: list[str] = []
+    sums: list[int] = []
+    for name, size in sizes.items():
+        if name in inner:
+            sums[-1] += size
+        else:
+            firsts.append(name)
+            sums.append(size)
+    if stages > len(firsts):
+        # The name of one layer says enough.
+        layer, buffer = next(iter(inner.items()))
+        raise ConfigError(
+            f"the model can be cut into {len(firsts)} stage{'s' * (len(firsts) > 1)}, not "
+            f"{stages}: {_reason(layer, buffer)}. {_ways_out(list(sizes), inner)}"
+        )
+    return [firsts[i] for i in balanced(sums, stages)]
+
+
+def refuse_inner(firsts: Sequence[str], names: Sequence[str], inner: Inner) -> None:
+    """Refuse to begin a stage inside of what one stage must have."""
+    for layer in firsts:
+        if layer in inner:
+            raise ConfigError(
+                f"no stage can begin at {layer!r}: {_reason(layer, inner[layer])}. "
+                f"{_ways_out(names, inner)}"
+            )
+
+
+def _reason(layer: str, buffer: str) -> str:
+    return (
+        f"the buffer {buffer} is changed by calls before {layer} and after that, and two stages "
+        "would each have a copy, which would part"
+    )
+
+
+def _ways_out(names: Sequence[str], inner: Inner) -> str:
+    """Say at which layers stages can begin, and how to cut elsewhere."""
+    at = [name for name in names if name not in inner][1:]
+    listed = f"Give stages={at}, or some of these" if at else "Give stages=1"
+    return f"{listed}, or take a norm without such a buffer, as nn.GroupNorm"
 
 
 def listed_points(stages: object) -> list[int | str]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipedream_rt.containers import is_sparse, parts_of_sparse
 from pipedream_rt.torch_private import make_subclass
 
 
@@ -42,6 +43,13 @@ def home_of(module: nn.Module) -> torch.device:
     """Return the device of a module's first tensor with values; the CPU if it has none."""
     tensors = (tensor for _, tensor in named_tensors(module) if not tensor.is_meta)
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Return what tells the memory of a tensor; of a sparse one, that of its values."""
+    values = parts_of_sparse(tensor)[1][-1] if is_sparse(tensor) else tensor
+    number: int = values.untyped_storage()._cdata
+    return number
 
 
 def in_place_of(tensor: Tensor, value: Tensor, requires_grad: bool) -> Tensor:

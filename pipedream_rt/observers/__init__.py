@@ -6,7 +6,10 @@ to ``Observe(to=[...])``.
 
 from __future__ import annotations
 
-from pipedream_rt.observers.events import (
+from pipedream_rt.observers.prometheus import Prometheus
+from pipedream_rt.observers.tensorboard import TensorBoard
+from pipedream_rt.observers.writers import CSV, JSONLines
+from pipedream_rt.tracing.events import (
     Begun,
     Ended,
     Evaluated,
@@ -17,9 +20,6 @@ from pipedream_rt.observers.events import (
     Stepped,
     Warned,
 )
-from pipedream_rt.observers.prometheus import Prometheus
-from pipedream_rt.observers.tensorboard import TensorBoard
-from pipedream_rt.observers.writers import CSV, JSONLines
 
 __all__ = [
     "CSV",

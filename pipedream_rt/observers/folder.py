@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import logging
 import os
 import re
 import secrets
@@ -20,14 +19,15 @@ import numpy as np
 
 from pipedream_rt.errors import ConfigError, TraceError
 from pipedream_rt.lifecycle import close_in_forked_children
-from pipedream_rt.observers.events import Begun, Ended, Event, packed, unpacked
 from pipedream_rt.observers.run_record import RunRecord
 from pipedream_rt.schedules import Plan
 from pipedream_rt.schema import open_file, open_to_append
+from pipedream_rt.telling import log_of
+from pipedream_rt.tracing.events import Begun, Ended, Event, packed, unpacked
 from pipedream_rt.tracing.spans import SpanFolder, newest_spans
 from pipedream_rt.tracing.trace import Trace, WorkerFacts, fitting
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 EVENTS, TRACE = "events.jsonl", "trace"
 """The files of a folder."""

@@ -13,13 +13,13 @@ from contextlib import closing
 from typing import Any
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.observers.events import Begun, packed
 from pipedream_rt.observers.folder import Following, newest_trace_in, trace_in
 from pipedream_rt.observers.page.blocks import Panel
 from pipedream_rt.observers.page.panels import panels, title_of, workers_panel
 from pipedream_rt.observers.page.render import inside_of, page_of
 from pipedream_rt.observers.page_server import PATIENCE_S, Server
 from pipedream_rt.observers.run_record import RunRecord
+from pipedream_rt.tracing.events import Begun, packed
 from pipedream_rt.tracing.trace import Trace
 
 EVERY_S = 1.0
@@ -113,7 +113,9 @@ class LivePage:
         """Return the whole page."""
         with self._changed:
             self._look()
-            return page_of(title_of(self._record), self._panels, live=True).encode()
+            return page_of(title_of(self._record), self._panels, live=True).encode(
+                errors="backslashreplace"
+            )
 
     def news(self) -> Iterator[dict[str, Any] | None]:
         """Yield the panels that have changed, and the names of all; None as a heartbeat."""

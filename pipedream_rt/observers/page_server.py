@@ -1,4 +1,4 @@
-"""The server of the live page: how requests are answered, and strangers turned away."""
+"""The servers of the live page and of Prometheus: how strangers are bounded and turned away."""
 
 from __future__ import annotations
 
@@ -7,16 +7,25 @@ import math
 import secrets
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Protocol
+from io import BufferedIOBase
+from typing import Any, Protocol, cast
 from urllib.parse import parse_qs
 
 PATIENCE_S = 15.0
-"""Seconds without news after which a client gets a heartbeat; also those to show the token."""
+"""Seconds without news after which a client gets a heartbeat; also those to show the token, or
+where there is none, to get an answer."""
+
+_ROOM_S = 1.0
+"""Seconds for the thread of a connection to end that was ended for another one."""
+
+_LARGEST = 1 << 16
+"""Bytes of a request that are read."""
 
 
 class Answers(Protocol):
@@ -38,32 +47,51 @@ class Answers(Protocol):
         """Count a client out."""
 
 
-class Server(ThreadingHTTPServer):
-    """Answers each request in a thread, which `server_close` joins."""
+class BoundedServer(ThreadingHTTPServer):
+    """Answers each request in a thread; strangers are bounded in number, time and bytes.
 
-    daemon_threads = False
+    Where there are too many connections, the one whose time is over first is ended for a new one.
+
+    Attributes:
+        ends_at: By connection, the monotonic time at which it ends; infinite for one that may stay.
+    """
+
     block_on_close = True
+    request_queue_size = 128  # else who comes in a crowd has to try again, after a second
+    most = 64
+    """Connections that may be open at once."""
 
-    def __init__(self, address: tuple[str, int], token: str, answers: Answers) -> None:
-        self.token = token.encode()
-        self.answers = answers
-        # By connection, the monotonic time at which it ends; infinite once the token was shown.
+    def __init__(
+        self, address: tuple[str, int], handler: Callable[..., BaseHTTPRequestHandler]
+    ) -> None:
         self.ends_at: dict[socket.socket, float] = {}
-        super().__init__(address, _Handler)
+        self._room = threading.Semaphore(self.most)
+        host, port = address
+        found = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        self.address_family = found[0][0]
+        super().__init__(address, handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Give a connection its time, and answer in a thread."""
+        if not self._room.acquire(blocking=False):
+            self._end_first()
+            if not self._room.acquire(timeout=_ROOM_S):
+                self.shutdown_request(request)
+                return
         self.ends_at[request] = time.monotonic() + PATIENCE_S
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
         """Close a connection."""
-        self.ends_at.pop(request, None)
+        if self.ends_at.pop(request, None) is not None:
+            self._room.release()
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Print nothing about a broken connection: strangers would fill the terminal with it."""
-        if not isinstance(sys.exc_info()[1], ConnectionError):
+        if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
     def server_close(self) -> None:
@@ -73,42 +101,59 @@ class Server(ThreadingHTTPServer):
         super().server_close()
 
     def service_actions(self) -> None:
-        """End connections that have not shown the token in time; `serve_forever` calls this."""
+        """End connections whose time is over; `serve_forever` calls this."""
         self._end(at=time.monotonic())
 
     def _end(self, at: float) -> None:
         """End the connections whose time is over."""
         for connection, over in self.ends_at.copy().items():
             if over <= at:
-                with suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+                _hang_up(connection)
+
+    def _end_first(self) -> None:
+        """End the connection whose time is over first, unless all may stay."""
+        times = self.ends_at.copy()
+        first = min(times, key=times.__getitem__, default=None)
+        if first is not None and times[first] < math.inf:
+            _hang_up(first)
 
 
-class _Handler(BaseHTTPRequestHandler):
-    """Answers one request."""
+def _hang_up(connection: socket.socket) -> None:
+    """Have the thread of a connection find it closed."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+class _Bounded:
+    """A file of which so many bytes are read at most; behind them it is at its end."""
+
+    def __init__(self, file: BufferedIOBase, most: int) -> None:
+        self._file, self._left = file, most
+        self.close = file.close
+
+    def readline(self, most: int = -1) -> bytes:
+        line = self._file.readline(min(self._left, most) if most >= 0 else self._left)
+        self._left -= len(line)
+        return line
+
+
+class BoundedHandler(BaseHTTPRequestHandler):
+    """Answers one request, of which only the head is read."""
 
     timeout = 2 * PATIENCE_S  # also ends a write to a client that reads nothing
-    server: Server
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = cast(Any, _Bounded(self.rfile, _LARGEST))
 
     def do_GET(self) -> None:
-        """Answer; without the token, nothing is told."""
-        path, _, query = self.path.partition("?")
-        given = parse_qs(query).get("token", [""])[0]
-        # Bytes: of texts, `compare_digest` takes ASCII alone.
-        if not secrets.compare_digest(given.encode(), self.server.token):
-            self._answer(HTTPStatus.FORBIDDEN, b"the token is missing or wrong\n")
-            return
-        self.server.ends_at[self.connection] = math.inf
-        if path == "/":
-            self._answer(HTTPStatus.OK, self.server.answers.page(), "text/html; charset=utf-8")
-        elif path == "/events":
-            self._stream(self._send_news)
-        elif path == "/record":
-            self._stream(self._send_record)
-        else:
-            self._answer(HTTPStatus.NOT_FOUND, b"there is no such page\n")
+        self.get()
 
-    def _answer(
+    def get(self) -> None:
+        """Answer."""
+        raise NotImplementedError
+
+    def answer(
         self, status: HTTPStatus, body: bytes, kind: str = "text/plain; charset=utf-8"
     ) -> None:
         """Send an answer as a whole."""
@@ -116,15 +161,53 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Cache-Control", "no-store")
-        self.send_header("Referrer-Policy", "no-referrer")  # the address has the token in it
+        self.send_header("Referrer-Policy", "no-referrer")  # an address may have a token in it
         self.send_header("X-Content-Type-Options", "nosniff")
         self.end_headers()
         self.wfile.write(body)
 
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log no requests: their addresses may have a token."""
+
+
+class Server(BoundedServer):
+    """The server of the live page, whose threads `server_close` joins."""
+
+    daemon_threads = False
+
+    def __init__(self, address: tuple[str, int], token: str, answers: Answers) -> None:
+        self.token = token.encode()
+        self.answers = answers
+        super().__init__(address, _Handler)
+
+
+class _Handler(BoundedHandler):
+    """Answers one request of the live page."""
+
+    server: Server
+
+    def get(self) -> None:
+        """Answer; without the token, nothing is told."""
+        path, _, query = self.path.partition("?")
+        given = parse_qs(query).get("token", [""])[0]
+        # Bytes: of texts, `compare_digest` takes ASCII alone.
+        if not secrets.compare_digest(given.encode(), self.server.token):
+            self.answer(HTTPStatus.FORBIDDEN, b"the token is missing or wrong\n")
+            return
+        self.server.ends_at[self.connection] = math.inf
+        if path == "/":
+            self.answer(HTTPStatus.OK, self.server.answers.page(), "text/html; charset=utf-8")
+        elif path == "/events":
+            self._stream(self._send_news)
+        elif path == "/record":
+            self._stream(self._send_record)
+        else:
+            self.answer(HTTPStatus.NOT_FOUND, b"there is no such page\n")
+
     def _stream(self, send: Callable[[], None]) -> None:
         """Send what comes, until the client leaves or the page is closed."""
         if not self.server.answers.enter():
-            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, b"too many are looking\n")
+            self.answer(HTTPStatus.SERVICE_UNAVAILABLE, b"too many are looking\n")
             return
         try:
             self.send_response(HTTPStatus.OK)
@@ -149,6 +232,3 @@ class _Handler(BaseHTTPRequestHandler):
         for event in self.server.answers.record():
             line = b"" if event is None else json.dumps(event).encode()
             self.wfile.write(line + b"\n")
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Log no requests: their addresses have the token."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import threading
+from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.observers.events import (
+from pipedream_rt.observers.page_server import BoundedHandler, BoundedServer
+from pipedream_rt.tracing.events import (
     Begun,
     Ended,
     Evaluated,
@@ -17,8 +22,29 @@ from pipedream_rt.observers.events import (
 )
 
 
+class _Server(BoundedServer):
+    """The server of the counters, to which few connect."""
+
+    daemon_threads = True  # as its own thread
+    most = 16
+
+
+class _Handler(BoundedHandler):
+    """Answers each request with the counters: they are for everybody who can connect."""
+
+    def __init__(self, made: Callable[[], bytes], kind: str, *given: Any) -> None:
+        self._made, self._kind = made, kind
+        super().__init__(*given)
+
+    def get(self) -> None:
+        self.answer(HTTPStatus.OK, self._made(), self._kind)
+
+
 class Prometheus:
-    """Serves counters and gauges with `prometheus_client`. An `Observer`.
+    """Serves counters and gauges in the text of `prometheus_client`. An `Observer`.
+
+    Whoever can connect to the port can read them. At most 16 connections are open at once, each of
+    them for 15 seconds at most.
 
     Args:
         port: The port; 0 for a free one, which the attribute `port` then names.
@@ -34,18 +60,18 @@ class Prometheus:
     def __init__(self, port: int = 0, host: str = "127.0.0.1") -> None:
         try:
             # An extra that may not be installed.
-            from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+            import prometheus_client as client
         except ImportError as error:
             raise ConfigError(
                 "to serve Prometheus its package is needed: pip install prometheus_client"
             ) from error
-        registry = CollectorRegistry()
+        registry = client.CollectorRegistry()
 
         def counter(name: str, what: str, *labels: str) -> Any:
-            return Counter(f"pipedream_rt_{name}", what, labels, registry=registry)
+            return client.Counter(f"pipedream_rt_{name}", what, labels, registry=registry)
 
         def gauge(name: str, what: str, *labels: str) -> Any:
-            return Gauge(f"pipedream_rt_{name}", what, labels, registry=registry)
+            return client.Gauge(f"pipedream_rt_{name}", what, labels, registry=registry)
 
         self._mini_batches = counter("mini_batches", "Mini-batches whose results have come")
         self._micro_batches = counter("micro_batches", "Micro-batches whose results have come")
@@ -63,12 +89,19 @@ class Prometheus:
         self._step = gauge("step", "Number of the last mini-batch whose result has come")
         self._before: tuple[float, ...] = ()
         try:
-            self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+            made = functools.partial(client.generate_latest, registry)
+            handler = functools.partial(_Handler, made, client.CONTENT_TYPE_LATEST)
+            self._server = _Server((host, port), handler)
         except OSError as error:
             raise ConfigError(
                 f"Prometheus cannot be served at {host}:{port}: {error.strerror}"
             ) from error
         self.port: int = self._server.server_port
+        # A daemon, as the end of a script that trains nothing is never told.
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="prometheus", daemon=True
+        )
+        self._thread.start()
 
     def __call__(self, event: Event) -> None:
         """Count an event."""

@@ -8,7 +8,8 @@ import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from pipedream_rt.observers.events import (
+from pipedream_rt.schedules import Plan
+from pipedream_rt.tracing.events import (
     Begun,
     Ended,
     Evaluated,
@@ -18,7 +19,6 @@ from pipedream_rt.observers.events import (
     Stepped,
     Warned,
 )
-from pipedream_rt.schedules import Plan
 from pipedream_rt.tracing.trace import Trace
 
 MOST = 600

@@ -6,7 +6,8 @@ import os
 from typing import Any
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.observers.events import Begun, Ended, Evaluated, Event, Recovered, Stepped
+from pipedream_rt.paths import given_path, is_address
+from pipedream_rt.tracing.events import Begun, Ended, Evaluated, Event, Recovered, Stepped
 
 
 class TensorBoard:
@@ -17,10 +18,11 @@ class TensorBoard:
     the metrics of evaluations.
 
     Args:
-        folder: The folder of the run; None for one under ``runs/``, as torch's writer names it.
+        folder: The folder of the run, or an address for which TensorBoard has a package; None for
+            one under ``runs/``, as torch's writer names it.
 
     Raises:
-        ConfigError: The package tensorboard is missing.
+        ConfigError: The package tensorboard is missing, or it cannot write there.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
@@ -31,7 +33,13 @@ class TensorBoard:
             raise ConfigError(
                 "to write for TensorBoard its package is needed: pip install tensorboard"
             ) from error
-        self._writer: Any = SummaryWriter(None if folder is None else os.fspath(folder))
+        # Its own writer takes addresses, as gs://bucket/run, where it has a package for them.
+        if folder is not None and not is_address(folder):
+            folder = given_path(folder, "the folder for TensorBoard")
+        try:
+            self._writer: Any = SummaryWriter(None if folder is None else os.fspath(folder))
+        except Exception as error:  # a file system of a package may raise anything
+            raise ConfigError(f"TensorBoard cannot write to {folder}: {error}") from error
         self._last: Stepped | None = None
 
     def __call__(self, event: Event) -> None:

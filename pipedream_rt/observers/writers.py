@@ -5,19 +5,19 @@ from __future__ import annotations
 import csv
 import json
 import os
-from pathlib import Path
 from typing import TextIO
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.observers.events import Ended, Event, Stepped, packed
+from pipedream_rt.paths import given_path
 from pipedream_rt.schema import open_to_append
+from pipedream_rt.tracing.events import Ended, Event, Stepped, packed
 
 
 class _Lines:
     """A file to which lines are added; it is open only while a run goes on."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = Path(path)
+        self._path = given_path(path, "the file to write lines to")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._open()

@@ -6,7 +6,6 @@ It is kept so that a script that goes on after a checkpoint gets the split that 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -15,10 +14,10 @@ from typing import Annotated
 
 import torch
 
-from pipedream_rt.batches.items import example_of
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.conflicts import Facts, facts_of_model, may_replicate
 from pipedream_rt.job.options import Options
+from pipedream_rt.job.splitting import items_of
 from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.models.preserving_state import drawing_alone
 from pipedream_rt.planning.alternatives import partition_text
@@ -29,8 +28,9 @@ from pipedream_rt.planning.planner import partitions
 from pipedream_rt.planning.profiling import first_micro_batch, hash_of, optimizer_choice, profile
 from pipedream_rt.schedules import RECIPES, plan_for
 from pipedream_rt.schema import checks_of, problem_of, read_file, text, whole, write_file
+from pipedream_rt.telling import log_of
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 PLAN_FILE = "plan.json"
 """The file with the chosen split, beside the checkpoints of the run."""
@@ -100,7 +100,8 @@ def choose_stages(model: UnsplitModel, options: Options, workers: Sequence[int])
     # Where none is given, take the smallest part of a mini-batch that a plan could come to feed.
     if micro_batches is None:
         micro_batches = 1 if RECIPES[schedule].flushes else workers[-1]
-    batch = first_micro_batch(example_of(example), micro_batches)
+    items = items_of(model, loss_fn, options.prepare)
+    batch = first_micro_batch(items.example(example), micro_batches)
     made = optimizer_choice(options.optimizer)
     of_model = hash_of(model.whole, batch, made, loss_fn, training.autocast)
     replicas = options.layout.replicas == "auto" and _may_replicate(model, options)

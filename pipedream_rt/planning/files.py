@@ -8,8 +8,9 @@ from dataclasses import asdict
 from typing import Any
 
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.paths import given_path
 from pipedream_rt.planning.profile import NUMBERS, LayerCosts, Profile
-from pipedream_rt.schema import printable, read_file, seconds, write_file
+from pipedream_rt.schema import printable, read_file, seconds, shown, write_file
 
 FORMAT = 1
 """The version of the JSON format."""
@@ -24,6 +25,7 @@ def save(profile: Profile, path: str | os.PathLike[str]) -> None:
     Raises:
         ConfigError: The file cannot be written.
     """
+    path = given_path(path, "the file of the profile")
     layers = [
         {k: v for k, v in asdict(layer).items() if k == "name" or v} for layer in profile.layers
     ]
@@ -53,6 +55,7 @@ def load(path: str | os.PathLike[str]) -> Profile:
     Raises:
         ConfigError: The file cannot be read, or holds no profile.
     """
+    path = given_path(path, "the file of the profile")
     try:
         text = read_file(path, _LARGEST).decode()
     except (OSError, ValueError) as error:
@@ -78,7 +81,7 @@ def _parse(text: str) -> Profile:
     ):
         raise ConfigError(
             f"it is no profile of format {FORMAT}: its 'pipedream-rt profile' is "
-            f"{printable(repr(found.get('pipedream-rt profile')), 40)}"
+            f"{shown(found.get('pipedream-rt profile'), 40)}"
         )
     layers, edges = found.get("layers"), found.get("edges")
     if not isinstance(layers, list) or not all(isinstance(each, dict) for each in layers):
@@ -87,7 +90,7 @@ def _parse(text: str) -> Profile:
     for each in layers:
         if unknown := each.keys() - known:
             raise ConfigError(
-                f"profile: a layer has {printable(repr(min(unknown)), 40)}, none of "
+                f"profile: a layer has {shown(min(unknown), 40)}, none of "
                 f"{', '.join(sorted(known))}"
             )
         if not isinstance(each.get("name"), str) or "forward" not in each:
@@ -102,10 +105,10 @@ def _parse(text: str) -> Profile:
         raise ConfigError("profile: 'edge_bytes' must be a list of numbers")
     micro_batch, facts = found.get("micro_batch"), found.get("facts", {})
     if micro_batch is not None and (type(micro_batch) is not int or micro_batch < 1):
-        raise ConfigError(f"profile: 'micro_batch' is {printable(repr(micro_batch), 40)}")
+        raise ConfigError(f"profile: 'micro_batch' is {shown(micro_batch, 40)}")
     process_bytes = found.get("process_bytes", 0.0)
     if not seconds(process_bytes):
-        raise ConfigError(f"profile: 'process_bytes' is {printable(repr(process_bytes), 40)}")
+        raise ConfigError(f"profile: 'process_bytes' is {shown(process_bytes, 40)}")
     if not isinstance(facts, dict) or not all(isinstance(v, str) for v in facts.values()):
         raise ConfigError("profile: 'facts' must be an object of texts")
     return Profile(

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipedream_rt.codecs.codec import ByteCodec, Codec, GraphCodec, OutsideGraph
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.options import Observe, Workers
 from pipedream_rt.pipeline import Pipeline
 from pipedream_rt.planning.machines import LinkCodec
+from pipedream_rt.stage.codec import ByteCodec, Codec, GraphCodec, OutsideGraph
 from pipedream_rt.tracing.summary import hop_times, hops_between
 
 _SMALL = 256

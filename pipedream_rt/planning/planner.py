@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from pipedream_rt.errors import ConfigError
@@ -64,7 +64,8 @@ def partitions(
         costing = Costing(cuts, machines, schedule, k, copies)
         try:
             if choice == DATA_PARALLEL:
-                found.append(_data_parallel(costing, replicas or len(machines), slowdown))
+                most = replicas or len(machines)
+                found.append(_data_parallel(costing, most, workers, slowdown))
             else:
                 found.append(_best(costing, Limits(replicas), workers, slowdown))
         except ConfigError as error:
@@ -85,10 +86,7 @@ def _best(
         if numbers is None or used in numbers
     }
     if not rough:
-        raise ConfigError(
-            f"no plan uses {' or '.join(map(str, sorted(numbers or ())))} workers; there are plans "
-            f"for {', '.join(map(str, by_workers))}"
-        )
+        raise _none_for(numbers or (), by_workers)
     # Formulas choose the number of workers; only the plans of that number are simulated.
     used = max(rough, key=lambda each: rough[each].worth)
     _, even = best_stages(costing, replace(limits, workers=used))
@@ -96,7 +94,17 @@ def _best(
     return max(both, key=lambda each: each.worth)  # the first one, the even one, if both are equal
 
 
-def _data_parallel(costing: Costing, most: int, slowdown: Slowdown) -> Partition:
+def _none_for(numbers: Collection[int], there: Iterable[int]) -> ConfigError:
+    """Make the error that says that no plan uses one of the numbers of workers."""
+    return ConfigError(
+        f"no plan uses {' or '.join(map(str, sorted(numbers)))} workers; there are plans for "
+        f"{', '.join(map(str, there))}"
+    )
+
+
+def _data_parallel(
+    costing: Costing, most: int, numbers: Collection[int] | None, slowdown: Slowdown
+) -> Partition:
     """Return the best partition of one stage."""
     end, count = len(costing.cuts) - 1, len(costing.machines)
     needed = float(costing.memory(1, 0, (0, end)))
@@ -105,13 +113,16 @@ def _data_parallel(costing: Costing, most: int, slowdown: Slowdown) -> Partition
         raise ConfigError(
             f"the whole model needs {bytes_text(needed)} ({math.ceil(needed):,} bytes) on a worker"
         )
-    found = []
+    found: dict[int, Partition] = {}
     # The fastest workers first: the slowest replica sets the pace.
     roomy.sort(key=lambda w: -costing.machines.workers[w].speed)
     for used in range(1, min(most, len(roomy)) + 1):
         stage = StageChoice(-1, end, tuple(sorted(roomy[:used])))
         if float(costing.memory(used, 0, (0, end))) > costing.room(stage.workers):
             continue  # replicas hold the gradients of the others too
-        found.append(partition_of(costing, [stage], slowdown))
-    best = max(found, key=lambda each: each.worth)
+        found[used] = partition_of(costing, [stage], slowdown)
+    allowed = [each for used, each in found.items() if numbers is None or used in numbers]
+    if not allowed:
+        raise _none_for(numbers or (), found)
+    best = max(allowed, key=lambda each: each.worth)
     return replace(best, schedule=DATA_PARALLEL)

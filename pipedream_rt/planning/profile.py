@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from itertools import pairwise
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.schema import printable
+from pipedream_rt.schema import printable, shown
 
 _MOST = 1e15
 """The largest time in seconds, or size in bytes; a larger one is a mistake."""
@@ -60,7 +60,7 @@ class LayerCosts:
             if not is_number or not 0 <= value <= _MOST:
                 raise ConfigError(
                     f"profile: {name} of layer {printable(self.name, 60)!r} must be a number from "
-                    f"0 to {_MOST:g}, not {printable(repr(value), 40)}"
+                    f"0 to {_MOST:g}, not {shown(value, 40)}"
                 )
 
     @property

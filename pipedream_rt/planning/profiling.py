@@ -8,7 +8,6 @@ update. Nothing of PyTorch is patched, and afterwards the model is as before.
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 import subprocess
 import sys
@@ -21,12 +20,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from pipedream_rt.batches.cutting import cut_batch, micro_batch_sizes, samples_of
-from pipedream_rt.batches.items import Batch, example_of
+from pipedream_rt.batches.cutting import cut_batch, micro_batch_sizes, samples_of, unmarked
+from pipedream_rt.batches.items import Batch, Items
 from pipedream_rt.batches.recorded_forwards import RecordedForwards
 from pipedream_rt.devices.randomness import kept_generator_state
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.job.splitting import ForwardOptions, split_model
+from pipedream_rt.job.splitting import ForwardOptions, items_of, split_model
 from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.messages.tree import flat_copy
 from pipedream_rt.models.cut import StageProgram
@@ -45,8 +44,9 @@ from pipedream_rt.planning.profile import LayerCosts, Profile
 from pipedream_rt.schedules import COORDINATOR
 from pipedream_rt.software import processor
 from pipedream_rt.stage.spec import LossFunction
+from pipedream_rt.telling import log_of, say
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 
 # A process with what a worker imports, without a stage.
@@ -104,7 +104,8 @@ def profile(
             "the optimizer must be a pair of a class and its arguments, or an optimizer of torch, "
             f"not {optimizer!r}"
         )
-    unsplit, example = UnsplitModel(model, loss_fn, opens=True), example_of(batch)
+    unsplit = UnsplitModel(model, loss_fn, opens=True)
+    example = unmarked(items_of(unsplit, loss_fn).example(batch))
     if any(t.is_meta for t in (*unsplit.whole.parameters(), *unsplit.whole.buffers())):
         raise ConfigError(
             "the model has layers without values here (LayerSpec, without_values), which cannot be "
@@ -166,11 +167,11 @@ def profile_and_end(
     with suppress(ConfigError):
         if files.load(path).facts.get("hash") == wanted:
             os.utime(path)  # a new time tells the command that the file is about this script
-            print(f"{path} has the profile of this model already", file=sys.stderr)
+            say(f"{path} has the profile of this model already")
             raise SystemExit(0)
     found = profile(model, item, loss_fn=loss_fn, optimizer=made, autocast=autocast)
     files.save(found, path)
-    print(f"the profile is in {path}", file=sys.stderr)
+    say(f"the profile is in {path}")
     raise SystemExit(0)
 
 
@@ -229,19 +230,19 @@ def hash_of(
 def _parts(
     model: UnsplitModel, example: Batch, owns_loss: bool, autocast: torch.dtype | None
 ) -> list[tuple[str, StageProgram]]:
-    """Return, by its name, a program for each layer with what is between it and the next one."""
+    """Return, by the name of its first layer, a program for each part that can be a stage."""
     if model.sequence is not None:
         if len(example.args) != 1 or example.kwargs:
             raise ConfigError("a sequence of layers takes a pair (x, y), of which x is its input")
         return _parts_of_sequence(list(model.sequence))
     has_loss = owns_loss and example.target is not None and bool(example.kwargs)
     options = ForwardOptions(trains=True, may_own_loss=has_loss, autocast=autocast)
-    whole = split_model(model, 1, example, options).forwards
-    assert isinstance(whole, RecordedForwards)
-    names = list(whole.cuts[0].layers[0])
+    whole = split_model(model, 1, example, options, Items())
+    assert isinstance(whole.forwards, RecordedForwards)
+    names = [name for name in whole.forwards.cuts[0].layers[0] if name not in whole.inner]
     if not names:
         raise ConfigError("the forward of the model calls no layers, so it cannot be cut")
-    split = split_model(model, names[1:], example, options)
+    split = split_model(model, names[1:], example, options, Items())
     return [(name, split.programs(number)[0]) for number, name in enumerate(names)]
 
 

@@ -11,7 +11,12 @@ from pipedream_rt.schedules.ledger import VersionLedger
 from pipedream_rt.schedules.orders import Order
 from pipedream_rt.schedules.plan import Plan
 from pipedream_rt.schedules.policies import VersionPolicy
-from pipedream_rt.schedules.recipes import RECIPES, Recipe, describe_schedules
+from pipedream_rt.schedules.recipes import (
+    RECIPES,
+    Recipe,
+    describe_schedules,
+    schedule_named,
+)
 from pipedream_rt.schedules.shape import Shape
 
 __all__ = [
@@ -32,4 +37,5 @@ __all__ = [
     "check",
     "describe_schedules",
     "plan_for",
+    "schedule_named",
 ]

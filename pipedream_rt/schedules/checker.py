@@ -28,7 +28,7 @@ from pipedream_rt.schedules.edges import COORDINATOR, Address, Edge
 from pipedream_rt.schedules.execution import Execution, deadlock_of
 from pipedream_rt.schedules.ledger import VersionLedger
 from pipedream_rt.schedules.plan import Plan, plan_of, replicas_of
-from pipedream_rt.schedules.recipes import RECIPES, describe_schedules
+from pipedream_rt.schedules.recipes import RECIPES, schedule_named
 
 
 class _StageState:
@@ -319,11 +319,8 @@ def plan_for(
         ScheduleError: The user's order breaks a rule; the message shows where.
     """
     if isinstance(schedule, str):
-        if schedule not in RECIPES:
-            raise ConfigError(
-                f"unknown schedule {schedule!r}; the schedules are\n{describe_schedules()}"
-            )
-        name, recipe = schedule, RECIPES[schedule]
+        name = schedule_named(schedule)
+        recipe = RECIPES[name]
     else:
         if synchronous:
             raise ConfigError(

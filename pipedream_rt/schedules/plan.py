@@ -136,6 +136,22 @@ class Plan(Placement):
             for action in self.order(worker, 0, self.per_update)
         )
 
+    @property
+    def outputs_come_first(self) -> bool:
+        """Whether the last stage does all forwards of an update before its first backward."""
+        exit_, k = self.exits[0], self.per_update
+        if self.replicated and len(self.addresses_of(exit_)) > 1:
+            return False  # no replica has all of them
+        worker = self.worker_of(self.address_of(exit_))
+        done = 0
+        for action in self.order(worker, 0, 2 * k):
+            if action.stage not in (None, self.address_of(exit_)):
+                continue
+            done += action.kind is Kind.FORWARD
+            if action.kind in (Kind.BACKWARD, Kind.INPUT) and done < (action.index // k + 1) * k:
+                return False
+        return True
+
     def order(self, worker: int, start: int = 0, stop: int | None = None) -> Iterator[Action]:
         """Return an iterator over the actions of a worker, in order.
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Literal, TypeAlias
 
+from pipedream_rt.errors import ConfigError
 from pipedream_rt.schedules.orders import (
     Async1F1B,
     Flushed1F1B,
@@ -20,6 +22,7 @@ from pipedream_rt.schedules.policies import (
     VerticalSync,
     WeightStashing,
 )
+from pipedream_rt.schema import shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +131,18 @@ RECIPES: dict[str, Recipe] = {
     ),
 }
 """The recipes of the built-in schedules, by name."""
+
+
+def schedule_named(name: str) -> str:
+    """Return the name of a built-in schedule that is written in any case; refuse an unknown one."""
+    plain = name.casefold().replace("_", "-")
+    if plain in RECIPES:
+        return plain
+    nearest = get_close_matches(plain, RECIPES, n=len(RECIPES), cutoff=0.0)
+    raise ConfigError(
+        f"unknown schedule {shown(name, 60)}; there are {', '.join(nearest)} (the nearest first; "
+        "`pipedream-rt schedule help` says what each does)"
+    )
 
 
 def describe_schedules() -> str:

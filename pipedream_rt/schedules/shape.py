@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.schema import is_count, printable
+from pipedream_rt.schema import is_count, shown
 
 MOST_STAGES = 1 << 16
 """The most stages of a model, and the most workers of a job."""
@@ -213,8 +213,6 @@ def parse_slack(texts: Sequence[str]) -> int | tuple[int, ...]:
     """Return slack from texts: one number for all hops, or a number for each."""
     for text in texts:
         if not is_count(text.strip()):
-            raise ConfigError(
-                f"slack must be integers of at least 0, not {printable(repr(text), 60)}"
-            )
+            raise ConfigError(f"slack must be integers of at least 0, not {shown(text, 60)}")
     numbers = tuple(map(int, texts))
     return numbers[0] if len(numbers) == 1 else numbers

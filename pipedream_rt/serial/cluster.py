@@ -67,7 +67,7 @@ class SerialCluster(ClusterHere):
     def __init__(self, spec: ClusterSpec, *, shuffle_seed: int | None = None) -> None:
         self._draw = None if shuffle_seed is None else random.Random(shuffle_seed)
         self._shuffled = None if self._draw is None else ShuffledTransport(self._draw)
-        self._life = Lifecycle("the cluster")
+        self._life, self._fail = Lifecycle("the cluster"), spec.fail
         self._threads = spec.threads
         self._ready: deque[_Worker] = deque()
         self._takes_turns = False
@@ -92,13 +92,21 @@ class SerialCluster(ClusterHere):
             try:
                 self.check_settings_unchanged()
                 with _as_on_a_worker(self._threads):
-                    while self._life.is_open and self._go_on():
-                        pass
+                    self._go_on_while_open()
             finally:
                 self._takes_turns = False
                 if not self._life.is_open:
                     self._end()
         yield
+
+    def _go_on_while_open(self) -> None:
+        """Give turns until no worker can go on."""
+        try:
+            while self._life.is_open and self._go_on():
+                pass
+        except Exception as error:  # of a signal handler: a stage was left in the middle
+            self._fail(error)
+            raise
 
     def _go_on(self) -> bool:
         """Give a worker its turn, or deliver a message; return whether there was any."""

@@ -39,7 +39,7 @@ class _LocalReference:
 class ClusterHere:
     """The part of a `Cluster` that is the same however stages in this process get their turns."""
 
-    without_rpc = endpoints = ""
+    without_rpc = ""
 
     def __init__(self, spec: ClusterSpec, transport: Transport) -> None:
         self._plan = plan = spec.plan

@@ -6,12 +6,13 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Protocol, TypeAlias
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.schema import printable, read_file, write_file
+from pipedream_rt.paths import given_path
+from pipedream_rt.schema import printable, read_file, shown, write_file
 
 Samples: TypeAlias = tuple[float, ...]
 """The seconds of an action, for each micro-batch (or update) in turn; they repeat cyclically."""
@@ -243,6 +244,7 @@ class Costs:
         Raises:
             ConfigError: The file cannot be written.
         """
+        path = given_path(path, "the file of the costs")
         plain = {k: v for k, v in asdict(self).items() if v != ()}
         if math.isinf(self.bandwidth):  # JSON has no infinity
             del plain["bandwidth"]
@@ -261,15 +263,14 @@ class Costs:
         Raises:
             ConfigError: The file cannot be read, or a name or value in it is no cost.
         """
+        path = given_path(path, "the file of the costs")
         try:
             found = json.loads(read_file(path, _LARGEST))
         except (OSError, ValueError, RecursionError) as error:
             reason = getattr(error, "strerror", None) or printable(str(error))
             raise ConfigError(f"costs cannot be read from {path}: {reason}") from error
         if not isinstance(found, dict):
-            raise ConfigError(
-                f"costs in {path} must be a JSON object, not {printable(repr(found), 60)}"
-            )
+            raise ConfigError(f"costs in {path} must be a JSON object, not {shown(found, 60)}")
         return costs_of(found)
 
 
@@ -292,7 +293,7 @@ def parsed(name: str, value: Any) -> Any:
     """Return one attribute of `Costs` from a number, a text with a unit, or a list of these."""
     known = [field.name for field in fields(Costs)]
     if name not in known:
-        raise ConfigError(f"costs: {printable(repr(name), 60)} is none of {', '.join(known)}")
+        raise ConfigError(f"costs: {shown(name, 60)} is none of {', '.join(known)}")
     entries = value if isinstance(value, list | tuple) else [value]
     if name in _PER_STAGE:
         return tuple(
@@ -305,7 +306,7 @@ def parsed(name: str, value: Any) -> Any:
     if name == "speed":
         return tuple(_number(name, entry) for entry in entries)
     if len(entries) != 1:
-        raise ConfigError(f"costs: {name} is one value, not {printable(repr(value), 60)}")
+        raise ConfigError(f"costs: {name} is one value, not {shown(value, 60)}")
     return rate(entries[0]) if name == "bandwidth" else seconds(entries[0])
 
 
@@ -338,28 +339,36 @@ def _spread(name: str, entries: Sequence[Any], count: int, what: str) -> tuple[A
 
 
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
-_SIZES = {
-    "": 1.0, "B": 1.0, "kB": 1e3, "KB": 1e3, "MB": 1e6, "GB": 1e9,
-    "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30,
+_PREFIXES = {
+    "": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12,
+    "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40,
 }  # fmt: skip
-_BITS = {
-    "bit": 1 / 8, "kbit": 1e3 / 8, "Mbit": 1e6 / 8, "Gbit": 1e9 / 8,
-    "bps": 1 / 8, "kbps": 1e3 / 8, "Mbps": 1e6 / 8, "Gbps": 1e9 / 8,
-}  # fmt: skip
-_QUANTITY = re.compile(r"\s*([0-9.eE+-]+?)\s*([a-zA-Zµ]*)(?:/s|ps)?\s*")
+_QUANTITY = re.compile(r"\s*([0-9.eE+-]+?)\s*([a-zA-Zµ]*(?:/[a-zA-Z]+)?)\s*")
+# Only the case of a single b matters: B is a byte, b a bit.
+_SIZE = re.compile(r"((?i:[kmgt]i?)?)(?:(B|(?i:bytes?))|(?:b|(?i:bits?)))((?i:ps|/s|/sec)?)")
+_OF_BYTES = "B, kB, MB, GB, TB, KiB, MiB, GiB, TiB"
+_OF_BITS = "bit, kbit, Mbit, Gbit, Tbit"
 
 
-def _quantity(what: str, text: str | float, units: Mapping[str, float]) -> float:
+def _quantity(
+    what: str, text: str | float, unit_of: Callable[[str], float | None], units: str
+) -> float:
     """Return a number from a text that may have a unit."""
     if not isinstance(text, str):
         return _number(what, text)
     match = _QUANTITY.fullmatch(text) if len(text) < 100 else None
-    if match is None or match[2] not in units:
-        raise ConfigError(
-            f"{printable(repr(text), 60)} is no {what}; expected a number and one of "
-            f"{', '.join(filter(None, units))}"
-        )
-    return _number(what, match[1]) * units[match[2]]
+    unit = None if match is None else unit_of(match[2])
+    if match is None or unit is None:
+        raise ConfigError(f"{shown(text, 60)} is no {what}; expected a number and one of {units}")
+    return _number(what, match[1]) * unit
+
+
+def _bytes_in(unit: str, is_rate: bool) -> float | None:
+    """Return the bytes of a unit of sizes or rates, which count bits too; None if it is none."""
+    match = _SIZE.fullmatch(unit or "B")
+    if match is None or (not is_rate and (match[3] or not match[2])):
+        return None
+    return _PREFIXES[match[1].lower()] / (1 if match[2] else 8)
 
 
 def _number(what: str, value: str | float) -> float:
@@ -367,24 +376,23 @@ def _number(what: str, value: str | float) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        shown = repr(printable(str(value), 40))
-        raise ConfigError(f"{shown} is no {what}; expected a finite number") from None
+        number = math.nan
     if isinstance(value, bool) or not math.isfinite(number):
-        shown = printable(repr(value), 40)
-        raise ConfigError(f"{shown} is no {what}; expected a finite number")
+        raise ConfigError(f"{shown(value, 40)} is no {what}; expected a finite number")
     return number
 
 
 def seconds(text: str | float) -> float:
     """Return a time in seconds from a text as ``"3ms"``; a bare number is seconds."""
-    return _quantity("time", text, _SECONDS)
+    return _quantity("time", text, _SECONDS.get, ", ".join(filter(None, _SECONDS)))
 
 
 def size(text: str | float) -> float:
     """Return a size in bytes from a text as ``"2MB"``; a bare number is bytes."""
-    return _quantity("size", text, _SIZES)
+    return _quantity("size", text, lambda unit: _bytes_in(unit, False), _OF_BYTES)
 
 
 def rate(text: str | float) -> float:
     """Return bytes per second from a text as ``"10Gbit"`` or ``"1GB/s"``, or from a bare number."""
-    return _quantity("bandwidth", text, {**_SIZES, **_BITS})
+    units = f"{_OF_BYTES}, {_OF_BITS}, alone or as in GB/s, GBps, Gbit/s and Gbps"
+    return _quantity("bandwidth", text, lambda unit: _bytes_in(unit, True), units)

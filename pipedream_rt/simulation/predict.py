@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 
 from pipedream_rt.errors import ConfigError, TraceError
-from pipedream_rt.schedules import COORDINATOR, RECIPES, Kind, Plan, Shape, plan_for
+from pipedream_rt.schedules import (
+    COORDINATOR,
+    RECIPES,
+    Kind,
+    Plan,
+    Shape,
+    plan_for,
+    schedule_named,
+)
 from pipedream_rt.schedules.actions import OF_UPDATES
 from pipedream_rt.schedules.shape import parse_slack
 from pipedream_rt.schema import is_count
@@ -287,9 +295,11 @@ def _changed_plan(plan: Plan, changes: Mapping[str, Any]) -> Plan:
         raise ConfigError(
             f"the schedule {name} is no built-in schedule; add schedule=NAME to the changes"
         )
+    if "schedule" in changes:
+        name = schedule_named(name)
     each = changes.get("stages_per_worker")
     if each is None:
-        same = name == plan.name or name not in RECIPES
+        same = name == plan.name
         each = plan.shape.stages_per_worker if same else RECIPES[name].stages_per_worker
     stages = changes.get("stages", plan.num_stages if plan.replicated else plan.workers * each)
     if "slack" in changes:

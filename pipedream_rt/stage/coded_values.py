@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedream_rt.codecs.codec import GraphCodec, Sizes, naming, require_floating, require_same
 from pipedream_rt.messages.tree import flatten, unflatten
 from pipedream_rt.messages.wire import dtype_of, name_of_dtype
+from pipedream_rt.stage.codec import GraphCodec, Sizes, naming, require_floating, require_same
 
 
 @dataclass(frozen=True, slots=True)

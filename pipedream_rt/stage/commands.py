@@ -69,10 +69,13 @@ def carry_out(stage: Stage, name: CommandName, argument: Any) -> object:
     return None
 
 
-def define(stage: Stage, definitions: Sequence[bytes]) -> None:
-    """Add programs, each pickled with a part for every stage; their numbers follow the last one."""
-    for number, pickled in enumerate(definitions, len(stage.runner.programs)):
-        stage.runner.define(number, loads(pickled)[stage.index])
+def define(stage: Stage, definitions: Sequence[bytes], forgotten: Sequence[int] = ()) -> None:
+    """Add programs, each pickled with its number and a part for every stage; forget others."""
+    for pickled in definitions:
+        number, parts = loads(pickled)
+        stage.runner.define(number, parts[stage.index])
+    for number in forgotten:
+        stage.runner.forget(number)
 
 
 def set_mode(stage: Stage, training: bool) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import signal
-import threading
-import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
 
 import torch
 
 from pipedream_rt.errors import PipelineClosed
-from pipedream_rt.lifecycle import name_this_thread
+from pipedream_rt.lifecycle import is_of_a_handler, name_this_thread
 from pipedream_rt.messages.inbox import Steps, Waiter, Wanted
 from pipedream_rt.stage.host import StageHost
 
@@ -43,7 +40,7 @@ class Turns:
         except Exception as error:
             self.fail(error)
             goes_on = True
-            if _is_of_a_handler(error):
+            if is_of_a_handler(error):
                 raise  # it is meant for the caller, as is Ctrl-C
         except BaseException:  # as Ctrl-C
             self.has_ended = True
@@ -53,7 +50,7 @@ class Turns:
     def fail(self, error: BaseException) -> None:
         """Tell the coordinator of an error, unless the stages were told to end."""
         self.has_ended = True
-        if not (isinstance(error, PipelineClosed) or _is_of_a_handler(error)):
+        if not (isinstance(error, PipelineClosed) or is_of_a_handler(error)):
             self.host.report(error)
 
     def end(self) -> None:
@@ -103,14 +100,3 @@ def _wait_for_one(every: Sequence[Turns], waiter: Waiter) -> None:
         if left is not None:
             shortest = left if shortest is None else min(left, shortest)
     waiter.wait(shortest)
-
-
-def _is_of_a_handler(error: BaseException) -> bool:
-    """Whether a signal handler of the script raised an error while a stage was computing."""
-    if threading.current_thread() is not threading.main_thread():
-        return False
-    codes = {
-        getattr(getattr(handler, "__func__", handler), "__code__", None)
-        for handler in map(signal.getsignal, signal.valid_signals())
-    }
-    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))

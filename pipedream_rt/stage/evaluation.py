@@ -1,4 +1,4 @@
-"""Eval mode for one pass, after which a stage is as it was before; and metrics.
+"""Eval mode for one pass, after which a stage is as it was before; metrics, and another loss.
 
 An evaluation may come anywhere, so it must leave no trace: not in the modes of modules, not in
 weights (adapters merge theirs into a layer in eval mode), not in buffers, and not in the extra
@@ -12,7 +12,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,9 @@ from pipedream_rt.models import dumps, loads
 from pipedream_rt.models.holders import Holder
 from pipedream_rt.models.modes import Modes
 from pipedream_rt.models.parcel import Parcel
+from pipedream_rt.models.shipping import Range, alias, why_unpicklable
 from pipedream_rt.stage.parameters import VersionedParameters
+from pipedream_rt.stage.spec import LossFunction
 
 Metric: TypeAlias = Callable[[Any, Any], Any]
 """``metric(output, target)`` returns a number; it gets what the loss function gets."""
@@ -179,12 +181,43 @@ def _marks(owner: nn.Module) -> dict[str, tuple[int, int] | None]:
     }
 
 
-# -- metrics ------------------------------------------------------------------------------------
+# -- metrics, and the loss of an evaluation -------------------------------------------------------
 
 
-def packed_metrics(metrics: Mapping[str, Metric]) -> bytes:
-    """Return metrics pickled for the stage that computes the loss; empty for no metrics."""
-    named = metrics.items() if isinstance(metrics, Mapping) else [("metrics", metrics)]
+class Functions(NamedTuple):
+    """What the stage that computes the loss is sent with a micro-batch, ready to be called.
+
+    Attributes:
+        loss_fn: What is computed in the place of the loss of training; None for that.
+        metrics: What is computed beside it, by name.
+        holders: What holds the values that each of them reads, by its name; the loss is ``"loss"``.
+    """
+
+    loss_fn: LossFunction | None
+    metrics: dict[str, Metric]
+    holders: dict[str, list[Holder]]
+
+    def changed_by(self, name: str) -> str:
+        """Return what a function has changed, in words; "" for nothing."""
+        holders = self.holders[name]
+        found = [holder.called(key) for holder in holders for key, *_ in holder.changes()]
+        return found[0] if found else ""
+
+
+NO_WEIGHTS: Mapping[int, tuple[Range, str]] = {}
+
+
+def packed_metrics(
+    metrics: Mapping[str, Metric],
+    loss_fn: LossFunction | None = None,
+    weights: Mapping[int, tuple[Range, str]] = NO_WEIGHTS,
+) -> bytes:
+    """Return metrics, and the loss of an evaluation, pickled for the stage that computes the loss.
+
+    They are empty if there is neither. ``weights`` has, by ``id``, where each weight of the model
+    lies, and its name: a function that holds one would see that of the script.
+    """
+    named = [*metrics.items()] if isinstance(metrics, Mapping) else [(0, metrics)]
     for name, metric in named:
         if not isinstance(name, str) or name == "loss" or not callable(metric):
             raise ConfigError(
@@ -192,40 +225,58 @@ def packed_metrics(metrics: Mapping[str, Metric]) -> bytes:
                 "output, y: (output.argmax(-1) == y).float().mean()}, of which none is called "
                 f'"loss"; it has {name!r}: {metric!r}'
             )
-    try:
-        return dumps(dict(metrics))[0] if metrics else b""
-    except Exception as error:  # pickling runs the user's code
-        raise ConfigError(f"the metrics do not pickle: {error}") from error
+    things: list[tuple[str, Any]] = [] if loss_fn is None else [("loss_fn", loss_fn)]
+    things += [(f"the metric {name!r}", metric) for name, metric in named]
+    for what, thing in things:
+        try:
+            tensors = dumps(thing)[1]
+        except Exception as error:  # pickling runs the user's code
+            raise ConfigError(
+                f"{what} ({type(thing).__name__}) cannot be pickled, so it cannot reach a worker: "
+                f"{why_unpicklable(thing, error)}"
+            ) from error
+        own = next((weights[each][1] for each in tensors if each in weights), "")
+        if weight := own or alias(tensors, weights):
+            raise ConfigError(
+                f"{what} refers to {weight}, by a global, a closure or an attribute, and would get "
+                "it as the script has it, whatever training makes of it. Take it from "
+                "pipe.module(), which has the weights of now, or compute of what "
+                "pipe.predict(loader) yields"
+            )
+    return dumps((loss_fn, dict(metrics)))[0] if things else b""
 
 
 # One entry is enough: all micro-batches of an evaluation, or an epoch, bring the same bytes.
 @functools.lru_cache(maxsize=1)
-def _unpacked(packed: bytes) -> list[tuple[str, Metric, list[Holder]]]:
-    """Return metrics by name, each with the holders of the values that it reads."""
-    metrics: dict[str, Metric] = loads(packed)
-    found = []
-    for name, metric in metrics.items():
-        holders = list(Parcel([("the metric", metric)]).found.values())
-        for holder in holders:
-            holder.look()  # before the first pass: `measured` tells what a metric has changed
-        found.append((name, metric, holders))
-    return found
+def unpacked(packed: bytes) -> Functions:
+    """Return what `packed_metrics` has packed."""
+    loss_fn, metrics = loads(packed) if packed else (None, {})
+    if isinstance(loss_fn, nn.Module):
+        loss_fn.eval()
+    things = {"loss": ("loss_fn", loss_fn)} if loss_fn is not None else {}
+    things |= {name: ("the metric", metric) for name, metric in metrics.items()}
+    holders = {name: list(Parcel([thing]).found.values()) for name, thing in things.items()}
+    for each in (holder for of_one in holders.values() for holder in of_one):
+        each.look()  # before the first pass, so that `changed_by` tells what that has changed
+    return Functions(loss_fn, metrics, holders)
 
 
 def measured(packed: bytes, output: Any, target: Value) -> dict[str, float | str]:
     """Return the number of each metric by name; for one that gives none, a text that says why."""
     said: dict[str, float | str] = {}
-    given = unflatten(target.structure, target.tensors) if packed else None
-    for name, metric, holders in _unpacked(packed) if packed else ():
+    if not packed:
+        return said
+    functions, given = unpacked(packed), unflatten(target.structure, target.tensors)
+    for name, metric in functions.metrics.items():
         try:
             with torch.no_grad():
                 found = float(metric(output, given))
         except Exception as error:  # the user's; the run goes on, since nothing needs a metric
             said[name] = f"{type(error).__name__}: {error}"
             continue
-        changed = [holder.called(key) for holder in holders for key, *_ in holder.changes()]
+        changed = functions.changed_by(name)
         said[name] = (
-            f"it changes {changed[0]}, as to collect something, which the script would not see: "
+            f"it changes {changed}, as to collect something, which the script would not see: "
             "evaluate() takes the mean over mini-batches, and predict() yields all outputs"
             if changed
             else found

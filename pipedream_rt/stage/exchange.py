@@ -11,6 +11,7 @@ from torch import Tensor
 from pipedream_rt.devices import DeferredScalar
 from pipedream_rt.messages.message import (
     Activation,
+    Failed,
     Gradient,
     Head,
     Key,
@@ -41,24 +42,29 @@ from pipedream_rt.stage.values import (
     trail_of,
     value_of,
 )
+from pipedream_rt.stage.whole_loss import LossOfUpdate
 
 _BY = {channel.kind: channel.by for channel in OF_ACTIONS}
 
 
 class Computing:
-    """A context around every computation of a stage, which sums up the time that they take."""
+    """A context around every computation of a stage, which sums up the time that they take.
+
+    ``busy_ns`` is that of the clock, ``processor_ns`` that for which a core was there.
+    """
 
     # A class, since contexts that are generators are slow, and one is entered for each action.
-    __slots__ = ("_start", "busy_ns")
+    __slots__ = ("_processor", "_start", "busy_ns", "processor_ns")
 
     def __init__(self) -> None:
-        self.busy_ns = self._start = 0
+        self.busy_ns = self.processor_ns = self._start = self._processor = 0
 
     def __enter__(self) -> None:
-        self._start = time.perf_counter_ns()
+        self._start, self._processor = time.perf_counter_ns(), time.thread_time_ns()
 
     def __exit__(self, *error: object) -> None:
         self.busy_ns += time.perf_counter_ns() - self._start
+        self.processor_ns += time.thread_time_ns() - self._processor
 
 
 class Exchange:
@@ -198,16 +204,21 @@ class Exchange:
     def send_on(
         self,
         inputs: Sequence[Message],
-        made: Sequence[Value] | float | DeferredScalar | None,
+        made: Sequence[Value] | float | DeferredScalar | LossOfUpdate | None,
         version: int,
         mark: str = "",
         metrics: dict[str, float | str] | None = None,
+        failed: Failed | None = None,
     ) -> None:
         """Send a forward's outputs, or loss, on all its edges; `mark` goes into the trail."""
         first = activation_of(inputs[0])
         head, turns = first.head, first.turns
-        trail = [*trail_of(inputs), [self.stage.index, version, self.computing.busy_ns, mark]]
+        computed = self.computing
+        taken_ns = computed.busy_ns, computed.processor_ns, time.process_time_ns()
+        trail = [*trail_of(inputs), [self.stage.index, version, *taken_ns, mark]]
         outputs, before = self.route_of(head).outputs, self.sent_bytes
+        of_update = made if isinstance(made, LossOfUpdate) else LossOfUpdate()
+        made = of_update.loss if isinstance(made, LossOfUpdate) else made
         number = made if isinstance(made, float | DeferredScalar) else None
         values = None if isinstance(made, float | DeferredScalar) else made
         for edge, output in zip(outputs, values or [NOTHING] * len(outputs), strict=True):
@@ -221,6 +232,9 @@ class Exchange:
                     metrics=said,
                     structure=structure,
                     requires_grad=list(output.requires_grad),
+                    failed=failed,
+                    parts=[*of_update.parts],
+                    whole=of_update.whole,
                 )
                 self._send(Key(edge, head.position), payload, output.tensors)
                 continue
@@ -236,6 +250,7 @@ class Exchange:
                 requires_grad=list(output.requires_grad),
                 coded=coded,
                 trail=trail,
+                failed=failed,
             )
             self._send(Key(edge, turns[self._plan.stage_of(edge.target)]), payload, tensors)
         if head.mode is Mode.TRAIN and not head.empty:
@@ -299,6 +314,9 @@ class _Route:
         # When the nearest producer has done a micro-batch, so have all others: wait for it first.
         self.first = max(self.activations, key=lambda edge: edge.source)
         self.rest = [edge for edge in needed if edge != self.first]
+        if plan.loss_in_script and plan.stage_of(address) in plan.exits:
+            # No action needs a target, and an evaluation with a loss of its own brings one.
+            self.rest.append(Edge(EdgeKind.TARGET, COORDINATOR, address))
         self.outputs = [row.edge for row in gives if _BY[row.edge.kind] is By.MICRO_BATCH]
         sources = [edge.source for edge in self.activations]
         back = (row.edge for row in plan.rows(Action(Kind.INPUT, number), address)[1])

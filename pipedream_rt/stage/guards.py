@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,8 +16,9 @@ from pipedream_rt.stage.parameters import same
 from pipedream_rt.stage.script_values import GivenValues
 from pipedream_rt.stage.spec import StageSpec
 from pipedream_rt.stage.weights import Weights
+from pipedream_rt.telling import log_of
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 
 class Guards:

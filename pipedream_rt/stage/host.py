@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -46,9 +45,10 @@ from pipedream_rt.stage.rules.corrections import Corrections
 from pipedream_rt.stage.saving import remove_part, restore_stage
 from pipedream_rt.stage.spec import StageSpec
 from pipedream_rt.stage.stage import Stage
+from pipedream_rt.telling import log_of
 from pipedream_rt.tracing.spans import Recorder
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 
 class StageHost:
@@ -174,6 +174,7 @@ class StageHost:
             recorder=Recorder(spec.trace_spans, shown) if spec.trace_spans else None,
             announce=self._announce,
             announced=start.announced,
+            failed=self._failed,
         )
         stages = list(self._stages.values())
         send = self._device.sending(self._send, self.inbox.close)
@@ -206,7 +207,13 @@ class StageHost:
         return f", {place_of(step, layer, value)}{advice_on(error, value)}"
 
     def report(self, error: BaseException) -> None:
-        """Send an error to the coordinator, with itself if it pickles, and close the inbox."""
+        """Send an error to the coordinator, and close the inbox."""
+        failed = self._failed(error)
+        self._send(Key(Edge(EdgeKind.FAILED, failed.address, COORDINATOR), 0), failed, ())
+        self.inbox.close(error)
+
+    def _failed(self, error: BaseException) -> Failed:
+        """Return an error of the present action as data, with itself if it pickles."""
         index, action = self._doing.stage, str(self._doing.action)
         if isinstance(error, NonFiniteLoss):  # of a forward that may be a while ago
             action = error.action
@@ -221,9 +228,14 @@ class StageHost:
         except Exception:  # its pickling may raise too; the text is enough
             pickled = b""
         _log.debug("%s, %s: %s", self.name, action, error, exc_info=error)
-        failed = Failed(action=action, type_name=name, text=text, trace=trace, pickled=pickled)
-        self._send(Key(Edge(EdgeKind.FAILED, index, COORDINATOR), 0), failed, ())
-        self.inbox.close(error)
+        return Failed(
+            address=index,
+            action=action,
+            type_name=name,
+            text=text,
+            trace=trace,
+            pickled=pickled,
+        )
 
 
 def _on(device: Device, steps: Steps[None]) -> Steps[None]:

@@ -12,13 +12,14 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from pipedream_rt.messages.tree import Structure, Value, flatten, own, unflatten
 from pipedream_rt.models.holders import Given
+from pipedream_rt.models.program import numbered
 from pipedream_rt.stage.hyper import Hyper
 from pipedream_rt.stage.runner import Runner
 from pipedream_rt.stage.split_backward import SplitBackward
 from pipedream_rt.stage.values import Gradients
 
 
-class _Boundary(torch.autograd.Function):
+class Boundary(torch.autograd.Function):
     """The identity at the entrance of a stage, which catches the gradient of an input tensor."""
 
     # The module gets a tensor that is no leaf, as inside an unsplit model, so that a first layer
@@ -69,9 +70,11 @@ class Flight:
     said: dict[str, float | str] = field(default_factory=dict)
     split: SplitBackward | None = None
 
-    def enter(self, runner: Runner, inputs: Sequence[Value], program: int) -> dict[int, Any]:
+    def enter(
+        self, runner: Runner, inputs: Sequence[Value], program: int, numbers: Sequence[int] = ()
+    ) -> dict[int, Any]:
         """Return the input values by slot, behind the nodes that catch their gradients."""
-        values: dict[int, Any] = {}
+        values = numbered(numbers)
         for source, (structure, received, requires_grad) in zip(
             runner.sources, inputs, strict=True
         ):
@@ -81,7 +84,7 @@ class Flight:
                 if wanted:
                     caught.append([])
                     leaf = tensors[i].requires_grad_()
-                    inside: Tensor = _Boundary.apply(leaf, caught[-1])  # type: ignore[no-untyped-call]
+                    inside: Tensor = Boundary.apply(leaf, caught[-1])  # type: ignore[no-untyped-call]
                     assert inside.grad_fn is not None
                     # Read now: a layer that works in place would give the tensor another node.
                     self.entrances.append(inside.grad_fn)

@@ -14,7 +14,7 @@ from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.tree import Value, flatten
 from pipedream_rt.models.program import NONE_CARRIED
 from pipedream_rt.models.tensors import in_place_of, named_tensors
-from pipedream_rt.stage.evaluation import EvaluationBuffers, eval_mode, measured
+from pipedream_rt.stage.evaluation import EvaluationBuffers, eval_mode, measured, unpacked
 from pipedream_rt.stage.in_flight import outgoing
 from pipedream_rt.stage.runner import Runner
 from pipedream_rt.stage.spec import StageSpec
@@ -39,6 +39,7 @@ class Passes:
         metrics: bytes = b"",
         buffers: int = 0,
         keep_buffers: bool = False,
+        numbers: Sequence[int] = (),
     ) -> tuple[list[Value] | float | DeferredScalar, dict[str, float | str]]:
         """Run a forward for `Pipeline.evaluate`: newest weights, eval mode, no gradient."""
         # `buffers` is the number of the evaluation whose buffers this pass changes; 0 for none.
@@ -46,10 +47,18 @@ class Passes:
         of_buffers = self.evaluations.of(buffers, keep_buffers)
         mode = eval_mode(self._module, self._weights.own, self.modes, of_buffers)
         with torch.no_grad(), mode, self._runner.casting():
-            made = self._pass(f"evaluate {number}", inputs, program)
+            made = self._pass(f"evaluate {number}", inputs, program, numbers)
             if target is None:
                 return [outgoing(*flatten(value)) for value in made], {}
-            loss, parts = self._runner.loss(made[0], target)
+            other = unpacked(metrics).loss_fn if metrics else None
+            if isinstance(other, nn.Module):
+                self._runner.device.place(other)
+            loss, parts = self._runner.loss(made[0], target, other)
+            if other is not None and (changed := unpacked(metrics).changed_by("loss")):
+                raise ConfigError(
+                    f"the loss_fn of an evaluation changes {changed}, which the script would not "
+                    "see, and which its next mini-batch might go by; give one that only computes"
+                )
             said = {**parts, **measured(metrics, made[0], target)}
             return self._runner.device.number(loss), said
 
@@ -61,6 +70,7 @@ class Passes:
         training: bool = False,
         program: int = 0,
         cache: int = 0,
+        numbers: Sequence[int] = (),
     ) -> list[Value]:
         """Run a forward for inference: newest weights, no gradient; `cache` is 0 for none."""
         # With `training`, modules keep the modes of training, in which buffers may change.
@@ -68,7 +78,7 @@ class Passes:
         mode = nullcontext() if training else eval_mode(self._module, own, self.modes)
         carried = self._runner.cache(cache, program)
         with torch.no_grad(), mode, self._runner.casting():
-            made = self._pass(f"infer {number}", inputs, program, carried)
+            made = self._pass(f"infer {number}", inputs, program, numbers, carried)
             return [outgoing(*flatten(value)) for value in made]
 
     def _pass(
@@ -76,10 +86,12 @@ class Passes:
         number: str,
         inputs: Sequence[Value],
         program: int,
+        numbers: Sequence[int],
         carried: Mapping[str, Any] = NONE_CARRIED,
     ) -> list[Any]:
         """Do the steps of a program without gradient."""
-        return self._runner.run(program, self._runner.entered(inputs, program), number, carried)
+        values = self._runner.entered(inputs, program, numbers)
+        return self._runner.run(program, values, number, carried)
 
 
 class KeptVersions:

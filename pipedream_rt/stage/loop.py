@@ -26,11 +26,13 @@ import torch
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.devices import DeferredScalar
 from pipedream_rt.errors import ConfigError, ScheduleError
+from pipedream_rt.lifecycle import is_of_a_handler
 from pipedream_rt.messages.inbox import Inbox, Steps, Wanted
 from pipedream_rt.messages.message import (
     Activation,
     Command,
     CommandName,
+    Failed,
     Head,
     Key,
     Message,
@@ -45,7 +47,14 @@ from pipedream_rt.stage.commands import carry_out, define
 from pipedream_rt.stage.exchange import Exchange
 from pipedream_rt.stage.process_memory import peak_memory_bytes
 from pipedream_rt.stage.stage import Stage
-from pipedream_rt.stage.values import Gradients, Outgoing, activation_of, said_of_update, target_of
+from pipedream_rt.stage.values import (
+    Gradients,
+    Outgoing,
+    activation_of,
+    failed_of,
+    said_of_update,
+    target_of,
+)
 from pipedream_rt.tracing.spans import NOBODY, Recorder
 from pipedream_rt.tracing.trace import CODES, COMMAND, PASS
 
@@ -61,6 +70,10 @@ class Doing:
     action: Action | str = "start"  # or the name of a command or pass
 
 
+def _raised(error: BaseException) -> Failed:
+    raise error
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopOptions:
     """The options of a loop.
@@ -71,12 +84,14 @@ class LoopOptions:
         announce: Called with the text form of an action before the action is done, and with an
             empty text afterwards.
         announced: One past the number of the last micro-batch whose actions are announced.
+        failed: Returns an error as data; called where it ends a pass, and not the run.
     """
 
     timeout: timedelta
     recorder: Recorder | None = None
     announce: Callable[[str], None] = field(default=lambda action: None)
     announced: int = 0
+    failed: Callable[[BaseException], Failed] = _raised
 
 
 class Loop:
@@ -263,7 +278,7 @@ class Loop:
             if edge.kind is EdgeKind.ACTIVATION:
                 by_edge[edge] = yield self._wanted(Key(edge, turn))
                 self._note_arrival(by_edge[edge])
-            elif head.mode.has_target:
+            elif head.mode.brings_target(self._plan.loss_in_script):
                 targets.append((yield self._wanted(Key(edge, turn))))
         return [by_edge[edge] for edge in route.activations] + targets
 
@@ -359,6 +374,8 @@ class Loop:
                 beside.compared,
                 head.given,
                 beside.metrics,
+                head.numbers,
+                beside.loss,
             )
         version = stage.version_of(micro_batch)
         mark = stage_state.fingerprint_of(stage, micro_batch) if head.fingerprint else ""
@@ -419,38 +436,52 @@ class Loop:
             self._record(kind, hosted, position, version, start, begin)
 
     def _pass(self, hosted: Exchange, head: Head, messages: Sequence[Message]) -> None:
-        """Pass a micro-batch of evaluation or inference through a stage."""
-        stage, inputs = hosted.stage, hosted.values_of(messages)
-        number, program = head.micro_batch, head.program
-        made: list[Value] | float | DeferredScalar
-        mark = ""
+        """Pass a micro-batch of evaluation or inference through a stage, or what ended that."""
+        stage, failed = hosted.stage, failed_of(messages)
+        made: list[Value] | float | DeferredScalar | None = None
         metrics: dict[str, float | str] = {}
-        with hosted.computing, stage.kept.read(head.version):
-            stage.given.apply(head.given)
-            if head.mode.evaluates:
-                target, beside = target_of(messages)
-                made, metrics = stage.passes.evaluate(
-                    number, inputs, target, program, metrics=beside.metrics, buffers=head.cache,
-                    keep_buffers=head.mode is Mode.EVALUATE_AND_KEEP,
-                )  # fmt: skip
-                # Tells the coordinator, in the trail, that the evaluation has changed buffers.
-                mark = "changed" if head.cache in stage.passes.evaluations else ""
-            else:
-                training = head.mode is Mode.INFER_IN_TRAINING_MODE
-                made = stage.passes.infer(
-                    number, inputs, training=training, program=program, cache=head.cache
-                )
+        if failed is None:
+            inputs = hosted.values_of(messages)
+            try:
+                with hosted.computing, stage.kept.read(head.version):
+                    stage.given.apply(head.given)
+                    made, metrics = self._passed(stage, head, inputs, messages)
+            except Exception as error:  # the user's; the run goes on, since this trains nothing
+                if is_of_a_handler(error):
+                    raise  # it is meant for the script
+                failed, stage.runner.at = self._options.failed(error), None
+        # Tells the coordinator, in the trail, that the evaluation has changed buffers.
+        changed = head.mode.evaluates and head.cache in stage.passes.evaluations
         newest = stage.parameters.ledger.newest
-        hosted.send_on(messages, made, newest, mark, metrics)
+        # Sent in any case, since the next stages and the coordinator wait for it.
+        hosted.send_on(messages, made, newest, "changed" if changed else "", metrics, failed)
+
+    @staticmethod
+    def _passed(
+        stage: Stage, head: Head, inputs: Sequence[Value], messages: Sequence[Message]
+    ) -> tuple[list[Value] | float | DeferredScalar, dict[str, float | str]]:
+        """Return what a stage makes of a micro-batch that does not train, and the metrics."""
+        if head.mode.evaluates:
+            target, beside = target_of(messages)
+            return stage.passes.evaluate(
+                head.micro_batch, inputs, target, head.program, metrics=beside.metrics,
+                buffers=head.cache, keep_buffers=head.mode is Mode.EVALUATE_AND_KEEP,
+                numbers=head.numbers,
+            )  # fmt: skip
+        training = head.mode is Mode.INFER_IN_TRAINING_MODE
+        made = stage.passes.infer(
+            head.micro_batch, inputs, training=training, program=head.program, cache=head.cache,
+            numbers=head.numbers,
+        )  # fmt: skip
+        return made, {}
 
     def _obey(self, hosted: Exchange, item: Message, command: Command) -> None:
         """Carry out a command and reply; the saver replies to the command to save."""
         argument: Any = unflatten(command.structure, item.tensors) if command.structure else None
-        result: object
+        result: object = None
         match command.name:
             case CommandName.DEFINE:
-                define(hosted.stage, argument)
-                return  # nobody waits for a reply
+                define(hosted.stage, *argument)
             case CommandName.TRACE:
                 result = self._spans_of(hosted)
             case CommandName.STATISTICS:
@@ -474,7 +505,8 @@ class Loop:
                 if name is CommandName.LOAD:  # a flush follows, after which the order begins anew
                     hosted.restores += 1
                     self._begin()
-        hosted.reply(command.position, result)
+        if command.name.has_reply:
+            hosted.reply(command.position, result)
 
     def _look(self, hosted: Exchange, position: int, name: CommandName, argument: Any) -> None:
         """Carry out a command that only looks; its refusal is a reply and does not end the run."""

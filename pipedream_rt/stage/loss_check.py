@@ -7,9 +7,9 @@ train on something else.
 
 from __future__ import annotations
 
-import logging
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,8 +20,9 @@ from pipedream_rt.messages.tree import Value, flatten, unflatten
 from pipedream_rt.models.preserving_state import kept_outside
 from pipedream_rt.models.shipping import classes_kept, copying
 from pipedream_rt.stage.spec import LossFunction, total_of
+from pipedream_rt.telling import log_of
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 _MOST_BYTES = 1 << 28
 """How large a mini-batch's outputs may be; of larger ones, two micro-batches are compared."""
@@ -29,32 +30,56 @@ _MOST_BYTES = 1 << 28
 # By dtype, the relative rounding error that a loss may have.
 _ROUNDING = {torch.float64: 1e-7, torch.float32: 1e-4}
 
-RANDOM = (
-    "the loss draws random numbers (is a dropout inside of it?), so the loss of a mini-batch was "
-    "not compared with those of its micro-batches; Training(check_loss=0) leaves this out"
-)
-"""The warning about a loss that cannot be compared."""
+_DRAWS = "the loss draws random numbers (is a dropout inside of it?)"
 
 _STATE = (
     "for the same micro-batch it is another one after it was computed of others, so it keeps a "
     "state (a count, a moving mean, a random generator of its own)"
 )
 
-_NOT_COMPARED = (
-    "the loss of a mini-batch was not compared with those of its micro-batches: %s. Training is "
-    "right if the loss is a mean over samples, or over what weigh counts; Training(check_loss=0) "
-    "leaves this out"
-)
+
+def not_compared(why: str) -> str:
+    """Return the warning about a loss that cannot be compared."""
+    return (
+        f"the loss of a mini-batch was not compared with those of its micro-batches: {why}. "
+        "Training is right if the loss is a mean over samples, or over what weigh counts; "
+        "Training(check_loss=0) leaves this out"
+    )
+
+
+RANDOM = not_compared(_DRAWS)
+"""The warning about a loss that cannot be compared."""
 
 _Flat: TypeAlias = tuple[Any, Sequence[Tensor]]
 _Pair: TypeAlias = tuple[_Flat, _Flat]  # an output and a target
 
 
-class _KeptMicroBatch(NamedTuple):
+class Compared(NamedTuple):
+    """A micro-batch whose loss is compared.
+
+    Attributes:
+        share: Its share of what the mini-batch weighs.
+        samples: Their number.
+    """
+
     output: Any
     target: Any
-    share: float  # of what the mini-batch weighs
-    samples: int  # their number
+    share: float
+    samples: int
+
+
+class Verdict(NamedTuple):
+    """What is found of a loss and the micro-batches of a mini-batch.
+
+    Attributes:
+        is_mean: Whether that of all is the weighed mean of theirs; None if that is not known.
+        why: What speaks against it, or why it is not known, in words.
+        is_of_all: Whether it may have to be computed of all samples at once.
+    """
+
+    is_mean: bool | None
+    why: str = ""
+    is_of_all: bool = False
 
 
 class LossCheck:
@@ -62,7 +87,7 @@ class LossCheck:
 
     def __init__(self, loss: LossFunction) -> None:
         self._loss = loss
-        self._parts: list[_KeptMicroBatch] = []
+        self._parts: list[Compared] = []
         self._seen = self._of = self._enough = 0
         self._is_done = self._is_given_up = False
 
@@ -77,9 +102,8 @@ class LossCheck:
         if not self._is_done:
             copied = unflatten(structure, [t.detach().clone() for t in tensors])
             wanted = unflatten(target.structure, [t.clone() for t in target.tensors])
-            self._parts.append(_KeptMicroBatch(copied, wanted, share, samples))
-        large = parts * sum(t.nbytes for t in tensors) > _MOST_BYTES
-        self._enough, self._of = 2 if large else parts, parts
+            self._parts.append(Compared(copied, wanted, share, samples))
+        self._enough, self._of = 2 if are_large(tensors, parts) else parts, parts
 
     def compare(self) -> None:
         """Compare once all micro-batches of the mini-batch are kept. Call it after each `keep`."""
@@ -87,66 +111,88 @@ class LossCheck:
             return
         if len(self._parts) == self._enough:
             kept, self._parts, self._is_done = self._parts, [], True
-            # The run must draw the same random numbers as without this comparison.
-            with kept_generator_state(), kept_outside(), torch.no_grad():
-                self._compare(kept)
+            found = verdict(self._loss, kept)
+            if found.is_mean is False:
+                raise ConfigError(f"{found.why}, so {_ADVICE}")
+            if found.is_mean is None:
+                self._is_given_up = True
+                _log.warning("%s", not_compared(found.why))
         self._seen += 1
         if self._seen == self._of:  # the next one is of another mini-batch
             self._seen, self._is_done = 0, False
 
-    def _compare(self, parts: Sequence[_KeptMicroBatch]) -> None:
-        """Compare the whole with its parts, or warn that this is not possible."""
-        samples = [part.samples for part in parts]
-        whole = joined([part.output for part in parts], samples)
-        target = joined([part.target for part in parts], samples)
-        if whole is None or target is None:
-            what = "outputs" if whole is None else "targets"
-            why = "they differ in structure or shape, or have no dimension of samples"
-            self._give_up(_NOT_COMPARED, f"their {what} cannot be joined: {why}")
-            return
+
+def are_large(outputs: Sequence[Tensor], parts: int) -> bool:
+    """Whether outputs, of one of several parts, mean too many to copy those of all."""
+    return parts * sum(tensor.nbytes for tensor in outputs) > _MOST_BYTES
+
+
+def verdict(loss: LossFunction, parts: Sequence[Compared], precisely: bool = True) -> Verdict:
+    """Compare the loss of some micro-batches together with the weighed mean of theirs.
+
+    ``precisely``: in double precision, where the loss can be computed in it. The run draws the same
+    random numbers as without this comparison.
+    """
+    with kept_generator_state(), kept_outside(), torch.no_grad():
+        return _verdict(loss, parts, (True, False) if precisely else (False,))
+
+
+def _verdict(loss: LossFunction, parts: Sequence[Compared], doubles: Sequence[bool]) -> Verdict:
+    samples = [part.samples for part in parts]
+    whole = joined([part.output for part in parts], samples)
+    target = joined([part.target for part in parts], samples)
+    if whole is None or target is None:
+        what = "outputs" if whole is None else "targets"
+        why = "they differ in structure or shape, or have no dimension of samples"
+        return Verdict(None, f"their {what} cannot be joined: {why}", is_of_all=True)
+    try:
+        copy = copying(loss)
+    except Exception as error:  # what it holds may be of any class
+        return Verdict(None, f"it cannot be copied ({error})", is_of_all=True)
+    given = [(flatten(part.output), flatten(part.target)) for part in parts]
+    said = Verdict(None)
+    # Double precision first: hardly anything of a difference is rounding there.
+    for double in doubles:
         try:
-            copy = copying(self._loss)
-        except Exception as error:  # what it holds may be of any class
-            self._give_up(_NOT_COMPARED, f"it cannot be copied ({error})")
-            return
-        given = [(flatten(part.output), flatten(part.target)) for part in parts]
-        failure: Exception | None = None
-        # Double precision first: hardly anything of a difference is rounding there.
-        for double in (True, False):
-            try:
-                found = _losses(copy, given, (whole, target), double)
-            except Exception as error:  # the user's code, given more, or another dtype
-                failure = error
-                continue
-            self._judge(found, [part.share for part in parts])
-            return
-        self._give_up(_NOT_COMPARED, f"it cannot be computed of all of them ({failure})")
+            found = _losses(copy, given, (whole, target), double)
+        except _OfPart as error:
+            n = samples[error.number]
+            why = f"it cannot be computed of {n} of the {sum(samples)} samples ({error.__cause__})"
+            said = Verdict(None, why, is_of_all=True)
+        except Exception as error:  # the user's code, given more, or another dtype
+            said = Verdict(None, f"it cannot be computed of all of them ({error})", is_of_all=True)
+        else:
+            return _judged(found, [part.share for part in parts])
+    return said
 
-    def _judge(self, found: _Losses, shares: Sequence[float]) -> None:
-        """Refuse a loss that is no mean; warn of one that cannot be compared."""
-        rounding = rounding_of(found.whole.dtype)
-        first = float(found.parts[0])
 
-        def differs(other: Tensor) -> bool:
-            return abs(float(other) - first) > rounding * max(abs(float(other)), abs(first))
+def _judged(found: _Losses, shares: Sequence[float]) -> Verdict:
+    """Return what losses of a mini-batch say."""
+    rounding = rounding_of(found.whole.dtype)
+    first = float(found.parts[0])
 
-        if differs(found.reseeded):
-            self._give_up(RANDOM)
-            return
-        try:
-            weighed = [
-                (float(loss), share) for loss, share in zip(found.parts, shares, strict=True)
-            ]
-            refuse_no_mean(float(found.whole), weighed, rounding)
-        except ConfigError:
-            if not differs(found.later):
-                raise
-            self._give_up(_NOT_COMPARED, _STATE)
+    def differs(other: Tensor) -> bool:
+        return abs(float(other) - first) > rounding * max(abs(float(other)), abs(first))
 
-    def _give_up(self, text: str, *why: str) -> None:
-        """Warn, and compare no more."""
-        self._is_given_up = True
-        _log.warning(text, *why)
+    if differs(found.reseeded):
+        return Verdict(None, _DRAWS, is_of_all=True)
+    weighed = [(float(loss), share) for loss, share in zip(found.parts, shares, strict=True)]
+    odd = [loss for loss, share in weighed if share and not math.isfinite(loss)]
+    if odd and math.isfinite(float(found.whole)):
+        why = f"it is {odd[0]} for one of {len(weighed)} micro-batches, and finite for all of them"
+        return Verdict(None, why, is_of_all=True)
+    why = why_no_mean(float(found.whole), weighed, rounding)
+    if differs(found.later):  # each was computed by a copy that has computed nothing before
+        return Verdict(None if why else True, _STATE, is_of_all=True)
+    return Verdict(False, why, is_of_all=True) if why else Verdict(True)
+
+
+class _OfPart(Exception):
+    """A loss raises for one micro-batch, and not for all of them together."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 class _Losses(NamedTuple):
@@ -173,7 +219,13 @@ def _losses(
             return [_value(loss, each, double, seed) for each in given][-1]
 
     first, *others = parts
-    return _Losses(of(whole), [of(part) for part in parts], of(first, seed=1), of(*others, first))
+    of_whole, of_parts = of(whole), []
+    for i, part in enumerate(parts):
+        try:
+            of_parts.append(of(part))
+        except Exception as error:  # the user's code, given fewer samples than it was written for
+            raise _OfPart(i) from error
+    return _Losses(of_whole, of_parts, of(first, seed=1), of(*others, first))
 
 
 def _value(loss: LossFunction, given: _Pair, double: bool, seed: int) -> Tensor:
@@ -195,24 +247,40 @@ def rounding_of(dtype: torch.dtype) -> float:
     return _ROUNDING.get(dtype, 3e-2)
 
 
-def refuse_no_mean(whole: float, parts: Sequence[tuple[float, float]], rounding: float) -> None:
-    """Refuse a loss that for the whole is not the weighted mean of its parts, (loss, share)."""
+_ADVICE = (
+    'training on micro-batches would train something else. Training(loss="whole") computes it of '
+    "whole mini-batches, in the schedule gpipe. Or say what a micro-batch weighs, as "
+    "Training(weigh=lambda x, y: (y != -100).sum()) for ignored labels, or weights[y].sum() for "
+    "weights of classes; or, if the loss is made for parts of a mini-batch, leave this comparison "
+    "out: Training(check_loss=0)"
+)
+_OWN = (
+    "training on micro-batches would train something else. The model computes it, so give it whole "
+    'mini-batches: micro_batches=1, schedule="gpipe". Or say what a micro-batch weighs, as '
+    "Training(weigh=lambda x, y: (y != -100).sum()) for ignored labels; or, if the loss is made "
+    "for parts of a mini-batch, leave this comparison out: Training(check_loss=0)"
+)
+
+
+def refuse_own_loss(why: str) -> NoReturn:
+    """Refuse to train on micro-batches by a model's own loss, which is no mean over samples."""
+    raise ConfigError(f"{why}, so {_OWN}")
+
+
+def why_no_mean(whole: float, parts: Sequence[tuple[float, float]], rounding: float) -> str:
+    """Say why a loss is not the weighed mean of its parts, (loss, share); empty if it is."""
     total: float = sum(share for _, share in parts)
     # A part that weighs nothing may have a NaN as loss: the mean over no label.
     weighed = [value * (share / total) for value, share in parts if share]
     mean = sum(weighed)
     size = max(abs(whole), sum(map(abs, weighed)))
     # A loss that is NaN or infinite is refused elsewhere.
-    if size == size and size != float("inf") and abs(whole - mean) > rounding * size:
-        raise ConfigError(
-            f"the loss is no mean over samples: for {len(parts)} micro-batches together it is "
-            f"{whole:.6g}, and the weighed mean of theirs is {mean:.6g}, so training on "
-            "micro-batches would train something else. Say what a micro-batch weighs, as "
-            "Training(weigh=lambda x, y: (y != -100).sum()) for ignored labels, or "
-            "weights[y].sum() for weights of classes; or give the loss whole mini-batches: "
-            "micro_batches=1; or, if the loss is made for parts of a mini-batch, leave this "
-            "comparison out: Training(check_loss=0)"
-        )
+    if not (size < float("inf") and abs(whole - mean) > rounding * size):
+        return ""
+    return (
+        f"the loss is no mean over samples: for {len(parts)} micro-batches together it is "
+        f"{whole:.6g}, and the weighed mean of theirs is {mean:.6g}"
+    )
 
 
 def joined(values: Sequence[Any], samples: Sequence[int]) -> _Flat | None:

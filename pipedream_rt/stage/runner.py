@@ -21,6 +21,7 @@ from pipedream_rt.models.program import (
     Step,
     filled,
     held_by,
+    numbered,
     put,
     slots_in,
 )
@@ -30,7 +31,7 @@ from pipedream_rt.schedules.placement import LOSS_LAYER
 from pipedream_rt.stage.buffers import ForwardBuffers
 from pipedream_rt.stage.coded_values import GraphCoding
 from pipedream_rt.stage.seeds import layer_seed
-from pipedream_rt.stage.spec import StageSpec, total_of
+from pipedream_rt.stage.spec import LossFunction, StageSpec, total_of
 
 
 class _Call(NamedTuple):
@@ -49,6 +50,18 @@ class _Call(NamedTuple):
     unneeded: tuple[int, ...]
 
 
+class _Ready(NamedTuple):
+    """A program, ready to be run.
+
+    Attributes:
+        held: The names of the parameters and buffers in its result.
+    """
+
+    whole: StageProgram
+    calls: list[_Call]
+    held: list[str]
+
+
 class Runner:
     """Runs programs: which values come from each producer, the steps, what goes to each consumer.
 
@@ -63,15 +76,13 @@ class Runner:
     def __init__(self, spec: StageSpec, device: Device = HOST) -> None:
         self.device = device
         self._brings_back = device.brings_back()
-        self._held: dict[int, list[str]] = {}  # by program, what its result holds
         self._module = spec.layers
         self._seed, self._autocast = spec.seed, spec.autocast
         self._recomputes = spec.recompute
         self.sources, self._targets = _neighbours(spec.plan, spec.stage)
         autocast = device.name.partition(":")[0] if spec.autocast is not None else None
         self._coding = GraphCoding(spec.codecs, spec.stage, autocast) if spec.codecs else None
-        self.programs: dict[int, StageProgram] = {}
-        self._calls: dict[int, list[_Call]] = {}
+        self.programs: dict[int, _Ready] = {}
         for number, program in enumerate(spec.programs or [_sequence(spec)]):
             self.define(number, program)
         # A loss that is a module is a layer, so that its weights and mode are the stage's.
@@ -100,11 +111,17 @@ class Runner:
             plain = alone and step.around == SEQUENCE
             only = taken[0] if plain else -1
             calls.append(_Call(step, call, only, step.held, tuple(dict.fromkeys(last))))
-        self.programs[number], self._calls[number] = program, calls[::-1]
+        self.programs[number] = _Ready(program, calls[::-1], program.held)
 
-    def entered(self, inputs: Sequence[Value], program: int) -> dict[int, Any]:
+    def forget(self, number: int) -> None:
+        """Forget a program, which no later micro-batch names."""
+        self.programs.pop(number, None)  # one that recovers may not have been told of it
+
+    def entered(
+        self, inputs: Sequence[Value], program: int, numbers: Sequence[int] = ()
+    ) -> dict[int, Any]:
         """Return the input values by slot."""
-        values: dict[int, Any] = {}
+        values = numbered(numbers)
         for source, (structure, tensors, _) in zip(self.sources, inputs, strict=True):
             self.put_in(program, source, unflatten(structure, tensors), values)
         return values
@@ -113,7 +130,7 @@ class Runner:
         """Put what came from a source into the slots that a program has for it."""
         if self._coding is not None:
             value = self._coding.decoded(source, value)
-        slots = self.programs[program].takes.get(source, ())
+        slots = self.programs[program].whole.takes.get(source, ())
         values.update(zip(slots, (value,) if len(slots) == 1 else value))
 
     def of_mini_batch(self, inputs: Sequence[Value]) -> Value | None:
@@ -129,7 +146,16 @@ class Runner:
         carried: Mapping[str, Any] = NONE_CARRIED,
     ) -> list[Any]:
         """Do the steps of a program; random ones are seeded by the micro-batch's `number`."""
-        for step, call, only, names, unneeded in self._calls[program]:
+        return self._run(self.programs[program], values, number, carried)
+
+    def _run(
+        self,
+        program: _Ready,
+        values: dict[int, Any],
+        number: int | str,
+        carried: Mapping[str, Any] = NONE_CARRIED,
+    ) -> list[Any]:
+        for step, call, only, names, unneeded in program.calls:
             if step.random:
                 self.seed(number, step.name)
             if only >= 0:
@@ -146,14 +172,12 @@ class Runner:
             for slot in unneeded:
                 del values[slot]
         self.at = None
-        ours = self.programs[program]
         if not self._targets:
-            if program not in self._held:
-                self._held[program] = ours.held
-            held = {name: held_by(self._module, name) for name in self._held[program]}
-            made = [filled(ours.output, values, held)]
+            held = {name: held_by(self._module, name) for name in program.held}
+            made = [filled(program.whole.output, values, held)]
         else:
-            made = [_pack(ours.gives.get(target, ()), values) for target in self._targets]
+            gives = program.whole.gives
+            made = [_pack(gives.get(target, ()), values) for target in self._targets]
         if self._brings_back:
             made = [self.device.brought_back(each) for each in made]
         if self._coding is None or not self._targets:
@@ -169,11 +193,12 @@ class Runner:
         # same result: the backward reads the weights of its forward, each step is seeded, so that
         # no random state need be preserved, and `again` puts the buffers back meanwhile.
         again = _Again(self.buffers, self.buffers.copies())
+        ready = self.programs[program]  # the stage may have forgotten it by then
 
         def run(*given: Any) -> list[Any]:
             # Copies, since a step may change an input in place that the second time needs too.
             copies = map(_copy_of, given)
-            return self.run(program, dict(zip(values, copies, strict=True)), number)
+            return self._run(ready, dict(zip(values, copies, strict=True)), number)
 
         try:
             made: list[Any] = checkpoint(
@@ -202,10 +227,16 @@ class Runner:
         """Seed torch's generators for what a layer, a backward or an optimizer may draw."""
         self.device.seed(layer_seed(self._seed, number, name))
 
-    def loss(self, output: Any, target: Value) -> tuple[Tensor, dict[str, float]]:
-        """Compute the loss that is trained on, and its named parts, which are only reported."""
-        assert self.loss_fn is not None
-        found = self.loss_fn(output, unflatten(target.structure, target.tensors))
+    def loss(
+        self, output: Any, target: Value, other: LossFunction | None = None
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Compute the loss that is trained on, and its named parts, which are only reported.
+
+        ``other`` is what an evaluation computes in its place.
+        """
+        loss_fn = other or self.loss_fn
+        assert loss_fn is not None
+        found = loss_fn(output, unflatten(target.structure, target.tensors))
         loss, parts = (found, {}) if isinstance(found, Tensor) else total_of(found)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -229,7 +260,7 @@ class Runner:
         """Return the objects of a cache, 0 for none; a program that carries some begins it."""
         if not number:
             return NONE_CARRIED
-        if carries := self.programs[program].carries:
+        if carries := self.programs[program].whole.carries:
             self.caches[number] = {name: loads(data) for name, data in carries.items()}
         return self.caches[number]
 

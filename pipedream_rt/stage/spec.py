@@ -9,7 +9,6 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from pipedream_rt.codecs.codec import GraphCodec
 from pipedream_rt.devices import HOST, Device
 from pipedream_rt.models.code import Code, code_of
 from pipedream_rt.models.cut import StageProgram
@@ -20,6 +19,7 @@ from pipedream_rt.models.pretrained import Pretrained
 from pipedream_rt.models.settings import Settings, settings_now
 from pipedream_rt.models.tensors import own_buffers
 from pipedream_rt.schedules import Plan
+from pipedream_rt.stage.codec import GraphCodec
 from pipedream_rt.stage.parameters import GradientHook
 from pipedream_rt.stage.process_memory import give_free_memory_back
 from pipedream_rt.stage.rules.rule import RuleOption

@@ -20,14 +20,15 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from pipedream_rt.devices import HOST, DeferredScalar, Device
 from pipedream_rt.errors import ConfigError, NonFiniteLoss, ScheduleError
+from pipedream_rt.messages.of_loss import OfLoss
 from pipedream_rt.messages.tree import Value
 from pipedream_rt.models.code import code_of, refuse_other_code
 from pipedream_rt.models.holders import Given
 from pipedream_rt.models.shipping import loads
-from pipedream_rt.optimizers.stepping import step
 from pipedream_rt.schedules import EdgeKind, Kind
 from pipedream_rt.schedules.edges import Address, Edge
 from pipedream_rt.stage.evaluation import measured
@@ -52,8 +53,10 @@ from pipedream_rt.stage.runner import Runner
 from pipedream_rt.stage.script_values import GivenValues
 from pipedream_rt.stage.spec import StageSpec
 from pipedream_rt.stage.split_backward import SplitBackward
+from pipedream_rt.stage.stepping import step
 from pipedream_rt.stage.values import Gradients, Outgoing
 from pipedream_rt.stage.weights import Weights, entered
+from pipedream_rt.stage.whole_loss import LossOfUpdate, Met, WholeLoss, mean_of_said
 from pipedream_rt.torch_private import run_backward
 
 R = TypeVar("R", bound=Rule)
@@ -85,6 +88,7 @@ class Stage:
         self.address: Address = spec.plan.addresses[given]
         self.runner = Runner(spec, device)
         self._loss_check = LossCheck(self.runner.loss_fn) if self.runner.loss_fn else None
+        self._of_update = WholeLoss()
         self.weights = Weights(
             self.module, self.plan, self.index, self.address, spec.hooks, spec.names
         )
@@ -173,7 +177,9 @@ class Stage:
         compared: Sequence[int] = (),
         given: Sequence[Given] = (),
         metrics: bytes = b"",
-    ) -> list[Value] | float | DeferredScalar | None:
+        numbers: Sequence[int] = (),
+        of_loss: OfLoss = OfLoss.PARTS,
+    ) -> list[Value] | float | DeferredScalar | LossOfUpdate | None:
         """Run the next forward with the version that the plan names; return outputs or the loss."""
         runner = self.runner
         self.weights.begin(micro_batch)
@@ -182,14 +188,25 @@ class Stage:
             flight.empty = True
             return None
         self._see(given)
-        values = flight.enter(runner, inputs, program)
-        check = self._loss_check if compared else None
+        values = flight.enter(runner, inputs, program, numbers)
+        meets = target is not None and of_loss is not OfLoss.PARTS
+        check = self._loss_check if compared and not meets else None
         with (
             self._around_forward(micro_batch, inputs),
             self.weights.reading(micro_batch),
             runner.casting(),
         ):
             made = runner.train(program, values, micro_batch)
+            if meets:
+                assert target is not None
+                # First, since a loss may change the output in place.
+                (value,) = flight.leave(made)
+                of_all, samples = compared
+                met = Met(micro_batch, samples, made[0], value, target, share, metrics)
+                self._of_update.met.append(met)
+                if len(self._of_update.met) < of_all:
+                    return None
+                return self._loss_of_update(of_loss)
             if target is not None:
                 if check is not None:
                     check.keep(made[0], target, share, *compared)
@@ -201,9 +218,60 @@ class Stage:
         if check is not None:
             with self.weights.reading(micro_batch), runner.casting():
                 check.compare()
+        return self._end_in(micro_batch, loss, share)
+
+    def _end_in(self, micro_batch: int, loss: Tensor, share: float) -> float | DeferredScalar:
+        """Let the backward of a micro-batch begin at its loss, and return that."""
+        number = self.runner.device.number
         if not share:  # no backward: if all labels are ignored, their mean loss is NaN
-            return runner.device.number(loss)
-        reported = runner.device.number(loss, partial(self._check_finite, micro_batch))
+            self._in_flight[micro_batch].outputs = []
+            return number(loss)
+        reported = number(loss, partial(self._check_finite, micro_batch))
+        self._in_flight[micro_batch].end_in(self._differentiated(micro_batch, loss, share))
+        return reported
+
+    def _loss_of_update(self, of_loss: OfLoss) -> LossOfUpdate:
+        """Compute the loss of an update of which all outputs have met."""
+        runner, met, why = self.runner, self._of_update.met, "asked for"
+        last, loss_fn = met[-1], runner.loss_fn
+        assert loss_fn is not None
+        if of_loss is OfLoss.DECIDE:
+            found = self._of_update.verdict(loss_fn)
+            why = found.why if found.is_of_all else ""
+        flight = self._in_flight[last.number]
+        try:
+            if why:
+                output, target = self._joined(of_loss)
+                loss, parts = runner.loss(output, target)
+                flight.said = {**parts, **measured(last.metrics, output, target)}
+                self._of_update.begin(self._differentiated(last.number, loss, 1.0))
+                check = partial(self._check_finite, last.number)
+                return LossOfUpdate(runner.device.number(loss, check), (), why)
+            losses, said = [], []
+            for each in met:
+                loss, parts = runner.loss(each.output, each.target)
+                said.append({**parts, **measured(each.metrics, each.output, each.target)})
+                self._end_in(each.number, loss, each.share)
+                losses.append(loss.item())
+            flight.said = mean_of_said(said, [each.share for each in met])
+            return LossOfUpdate(None, losses)
+        finally:
+            self._of_update.met = []
+
+    def _joined(self, of_loss: OfLoss) -> tuple[Any, Value]:
+        """Return the outputs and targets of an update, joined."""
+        try:
+            return self._of_update.join()
+        except ConfigError as error:
+            if of_loss is OfLoss.WHOLE:
+                raise
+            raise ConfigError(
+                f"{error}; or, if the loss is a mean over samples, name a schedule, as "
+                'schedule="1f1b"'
+            ) from None
+
+    def _differentiated(self, micro_batch: int, loss: Tensor, share: float) -> Tensor:
+        """Return what is differentiated in the place of a loss; refuse one without a gradient."""
         if not loss.requires_grad:
             raise ConfigError(
                 f"stage {self.index}: the loss of micro-batch {micro_batch} depends on no weight "
@@ -216,8 +284,7 @@ class Stage:
         weighted = loss * share if share != 1.0 else loss
         for change in self._losses:
             weighted = change(micro_batch // self.plan.per_update, weighted)
-        flight.end_in(weighted)
-        return reported
+        return weighted
 
     def _see(self, given: Sequence[Given]) -> None:
         """Give the module the values of the script that a micro-batch was fed with."""
@@ -279,16 +346,18 @@ class Stage:
         # It reads the version of its forward. Gradients of weights go to the pending update.
         flight = self._flight_of(micro_batch)
         self._see(flight.given)
-        outputs, given = flight.begin(gradients)
-        for roots in self._roots:
-            for output, gradient in roots(micro_batch):
-                outputs.append(output)
-                given.append(gradient)
         with (
             self.weights.accumulating(micro_batch, self._adjust(micro_batch)),
             self._first.backward(micro_batch) if self._asks_first else _NOTHING,
         ):
             self.runner.seed(micro_batch, self._backward_name)
+            if self._of_update.has_gradients:
+                gradients = [self._of_update.gradients(micro_batch)]
+            outputs, given = flight.begin(gradients)
+            for roots in self._roots:
+                for output, gradient in roots(micro_batch):
+                    outputs.append(output)
+                    given.append(gradient)
             if outputs:
                 # What torch.autograd.backward calls after checks that always pass here, and take
                 # a fifth of the time of a small backward.

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from pipedream_rt.messages.message import Activation, Gradient, Message, Passed, Target
+from pipedream_rt.messages.message import Activation, Failed, Gradient, Message, Passed, Target
 from pipedream_rt.messages.tree import Value
 from pipedream_rt.schedules import EdgeKind
 from pipedream_rt.stage.hyper import Hyper
@@ -61,6 +61,12 @@ def trail_of(inputs: Sequence[Message]) -> list[Passed]:
     trails = (m.payload.trail for m in inputs if isinstance(m.payload, Activation))
     merged = {of_stage[0]: of_stage for trail in trails for of_stage in trail}
     return [merged[stage] for stage in sorted(merged)]
+
+
+def failed_of(inputs: Sequence[Message]) -> Failed | None:
+    """Return what an earlier stage has raised in a pass; of several, that of the first input."""
+    payloads = (m.payload for m in inputs if isinstance(m.payload, Activation))
+    return next((each.failed for each in payloads if each.failed is not None), None)
 
 
 def dense(values: Sequence[Tensor | None]) -> tuple[list[bool], tuple[Tensor, ...]]:

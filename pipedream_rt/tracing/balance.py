@@ -27,7 +27,10 @@ def speed_of(busy_s: Sequence[float], seconds: float) -> float:
 def about_size(
     plan: Plan, busy_s: Sequence[float], seconds: float, micro_batches: int
 ) -> list[str]:
-    """Return the advice for a run that one process would do as fast; none for others."""
+    """Return the advice for a run that one process would do as fast; none for others.
+
+    ``seconds`` is what the run takes, or what it must take by its processor time.
+    """
     speed = speed_of(busy_s, seconds)
     if plan.workers == 1 or not 0 < speed < _AS_FAST:
         return []

@@ -13,6 +13,8 @@ import msgpack
 import numpy as np
 
 from pipedream_rt.errors import ConfigError, TraceError
+from pipedream_rt.packing import Unpacker, packb, unpackb
+from pipedream_rt.paths import given_path
 from pipedream_rt.schedules import Action, Kind, Plan
 from pipedream_rt.schedules.actions import OF_STAGES
 from pipedream_rt.schema import (
@@ -24,6 +26,7 @@ from pipedream_rt.schema import (
     problem_of,
     read_file,
     row,
+    shown,
     truth,
     whole,
     write_file,
@@ -199,15 +202,16 @@ class Trace:
             "stage_bytes": list(self.stage_bytes),
             "activation_bytes": list(self.activation_bytes),
         }
-        packed = msgpack.packb(header)
+        packed = packb(header)
         on_devices = self.device_spans.copy()
         on_devices["kind"] |= _ON_A_DEVICE
         spans = np.concatenate([self.spans, on_devices]).view(np.uint8).data
         try:
-            head = msgpack.packb([_MAGIC, _VERSION, packed, _digest(packed, spans)])
-            write_file(path, head, spans)
-        except OSError as error:
-            raise TraceError(f"the trace cannot be written to {path}: {error.strerror}") from error
+            head = packb([_MAGIC, _VERSION, packed, _digest(packed, spans)])
+            write_file(given_path(path, "the file"), head, spans)
+        except (OSError, ConfigError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise TraceError(f"the trace cannot be written to {path}: {reason}") from error
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Trace:
@@ -217,11 +221,11 @@ class Trace:
             TraceError: There is no such file, or it does not hold a whole trace.
         """
         try:
-            data = read_file(path, _LARGEST)
+            data = read_file(given_path(path, "the file"), _LARGEST)
         except (OSError, ValueError) as error:  # a ValueError for a path with a NUL in it
             reason = getattr(error, "strerror", None) or error
             raise TraceError(f"the trace {path} cannot be read: {reason}") from error
-        unpacker = msgpack.Unpacker(max_buffer_size=max(len(data), 1))
+        unpacker = Unpacker(max_buffer_size=max(len(data), 1))
         unpacker.feed(data)
         try:
             magic, version, packed, digest = unpacker.unpack()
@@ -233,14 +237,14 @@ class Trace:
             raise TraceError(f"{path} is no trace of pipedream-rt")
         if version != _VERSION:
             raise TraceError(
-                f"{path} is a trace of format {printable(repr(version), 20)}, this version reads "
+                f"{path} is a trace of format {shown(version, 20)}, this version reads "
                 f"format {_VERSION}"
             )
         spans = memoryview(data)[unpacker.tell() :]
         if not isinstance(packed, bytes) or digest != _digest(packed, spans):
             raise TraceError(f"the trace {path} is cut or changed: its checksum does not fit")
         try:
-            header = msgpack.unpackb(packed)
+            header = unpackb(packed)
             problem = problem_of(header, _HEADER) if isinstance(header, dict) else "it is no map"
             if problem:
                 raise ValueError(problem)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 from dataclasses import dataclass, field
 
 from pipedream_rt.schedules.edges import COORDINATOR, Address
@@ -28,6 +29,12 @@ class Group:
     def name(self) -> str:
         """The name of this process."""
         return self.names[self.rank]
+
+    @property
+    def tag(self) -> bytes:
+        """What tells this generation from all others, also of other lives of the script."""
+        # Each generation draws its key anew. The tag, which is said to whoever calls, hides it.
+        return hmac.digest(self.key, b"pipedream-rt group", "sha256")
 
     @property
     def others(self) -> tuple[int, ...]:

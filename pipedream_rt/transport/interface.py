@@ -43,6 +43,32 @@ class Transport(Protocol):
         """Stop moving messages. Idempotent, from any thread; later calls of `send` do nothing."""
 
 
+class Streams(Protocol):
+    """Streams of bytes that members exchange beside messages, over the same links."""
+
+    def receive(self, rank: int, data: bytes) -> None:
+        """Take a part of a stream that has come from a member. Any thread; never blocks."""
+
+    def end(self, rank: int) -> None:
+        """Close the streams to a member that is gone. Any thread; never blocks."""
+
+    def close(self) -> None:
+        """Close everything. Idempotent."""
+
+
+class StreamTransport(Protocol):
+    """A transport that carries streams too.
+
+    Attributes:
+        streams: Who takes their parts; None for nobody, set before anything is received.
+    """
+
+    streams: Streams | None
+
+    def send_stream(self, rank: int, data: bytes) -> None:
+        """Send a part of a stream to a member. Never blocks."""
+
+
 class Sender:
     """Makes the messages of a generation, and hands them to the transport."""
 

@@ -6,12 +6,13 @@ connection over loopback. So these are tried first, and a shortage becomes an er
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import threading
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.transport.rpc.fence import OBSTACLES, can_reach_itself
+from pipedream_rt.transport.fence import OBSTACLES, can_reach_itself
 
 _OWN, _FOR_EACH = 48, 14
 """Descriptors that a process opens at most, for itself and for each other member of the group.
@@ -52,7 +53,7 @@ def _allow_descriptors(needed: int) -> None:
             f"a process of this job may need {needed} descriptors beside the {there} that it has "
             f"open, and it may have {hard}. Allow more, as by `ulimit -n {wanted}` where it is "
             'started, use fewer workers, or give Pipeline workers="serial"'
-        )
+        ) from OSError(errno.EMFILE, os.strerror(errno.EMFILE))  # a recovery tries it again
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 

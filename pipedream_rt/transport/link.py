@@ -30,6 +30,7 @@ from torch import Tensor
 from pipedream_rt.errors import TransportError
 from pipedream_rt.lifecycle import close_in_forked_children
 from pipedream_rt.messages.wire import TensorSlot, bytes_of, described, place_for
+from pipedream_rt.packing import packb, unpackb
 from pipedream_rt.transport.shared import SMALLEST
 from pipedream_rt.transport.sharing import SharedEnd
 from pipedream_rt.transport.tls import TlsEngine
@@ -131,7 +132,7 @@ class Link:
         bodies = [bytes_of(tensor) for tensor in tensors]
         if passing and self._sharing is not None:
             self._share(self._sharing, about, bodies)
-        meta: bytes = msgpack.packb([data, about])
+        meta: bytes = packb([data, about])
         if len(meta) > _LARGEST_META:
             raise TransportError(
                 f"a message has {len(meta)} bytes besides its tensors, and may have "
@@ -321,7 +322,7 @@ class Link:
             return True
         try:
             # A description has dtype, shape and strides; for a slot, also its number and offset.
-            data, about = msgpack.unpackb(meta)
+            data, about = unpackb(meta)
             places = [place_for(each) if len(each) == 3 else self._in_slot(each) for each in about]
         except OSError as error:  # of `_mapped`
             raise TransportError(

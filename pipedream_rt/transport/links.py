@@ -8,7 +8,6 @@ thread reads them. That thread also writes what a socket did not take at once.
 from __future__ import annotations
 
 import functools
-import logging
 import select
 import ssl
 import threading
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from pipedream_rt.errors import TransportError
 from pipedream_rt.lifecycle import Lifecycle, name_this_thread
+from pipedream_rt.telling import log_of
 from pipedream_rt.transport.link import Connection, Frame, Link
 from pipedream_rt.transport.sharing import SharedEnd
 from pipedream_rt.transport.tls import problem_of_tls
@@ -30,13 +30,13 @@ _LONGEST_S = 86_400.0
 """Longest wait of one poll, in seconds. epoll takes milliseconds as a C integer (24 days)."""
 
 _LAST_S = 5.0
-"""Seconds for the links' own thread to end what it is doing."""
+"""Seconds for the links' own thread, and for the waiter, to end what they are doing."""
 
 
 Connections: TypeAlias = dict[int, Connection]
 """By rank of the member at the other end."""
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 
 class Links:
@@ -68,8 +68,11 @@ class Links:
         # meet, the first frames may have come already, and have been read from the socket.
         self._unread = deque(self._links)
         self._life = Lifecycle("the links")
-        self._waiter: int | None = None
+        self._waits = threading.Lock()  # held in `wait`, so that `close` waits for its end
+        self._waiter: int | None = None  # the thread that is in `wait`
+        self._is_reading = False  # whether it reads there, and need not be woken by itself
         self._called = False  # whether `wake` was called since `wait` began
+        self._is_left = False  # whether `wait` is to close what `close` could not
         self._waiter_alarm, self._thread_alarm = Alarm(), Alarm()
         self._of_waiter, self._of_thread = select.epoll(), select.epoll()
         self._writable = select.epoll()
@@ -109,22 +112,39 @@ class Links:
     # -- the waiter -----------------------------------------------------------------------------
 
     def wait(self, seconds: float | None) -> None:
-        """Receive what comes, in this thread, until `wake` is called or the time is over."""
-        self._waiter, self._called = threading.get_ident(), False
-        for ready, _ in self._of_waiter.poll(None if seconds is None else min(seconds, _LONGEST_S)):
-            if ready == self._waiter_alarm.fileno():
-                self._waiter_alarm.quiet()
-                continue
-            rank = self._rank_of[ready]
-            while not self._read(rank):
-                if self._called:  # what was waited for is here; the thread reads the rest
-                    self._unread.append(rank)
-                    self._thread_alarm.ring()
-                    break
+        """Receive what comes, in this thread, until `wake`, `close` or the end of the time."""
+        self._waiter = threading.get_ident()
+        try:
+            with self._waits:
+                if not self._life.is_open:
+                    raise TransportError("the links were closed, so no message can come any more")
+                self._called = False
+                self._receive_until_called(seconds)
+        finally:
+            self._waiter = None
+            if self._is_left:
+                self._release()
+
+    def _receive_until_called(self, seconds: float | None) -> None:
+        found = self._of_waiter.poll(None if seconds is None else min(seconds, _LONGEST_S))
+        self._is_reading = True
+        try:
+            for ready, _ in found:
+                if ready == self._waiter_alarm.fileno():
+                    self._waiter_alarm.quiet()
+                    continue
+                rank = self._rank_of[ready]
+                while not self._read(rank):
+                    if self._called:  # what was waited for is here; the thread reads the rest
+                        self._unread.append(rank)
+                        self._thread_alarm.ring()
+                        break
+        finally:
+            self._is_reading = False
 
     def wake(self) -> None:
         self._called = True  # for a waiter that is reading
-        if threading.get_ident() != self._waiter:
+        if not self._is_reading or threading.get_ident() != self._waiter:
             self._waiter_alarm.ring()
 
     # -- the thread -----------------------------------------------------------------------------
@@ -191,7 +211,7 @@ class Links:
         return reason
 
     def close(self) -> None:
-        """Close all links. Idempotent. Not on the links' own thread, nor while another waits."""
+        """Close all links, and end a `wait`. Idempotent. Not on the links' own thread."""
         if not self._life.begin_closing():
             return
         self._thread_alarm.ring()
@@ -201,6 +221,19 @@ class Links:
         if self._thread.is_alive():
             _log.error("the thread of the links does not end, and is left behind")
             return
+        self.wake()
+        if self._waiter == threading.get_ident():
+            # Called by what it receives, or by a signal handler, perhaps while it holds a lock.
+            self._is_left = True
+        elif self._waits.acquire(timeout=_LAST_S):
+            self._waits.release()  # who comes later finds that they were closed
+            self._release()
+        else:
+            _log.error("the thread that waits for messages does not end, and the links stay open")
+
+    def _release(self) -> None:
+        """Close what was opened, once no thread reads any more."""
+        self._is_left = False
         for link in self._links.values():
             with link.reading:
                 link.close()

@@ -9,8 +9,6 @@ computes, by the links' own thread.
 
 from __future__ import annotations
 
-import logging
-
 import msgpack
 
 from pipedream_rt.errors import PeerLost, TransportError
@@ -19,19 +17,19 @@ from pipedream_rt.messages.inbox import Waiter
 from pipedream_rt.messages.message import Message
 from pipedream_rt.messages.tree import own
 from pipedream_rt.messages.wire import decode, encode, sendable
+from pipedream_rt.packing import packb, unpackb
 from pipedream_rt.schedules.channels import CHANNELS
 from pipedream_rt.schedules.edges import By
+from pipedream_rt.telling import log_of
 from pipedream_rt.transport.group import Group
-from pipedream_rt.transport.interface import Lost, Receive
+from pipedream_rt.transport.interface import Lost, Receive, Streams
 from pipedream_rt.transport.link import Frame
 from pipedream_rt.transport.links import Connections, Links
-from pipedream_rt.transport.rpc.tunnel import Tunnel
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 _MESSAGE, _RETURNED, _STREAM = range(3)
-"""Kinds of frames: a message, the reason why one was not received, a part of a stream of torch RPC
-(for the tunnel)."""
+"""Kinds of frames: a message, the reason why one was not received, a part of a stream."""
 
 
 _PASSING = {each.kind for each in CHANNELS if each.by in (By.MICRO_BATCH, By.UPDATE)}
@@ -43,6 +41,7 @@ class SocketTransport:
 
     Attributes:
         nearby: The ranks of the members that can share memory with this one.
+        streams: Who takes the streams that others send, as torch RPC does; None for nobody.
     """
 
     def __init__(self, group: Group, gives: bool = False) -> None:
@@ -51,7 +50,7 @@ class SocketTransport:
         self._links: Links | None = None
         self.nearby: list[int] = []
         self._life = Lifecycle("the transport")
-        self.tunnel = Tunnel(group, self._send_stream)
+        self.streams: Streams | None = None
 
     def connect(self, connections: Connections) -> None:
         """Take connections over, and begin to receive."""
@@ -94,17 +93,23 @@ class SocketTransport:
 
     def _end_of_link(self, rank: int, reason: str) -> None:
         """Tell all addresses of this process that a peer is gone. On the thread that reads."""
-        self.tunnel.end(rank)
+        if self.streams is not None:
+            self.streams.end(rank)
         for address in list(self._open):
             self._tell_lost(address, rank, f"{{}} is gone: {reason}")
 
     def _receive(self, rank: int, frame: Frame) -> None:
         """Take a frame from a link. On the thread that reads."""
         if frame.kind == _STREAM:
-            self.tunnel.receive(rank, frame.data)
+            if self.streams is None:
+                raise TransportError(
+                    f"{self._group.names[rank]!r} sends a stream of torch RPC, which this group "
+                    "does without"
+                )
+            self.streams.receive(rank, frame.data)
         elif frame.kind == _RETURNED:
             try:
-                sender, text = msgpack.unpackb(frame.data)
+                sender, text = unpackb(frame.data)
             except (ValueError, TypeError, msgpack.UnpackException) as error:
                 raise TransportError(
                     f"{len(frame.data)} bytes that should say why a message was not received "
@@ -128,7 +133,7 @@ class SocketTransport:
         if problem is not None:
             assert self._links is not None
             text = f"{message}: {problem}"
-            self._links.send(rank, _RETURNED, msgpack.packb([message.sender, text]))
+            self._links.send(rank, _RETURNED, packb([message.sender, text]))
 
     def _deliver(self, message: Message) -> str | None:
         """Give a message to its receiver; return why that failed, or None."""
@@ -137,8 +142,7 @@ class SocketTransport:
         self._open[message.to][0](message)
         return None
 
-    def _send_stream(self, rank: int, data: bytes) -> None:
-        """Send a part of a stream of torch RPC, for the tunnel."""
+    def send_stream(self, rank: int, data: bytes) -> None:
         if self._links is not None:
             self._links.send(rank, _STREAM, data)
 
@@ -147,5 +151,6 @@ class SocketTransport:
             return
         if self._links is not None:
             self._links.close()
-        self.tunnel.close()
+        if self.streams is not None:
+            self.streams.close()
         self._life.close()

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from torch import nn
 
 from pipedream_rt.batches.micro_batches import CutBatch
+from pipedream_rt.lifecycle import is_of_a_handler
 from pipedream_rt.torch_private import NormWithBuffers
 from pipedream_rt.verify.compare import apart
 from pipedream_rt.verify.plain import PlainTraining, rounding_in
@@ -44,13 +45,15 @@ def whole_and_parts(plain: PlainTraining, cut: CutBatch) -> Cutting | None:
     the training forward draws random numbers. None where nothing can be compared: there is one
     micro-batch, it draws in eval mode too, it differs from itself, or it raises.
     """
-    if len(cut.filled) < 2:
+    if len(cut.filled) < 2 or cut.is_whole:  # such a loss has nothing to say of parts
         return None
     for kinds in (NormWithBuffers, nn.Module):
         try:
             with plain.in_eval_mode(kinds):
                 found = _compared(plain, cut)
-        except Exception:  # the user's code, given more samples than it was written for
+        except Exception as error:  # the user's code, given more samples than it was written for
+            if is_of_a_handler(error):
+                raise
             plain.notes["whole"] = None
             return None
         if found is not None:
@@ -105,6 +108,8 @@ def noise_of(plain: PlainTraining, cut: CutBatch) -> dict[str, float]:
     One that differs from itself is left out: that is no rounding.
     """
     filled = [(p.inputs, p.target, p.share) for p in cut.filled.values() if p.share]
+    if cut.is_whole:
+        filled = [(*plain.flat(cut.batch), 1.0)]
     kept, found = plain.kept(), []
     for nudges in (nullcontext(), nullcontext(), plain.nudged()):
         plain.seed(0, "noise")

@@ -23,6 +23,7 @@ from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.given_optimizer import OptimizerParts
 from pipedream_rt.job.job import Job
 from pipedream_rt.job.unsplit_model import UnsplitModel
+from pipedream_rt.lifecycle import is_of_a_handler
 from pipedream_rt.messages.tree import Value, flat_copy, own, unflatten
 from pipedream_rt.models import dumps, loads
 from pipedream_rt.models.parcel import Parcel, weights_in
@@ -34,6 +35,7 @@ from pipedream_rt.stage.loss_check import rounding_of
 from pipedream_rt.stage.rules.clipping import Clip
 from pipedream_rt.stage.seeds import layer_seed
 from pipedream_rt.stage.spec import LossFunction, own_loss, total_of
+from pipedream_rt.stage.whole_loss import Met, WholeLoss
 from pipedream_rt.verify.compare import Place, Seen, apart, sampled
 from pipedream_rt.verify.isolation import Kept, drawn, generators_in, held_by
 from pipedream_rt.verify.stand_in import GivenGradients
@@ -218,9 +220,9 @@ class PlainTraining:
         budget: int | None = None,
     ) -> None:
         self.job, self._copies, self._model = job, copies, copies.model
-        self._loss = own_loss if job.forwards.own_loss else copies.loss_fn
-        if self._loss is None:  # the script's, of which the gradients are known
-            self._loss = GivenGradients()
+        self._loss = copies.loss_fn
+        if self._loss is None:  # the model's, or the script's, of which the gradients are known
+            self._loss = own_loss if job.forwards.own_loss else GivenGradients()
         self._by_stage = names
         self._trained = {
             copies.model.names[id(p)]: p
@@ -327,7 +329,7 @@ class PlainTraining:
         late: Callable[[], bool],
     ) -> bool:
         """Compute the gradients of all micro-batches; return whether there was the time."""
-        tap = Tap(self._layers, seen, self.seed)
+        tap, whole = Tap(self._layers, seen, self.seed), WholeLoss()
         try:
             for i, part in cut.filled.items():
                 if i and late():
@@ -336,7 +338,11 @@ class PlainTraining:
                 tap.begin(step, number)
                 seed = functools.partial(self.seed, number)
                 draws = _Seeding(drawing.get(part.program, ()), tap.inside, seed)
-                loss = self._computed(copy_of(part.inputs), copy_of(part.target), draws)
+                output = self._output(copy_of(part.inputs), draws)
+                if cut.is_whole:
+                    whole.met.append(Met.of(number, part.samples, output, part.target))
+                    continue
+                loss = self._loss_of(output, copy_of(part.target))
                 tap.at = None
                 if isinstance(self._loss, GivenGradients):
                     seen[Place(step, number, "result")] = self._loss.outputs
@@ -349,9 +355,28 @@ class PlainTraining:
                     (loss * share if share != 1.0 else loss).backward()
                     if self.drawn() != before:
                         self.notes["backward"] = None
+            if whole.met:
+                tap.at = None
+                self._end_whole(step, whole, seen)
         finally:
             tap.remove()
         return True
+
+    def _end_whole(self, step: int, whole: WholeLoss, seen: Seen) -> None:
+        """Compute the loss of micro-batches together, and their gradients one after another."""
+        output, target = whole.join()
+        loss = self._loss_of(output, unflatten(target.structure, target.tensors))
+        seen[Place(step, whole.met[-1].number, "loss")] = loss.item()
+        whole.begin(loss)
+        for each in whole.met:
+            self.seed(each.number, "backward")
+            before = self.drawn()
+            asked = [t for t, asks in zip(each.value.tensors, each.value.requires_grad) if asks]
+            pairs = zip(asked, whole.gradients(each.number), strict=True)
+            given = [(tensor, gradient) for tensor, gradient in pairs if gradient is not None]
+            torch.autograd.backward([t for t, _ in given], [g for _, g in given])
+            if self.drawn() != before:
+                self.notes["backward"] = None
 
     def _update(self, step: int, seen: Seen, gradients: Mapping[str, Tensor] | None) -> None:
         """Clip, and step; with other gradients than its own, if they are given."""
@@ -405,7 +430,9 @@ class PlainTraining:
                 loss: float = self._computed(*map(copy_of, self.flat(batch))).item()
             still = self.drawn() == before and not apart(held, self.held(), exact=True)
             kept.put_back()
-        except Exception:  # the user's code, which was perhaps not written for it
+        except Exception as error:  # the user's code, which was perhaps not written for it
+            if is_of_a_handler(error):
+                raise
             return None
         return loss if still else None
 
@@ -477,10 +504,17 @@ class PlainTraining:
             state |= self._loss.state_dict(prefix=f"{LOSS_LAYER}.", keep_vars=True)
         return state
 
-    def _computed(self, given: Any, target: Any, draws: Any = None) -> Tensor:
-        """Return the loss of inputs; ``draws`` is a context of the forward."""
+    def _computed(self, given: Any, target: Any) -> Tensor:
+        """Return the loss of inputs."""
+        return self._loss_of(self._output(given), target)
+
+    def _output(self, given: Any, draws: Any = None) -> Any:
+        """Return the output of inputs; ``draws`` is a context of the forward."""
         with self._casting(), draws or nullcontext():
-            output = self._forward(given)
+            return self._forward(given)
+
+    def _loss_of(self, output: Any, target: Any) -> Tensor:
+        """Return the loss of an output."""
         with self._casting():
             assert self._loss is not None
             loss: Tensor = total_of(self._loss(output, target))[0]

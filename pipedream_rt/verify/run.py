@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -20,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pipedream_rt.batches.cutting import keeps_state, unmarked
-from pipedream_rt.batches.items import Batch, Prepare, batch_of, require_loader
+from pipedream_rt.batches.items import Batch, Prepare, require_loader
 from pipedream_rt.batches.looking import looking
 from pipedream_rt.batches.micro_batches import CutBatch
 from pipedream_rt.coordinator.results import PendingStep, StepResult
@@ -28,11 +26,13 @@ from pipedream_rt.coordinator.run import Run
 from pipedream_rt.errors import ConfigError, PipelineError
 from pipedream_rt.job.job import Job
 from pipedream_rt.job.rules import scale_of
+from pipedream_rt.lifecycle import is_of_a_handler
 from pipedream_rt.messages.tree import Value, flat_copy
 from pipedream_rt.models.communication import communicates
 from pipedream_rt.models.preserving_state import drawn_outside
 from pipedream_rt.schedules import Plan
 from pipedream_rt.stage.hyper import Hyper
+from pipedream_rt.telling import log_of, note, say
 from pipedream_rt.verify.compare import (
     Parted,
     Place,
@@ -76,7 +76,7 @@ _WORKERS = (
     "themselves, another environment, other software, or a file that they read"
 )
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 
 # -- whenever one asks --------------------------------------------------------------------------
@@ -87,11 +87,11 @@ def verified(
 ) -> Verification:
     """Compare stages with plain PyTorch on the first mini-batches of a loader."""
     require_loader(loader, "verify")
-    optimizer, job = run.feeder.optimizer, with_stand_in(job)
+    optimizer, job = run.feeder.optimizer, with_stand_in(_decided(job, run))
     if job.loss_fn is None or optimizer is None:
         raise ConfigError("verify trains copies, so Pipeline needs loss_fn and optimizer")
     items = looking(loader, steps)
-    batches = [batch_of(item, prepare_item) for item in items]
+    batches = [job.items.batch(item, prepare_item) for item in items]
     if not batches:
         raise ConfigError("the loader given to verify yielded nothing")
     state = run.run_state.gathered()  # flushes, so not in the block, which puts back
@@ -149,6 +149,11 @@ def beside(
     return _with_workers(found, job, run, batches[0], loss)
 
 
+def _decided(job: Job, run: Run) -> Job:
+    """Return a job as the mini-batches so far have decided it."""
+    return replace(job, of_loss=run.feeder.decision.of_loss)
+
+
 def _both(
     shared: Shared,
     twin: Twin,
@@ -197,7 +202,7 @@ def _said_of(
         names = f"{first} and {len(more)} more" if more else first
         note = (
             f"what the forward leaves in {names} differs in micro-batches, as it changes once for "
-            "each of them; micro_batches=1 makes it as in plain PyTorch"
+            'each of them; micro_batches=1, schedule="gpipe" makes it as in plain PyTorch'
         )
         if note not in notes:
             notes.append(note)
@@ -207,7 +212,7 @@ def _said_of(
             cutting.loss,
             "A value is cut that belongs to every micro-batch, or along another dimension "
             "(pipedream_rt.Whole and Along say how), or a layer lets samples depend on each other; "
-            "micro_batches=1 makes it as in plain PyTorch",
+            'micro_batches=1, schedule="gpipe" makes it as in plain PyTorch',
         )
     if cutting.loss:
         whole, parts = cutting.losses
@@ -225,8 +230,8 @@ def _said_of(
             f"the gradient of {cutting.gradient} of two micro-batches as one and one by one",
             cutting.difference,
             "The loss is the same, so it is in the backward: a gradient that is put in and not "
-            "derived from the loss, or a hook that clamps or norms; micro_batches=1 makes it as in "
-            "plain PyTorch",
+            "derived from the loss, or a hook that clamps or norms; micro_batches=1, "
+            'schedule="gpipe" makes it as in plain PyTorch',
         )
     return None
 
@@ -259,7 +264,7 @@ def _with_workers(
         output = feeder.infer(unmarked(batch), training=False)
         theirs = MeanOfOutputs()(output, None).item()
     else:
-        theirs = feeder.evaluate([batch], _as_it_is)["loss"]
+        theirs = feeder.evaluate([batch])["loss"]
     # Seeds count passes: layers that draw are to draw as if this one had not been.
     feeder.passes = passes
     apart_by = abs(own - theirs) / max(abs(own), abs(theirs), 1e-30)
@@ -274,11 +279,6 @@ def _with_workers(
         difference=apart_by,
         cause=f"Stages in this process gave the same, so it is the workers: {_WORKERS}.",
     )
-
-
-def _as_it_is(item: Any) -> Any:
-    """Return a mini-batch in the parts that `batch_of` takes."""
-    return item.args, item.kwargs, item.target
 
 
 # -- the first mini-batch, and `run --verify` ---------------------------------------------------
@@ -333,7 +333,7 @@ class Watching:
                 self._cut = cut
             elif self._at_first is not None:
                 began, result = time.monotonic(), pending.result()
-                took = time.monotonic() - began
+                took, cut = time.monotonic() - began, self._run.feeder.decision.applied(cut)
                 self._compare_first(cut, took, lambda own: self._of_workers(own, result, cut))
             self._batches.clear()
             return False
@@ -349,7 +349,7 @@ class Watching:
             self._batches.clear()
             if not found:
                 raise ConfigError(f"verified: {found}")
-            print(f"verified: {found}", file=sys.stderr, flush=True)
+            say(f"verified: {found}")
 
     def answered(self, cut: CutBatch | None, values: Sequence[Value], given: Sequence[Any]) -> None:
         """Look at the first update whose loss the script has computed.
@@ -377,7 +377,7 @@ class Watching:
         count = self._compare_first(answered, 0.0, theirs)
         if self._asked and count:
             text = f"the first update by hand is that of plain PyTorch, in {count} values"
-            print(f"verified: {text}", file=sys.stderr, flush=True)
+            say(f"verified: {text}")
 
     def _compare_first(self, cut: CutBatch, took: float, theirs_of: Callable[[Seen], Seen]) -> int:
         """Compare what the workers return for the first mini-batch with plain PyTorch.
@@ -406,7 +406,7 @@ class Watching:
         if parted is not None and not parted.rounds:
             self._refuse(parted)
         how = "is" if parted is None else "is, but for rounding,"
-        _log.info("the first mini-batch %s what plain PyTorch computes, in %d values", how, number)
+        note(_log, f"the first mini-batch {how} what plain PyTorch computes, in {number} values")
         return number
 
     def _say_of_cutting(self, cutting: Cutting | None) -> None:
@@ -444,7 +444,7 @@ class Watching:
 
     def _beside(self) -> Verification:
         """Compare all that stages in this process compute of the mini-batches so far."""
-        job = with_stand_in(self._job)
+        job = with_stand_in(_decided(self._job, self._run))
         with self._shared.apart():
             copies = copies_of(job, None)
         training = self._run.feeder.training
@@ -456,13 +456,14 @@ class Watching:
         try:
             return call()
         except Exception as error:
+            if is_of_a_handler(error):
+                raise
             _log.info("%s: %s", _NOT_COMPARED, error)
             return None
 
     def _of_workers(self, own: Seen, result: StepResult, cut: CutBatch) -> Seen:
         """Return what the workers have computed: losses, and where they are compared weights."""
-        weighed = [i for i, part in cut.filled.items() if part.share]
-        pairs = zip(weighed, result.losses, strict=True)
+        pairs = zip(cut.with_loss, result.losses, strict=True)
         return {Place(0, i, "loss"): loss for i, loss in pairs} | self._states(own)
 
     def _states(self, own: Seen) -> Seen:

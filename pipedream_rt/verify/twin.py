@@ -46,17 +46,19 @@ class Twin:
             optimizer=job.optimizer,
             given=GivenOptimizer(None),
             brought={},
+            of_loss=job.of_loss,
             chosen="",
             notices=[],
         )
         self.forwards = made.forwards
         self._plan, self._group = made.plan, start(made, None)
-        with self._group.life.guard():
+        with self._group.life.guard("it was opened"):
             self._run = attach(made, self._group, None)
             cluster = self._group.cluster
             self._stages: list[Stage] = [
                 cluster.reference(address, "stage").local_value() for address in made.plan.addresses
             ]
+        self._run.feeder.decision.said = lambda text: None  # the run itself says it
         self._group.recovery._specs.clear()  # never started again, so nobody needs the weights here
         # The script changes nothing meanwhile; plain PyTorch trains the copy of its model.
         made.script_values.watches = False
@@ -90,8 +92,7 @@ class Twin:
         for group, packed in zip(feeder.optimizer.param_groups, hyper, strict=True):
             set_hyper(group, packed)
         result, cut = feeder.inject(batch).result(), self.cut(batch)
-        weighed = [i for i, part in cut.filled.items() if part.share]
-        for i, loss in zip(weighed, result.losses, strict=True):
+        for i, loss in zip(cut.with_loss, result.losses, strict=True):
             self._seen[Place(step, step * len(cut.parts) + i, "loss")] = loss
         for name, value in self.state().items():
             if isinstance(value, Tensor):
@@ -116,7 +117,7 @@ class Twin:
         def watched(program: int, values: dict[int, Any], number: int) -> list[Any]:
             # Another stage may have made other calls of the same layer.
             names: dict[int, list[str]] = {}
-            for step in stage.runner.programs[program].steps:
+            for step in stage.runner.programs[program].whole.steps:
                 if step.layer is not None:
                     names.setdefault(id(layers[step.layer]), []).append(step.name)
             tap.begin(self._step, number, names)
@@ -175,7 +176,7 @@ def _plain_options(job: Job, copies: Copies, batch: Batch) -> tuple[Options, lis
     return replace(
         options,
         loss_fn=copies.loss_fn,
-        example=example and (example.args, example.kwargs, example.target),
+        example=example,
         optimizer=(job.optimizer.optimizer_class, job.optimizer.kwargs, rules),
         schedule=options.schedule if plan.flushes else "1f1b",
         micro_batches=plan.per_update,
@@ -220,5 +221,5 @@ def steps_that_draw(forwards: Forwards) -> dict[int, list[str]]:
             for step in stage.steps
             if step.layer is None and step.random
         ]
-        for number, made in enumerate(forwards.cuts)
+        for number, made in forwards.cuts.items()
     }

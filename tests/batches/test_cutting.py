@@ -43,6 +43,16 @@ def batch(*args, target=None, **kwargs):
     return Batch(args, kwargs, target)
 
 
+def test_a_sparse_tensor_stays_whole_or_is_refused():
+    graph = torch.eye(4).to_sparse()
+    given = batch(torch.arange(4), graph)
+    assert cut_batch(given, [4])[0].args[1] is graph
+    with pytest.raises(ConfigError, match=r"input 1 of the mini-batch is a sparse .*Whole\(value"):
+        cut_batch(given, [2, 2])
+    parts = cut_batch(batch(torch.arange(4), Whole(graph)), [2, 2])
+    assert [part.args[1] is graph for part in parts] == [True, True]
+
+
 def test_tensors_are_cut_and_the_rest_is_repeated():
     given = batch(x=torch.arange(5), scale=torch.tensor(2.0), name="n")
     first, second, empty = (each.kwargs for each in cut_batch(given, [3, 2, 0]))

@@ -1,5 +1,7 @@
 """Mini-batches in micro-batches: what is fed of each, what it weighs, what is refused."""
 
+import math
+
 import pytest
 import torch
 from support.pinned import Flat as Pipeline
@@ -213,7 +215,20 @@ def test_losses_are_compared_at_first_and_where_labels_are_first_ignored():
         return cutter(2).cut(Batch((torch.ones(2, 1),), {}, torch.tensor(labels)), True)
 
     checks = LossChecks(1)
-    assert not checks.takes(cutter(1).cut(pair(2), True))  # there is nothing to compare it with
+    assert not checks.takes(cutter(1).cut(pair(2), True), 0)  # there is nothing to compare it with
     cuts = [labelled(1, 2), labelled(1, 2), labelled(1, -100), labelled(-100, 1)]
-    assert [checks.takes(cut) for cut in cuts] == [True, False, True, False]
-    assert not any(map(LossChecks(0).takes, cuts))
+    assert [checks.takes(cut, i) for i, cut in enumerate(cuts)] == [True, False, True, False]
+    none = LossChecks(0)
+    assert not any(none.takes(cut, i) for i, cut in enumerate(cuts))
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_for_a_loss_that_is_not_finite_another_mini_batch_is_compared(loss):
+    checks, cut = LossChecks(1), cutter(2).cut(pair(2), True)
+    assert [checks.takes(cut, 0), checks.takes(cut, 1)] == [True, False]
+    checks.came(1, [loss])  # of one that was not compared
+    assert not checks.takes(cut, 2)
+    checks.came(0, [1.0, loss])
+    assert checks.takes(cut, 3)
+    checks.came(3, [1.0, 2.0])
+    assert not checks.takes(cut, 4)

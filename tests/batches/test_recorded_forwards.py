@@ -52,7 +52,7 @@ def follow(forwards, *args, mode=Mode.TRAIN, training=None, **kwargs):
 def test_a_program_is_recorded_once_for_each_signature():
     forwards = forwards_of()
     assert follow(forwards, X + 1, SCALE) == 0
-    assert forwards.definitions == []  # the stages begin with that one
+    assert forwards.definitions == {}  # the stages begin with that one
     longer = torch.ones(3, 4), torch.ones(3, 4)
     found = [
         follow(forwards, *longer),
@@ -66,8 +66,8 @@ def test_a_program_is_recorded_once_for_each_signature():
     ]
     # An evaluation needs no program beside that of inference; other strides need one.
     assert found == [1, 2, 1, 3, 3, 4, 5, 0]
-    assert len(forwards.definitions) == 5
-    assert [len(pickle.loads(each)) for each in forwards.definitions] == [2] * 5  # of each stage
+    made = [pickle.loads(each) for each in forwards.definitions.values()]
+    assert [(number, len(parts)) for number, parts in made] == [(n, 2) for n in range(1, 6)]
     assert forwards.how == "cut by a recorded forward: 6 programs so far"
 
 
@@ -104,14 +104,109 @@ def test_a_mini_batch_may_not_ask_for_what_no_stage_has():
     assert follow(forwards, X) == 1
 
 
-def test_a_model_whose_inputs_differ_in_every_mini_batch_is_refused(monkeypatch):
+def test_the_program_that_was_followed_longest_ago_is_forgotten(monkeypatch):
+    monkeypatch.setattr(recorded_forwards, "_MOST", 3)
+    monkeypatch.setattr(recorded_forwards, "_FIRST", 100)
+    forwards = forwards_of()
+    sizes = [torch.ones(samples, 4) for samples in (3, 5, 7)]
+    assert [follow(forwards, each) for each in sizes] == [1, 2, 3]
+    assert forwards.unused() == []
+    assert follow(forwards, sizes[0]) == 1
+    assert follow(forwards, torch.ones(9, 4)) == 4
+    assert forwards.unused() == [2]
+    assert forwards.unused() == []
+    more = [*sizes, torch.ones(9, 4)]
+    assert [follow(forwards, each) for each in more] == [1, 5, 3, 4]  # 2 is recorded again
+    assert forwards.unused() == []  # what was followed since the last time stays
+    assert sorted(forwards.definitions) == [1, 2, 3, 4, 5]  # a recovery may still need 2
+    forwards.drop(2)
+    assert sorted(forwards.cuts) == [0, 1, 3, 4, 5]
+    assert follow(forwards, X, SCALE) == 0  # that of the example stays
+
+
+def test_after_the_first_few_sizes_one_program_serves_all():
+    forwards = forwards_of()
+    followed = [
+        forwards.follow(flat_copy(((torch.ones(n, 4), torch.ones(n, 4)), {})), Mode.TRAIN, None)
+        for n in range(3, 9)
+    ]
+    numbers = [(each.program, each.numbers) for each in followed]
+    # The fourth is that for any sizes; it is looked at again at the first and second that follow.
+    assert numbers[:3] == [(1, ()), (2, ()), (3, ())]
+    assert numbers[3:] == [(5, ()), (6, ()), (4, (8,))]
+    # Sizes that are no symbols, and 1, which torch treats apart, have programs of their own.
+    for other in (torch.ones(1, 4), torch.ones(9, 4, dtype=torch.float64)):
+        assert forwards.follow(flat_copy(((other,), {})), Mode.TRAIN, None).numbers == ()
+
+
+class Masked(Net):
+    def forward(self, x, mask):
+        x = self.b(self.a(x))
+        return x if mask.all() else x * mask[:, None]
+
+
+def test_what_is_read_parts_the_programs_for_any_sizes_too(caplog):
+    """As where the first mini-batches have no padding, and later ones do."""
+    forwards = forwards_of(Masked(), Batch((X, torch.ones(2, dtype=torch.bool)), {}, None))
+
+    def followed(samples, whole):
+        mask = torch.ones(samples, dtype=torch.bool)
+        mask[-1] = whole
+        found = forwards.follow(flat_copy(((torch.ones(samples, 4), mask), {})), Mode.TRAIN, None)
+        return found.program if found.numbers or not whole else -1
+
+    whole = [followed(n, True) for n in range(3, 9)]
+    padded = [followed(n, False) for n in range(3, 15)]
+    assert not [each for each in caplog.records if each.levelname == "WARNING"]
+    assert whole[-1] == followed(50, True)
+    assert padded[-1] == followed(50, False)
+    assert padded[-1] != whole[-1]
+
+
+class AsksForTheClass(Net):
+    def forward(self, x):
+        size = x.shape[0]
+        more = type(size) is int and size > 7  # a symbol's is another
+        x = self.b(self.a(x))
+        return x + 1 if more else x
+
+
+def test_a_forward_that_takes_a_symbol_for_no_number_is_found_out(caplog):
+    forwards = forwards_of(AsksForTheClass(), Batch((X,), {}, None))
+    found = [follow(forwards, torch.ones(n, 4)) for n in range(3, 9)]
+    assert "takes another way with inputs of shapes" not in caplog.text
+    found += [follow(forwards, torch.ones(n, 4)) for n in range(9, 14)]
+    assert "takes another way with inputs of shapes" in caplog.text
+    assert len(set(found[-3:])) == 3
+    # A micro-batch that follows the wrong one may not be fed yet.
+    assert 4 in forwards.definitions
+    assert forwards.unused() == []
+
+
+class Reads(Net):
+    def forward(self, x, mask):
+        x = self.b(self.a(x))
+        return x if mask.all() else x * mask
+
+
+def test_what_other_values_lead_to_is_no_other_way(caplog):
+    """As padding that comes in later mini-batches; each way has a program for any sizes."""
+    full, part = torch.ones(64, 4), torch.arange(256.0).view(64, 4)
+    forwards = forwards_of(Reads(), Batch((X, full[:2]), {}, None))
+    for n in range(3, 12):
+        for mask in (full, part)[: 1 + (n > 6)]:
+            follow(forwards, torch.ones(n, 4), mask[:n])
+    assert "takes another way" not in caplog.text
+    [kind] = forwards._kinds.values()
+    assert len(kind.found) == 2
+
+
+def test_kinds_of_inputs_are_forgotten_too(monkeypatch):
     monkeypatch.setattr(recorded_forwards, "_MOST", 3)
     forwards = forwards_of()
-    for samples in (3, 5):
-        follow(forwards, torch.ones(samples, 4))
-    with pytest.raises(ConfigError, match=r"has taken 3 ways so far.*Pad the inputs to a few"):
-        follow(forwards, torch.ones(7, 4))
-    assert follow(forwards, torch.ones(5, 4)) == 2
+    for count in range(9):  # a value that is no tensor makes another kind
+        follow(forwards, X, float(count))
+    assert len(forwards._kinds) == 3
 
 
 class Own(Net):
@@ -129,7 +224,7 @@ def test_a_model_that_computes_its_loss_says_over_how_many_labels():
     assert (found.program, int(found.labels), found.only_labels) == (0, 1, True)
     both = forwards.follow(flat_copy(((X, labels.abs() % 4), {})), Mode.TRAIN, None)
     assert int(both.labels) == 2
-    with pytest.raises(ConfigError, match="what the model returns has no loss: give loss_fn"):
+    with pytest.raises(ConfigError, match="what it returns has none: give it the inputs"):
         follow(forwards, X)
     assert follow(forwards, X, mode=Mode.INFER) == 1
 

@@ -13,6 +13,7 @@ from support.pinned import Flat as Pipeline
 from torch import nn
 
 from pipedream_rt import ConfigError, StageFailed
+from pipedream_rt.batches.weighing import shares_of
 
 SGD = (torch.optim.SGD, {"lr": 0.1})
 
@@ -72,6 +73,21 @@ WEIGHED = {
     ),
 }
 """Losses of which the user says what they are means over."""
+
+
+@pytest.mark.parametrize(
+    ("weights", "samples", "shares"),
+    [
+        ([1, 3.0], [2, 2], [0.25, 0.75]),
+        ([0, 0], [3, 1], [0.75, 0.25]),
+        ([0, 0.0], [0, 0], [0.5, 0.5]),
+        ([], [], []),
+    ],
+)
+def test_shares_are_of_weights_of_samples_where_none_weighs_and_equal_where_there_are_none(
+    weights, samples, shares
+):
+    assert shares_of(weights, samples) == shares
 
 
 @pytest.mark.parametrize("k", [1, 3, 4])

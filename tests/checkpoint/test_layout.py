@@ -1,7 +1,12 @@
+import os
 from hashlib import blake2b
 
 import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
+from pipedream_rt.checkpoint import layout
 from pipedream_rt.checkpoint.layout import (
     checkpoints,
     digest_of,
@@ -59,6 +64,40 @@ def test_the_checksum_is_of_every_byte(tmp_path):
     (tmp_path / "file").write_bytes(data)
     assert digest_of(tmp_path / "file") == blake2b(data, digest_size=16).digest()
     assert size_and_digest(tmp_path / "file") == [len(data), digest_of(tmp_path / "file")]
+
+
+def test_a_file_of_tensors_is_opened_once(tmp_path, monkeypatch):
+    """Another file that gets the name between the check and the reading is not read."""
+    path = tmp_path / "file"
+    save_file({"a": torch.zeros(3)}, path)
+    opened = layout.open_file
+
+    def replaced(place, **options):
+        file = opened(place, **options)
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+        monkeypatch.setattr(layout, "open_file", opened)
+        return file
+
+    monkeypatch.setattr(layout, "open_file", replaced)
+    with layout.open_tensors(path) as tensors:
+        assert tensors.get_tensor("a").tolist() == [0.0, 0.0, 0.0]
+    with pytest.raises(OSError, match="no ordinary file"), layout.open_tensors(path):
+        pass
+
+
+@pytest.mark.parametrize("name", [b"plain", "caf\u00e9".encode(), b"caf\xe9"])
+def test_tensors_are_read_whatever_the_bytes_of_the_path(tmp_path, name):
+    path = tmp_path / os.fsdecode(name)
+    save_file({"w": torch.arange(3.0)}, path, metadata={"said": "x"})
+    before = os.listdir("/proc/self/fd")
+    with layout.open_tensors(path) as file:
+        assert file.metadata()["said"] == "x"
+        assert torch.equal(file.get_tensor("w"), torch.arange(3.0))
+    path.write_bytes(b"junk")
+    with pytest.raises(SafetensorError), layout.open_tensors(path):
+        pass
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_files_and_folders_can_be_synced(tmp_path):

@@ -24,6 +24,7 @@ from pipedream_rt.checkpoint import (
     weights_of,
     write_manifest,
     write_stage,
+    writing,
 )
 from pipedream_rt.checkpoint.writing import write_tensors
 from pipedream_rt.messages.snapshot import Snapshot
@@ -128,6 +129,22 @@ def test_a_file_is_written_over_and_nothing_else_is_left(tmp_path):
     with pytest.raises(CheckpointError, match="cannot be written"):
         write_tensors(tmp_path / "folder", {"w": torch.ones(2)})
     assert sorted(os.listdir(tmp_path)) == ["folder", path.name]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_a_file_whose_writing_is_interrupted_is_as_before_and_nothing_else_is_left(
+    error, tmp_path, monkeypatch
+):
+    def interrupted(path):
+        raise error
+
+    path = tmp_path / "best.safetensors"
+    write_tensors(path, {"w": torch.ones(2)})
+    monkeypatch.setattr(writing, "sync", interrupted)
+    with pytest.raises(error):
+        write_tensors(path, {"w": torch.zeros(2)})
+    assert os.listdir(tmp_path) == [path.name]
+    assert load_file(path)["w"].tolist() == [1.0, 1.0]
 
 
 def test_complex_numbers_are_written_as_pairs(tmp_path):

@@ -8,7 +8,10 @@ from pipedream_rt import Pipeline
 from pipedream_rt.cli.main import main
 from pipedream_rt.errors import ConfigError
 
-RANK = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+RANK = {
+    "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+}  # fmt: skip
 RUN = {"PIPEDREAM_RT_LISTEN_FD": "0", "PIPEDREAM_RT_NPROC": "2", "PIPEDREAM_RT_SECRET_FD": "0"}
 
 

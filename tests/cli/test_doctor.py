@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from pipedream_rt.doctor import rounds
-from pipedream_rt.doctor.judgement import MeasuredLink
+from pipedream_rt.doctor import rounds, training
+from pipedream_rt.doctor.judgement import Finding, MeasuredLink
 from pipedream_rt.doctor.rounds import Found
 
 pytestmark = pytest.mark.usefixtures("environment")
@@ -69,6 +69,25 @@ def test_a_program_reads_everything(call, found):
     ]
     assert (said["clocks"], said["refused"]) == ({"b": 0.5}, {})
     assert "fail" in {each["grade"] for each in said["findings"]}
+
+
+def test_a_training_is_a_line_for_each_step_of_it_and_counts(call, found, monkeypatch):
+    counts, said = [], [Finding("training", "", "ok", "10 steps"), Finding("bits", "", "ok", "all")]
+
+    def train_on(stages, patience, run):
+        counts.append((stages, patience.total_seconds()))
+        return list(said)
+
+    monkeypatch.setattr(training, "train_on", train_on)
+    lines = call("doctor", "--train", "--patience", 7).splitlines()
+    assert [line.split()[1] for line in lines[-2:]] == ["training", "bits"]
+    assert counts == [(2, 7.0)]
+    said.append(Finding("bits", "", "fail", "1 of 4 weights differ", "are they of one kind?"))
+    output = call("doctor", "--train", code=1)
+    assert output.endswith("bits: are they of one kind?\n")
+    found.machines["here"] = {**FINE, "folder": "No such file: /run"}
+    assert "left out, as a job would not run" in call("doctor", "--train", code=1)
+    assert len(counts) == 2
 
 
 def test_a_folder_that_is_not_there_is_told(call, tmp_path):

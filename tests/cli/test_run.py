@@ -301,8 +301,12 @@ def test_what_is_no_number_of_workers_is_refused(text):
         (["--nproc-per-node", "none", "nowhere.py"], "'none' is no number of at least 1"),
         (["--log-dir", "{file}/logs", "nowhere.py"], "logs: Not a directory"),
         (["--ray", "2", "--nnodes", "2", "nowhere.py"], "it is Ray that says which node is which"),
+        (["--nproc", "2", "x.py"], "no option --nproc: here it is --nproc-per-node"),
+        (["--num_processes=2", "x.py"], "no option --num_processes: here it is --nproc-per-node"),
+        (["--standalone", "x.py"], "no option --standalone, and needs none in its place"),
+        (["--bogus", "x.py"], "No such option"),
     ],
-    ids=["script", "threads", "workers", "logs", "ray"],
+    ids=["script", "threads", "workers", "logs", "ray", "nproc", "accelerate", "needless", "other"],
 )
 def test_wrong_words_are_refused_before_anything_is_started(call, tmp_path, words, message):
     (tmp_path / "file").touch()

@@ -29,6 +29,15 @@ def test_an_unknown_schedule_lists_the_known_ones(call):
         assert "zero-bubble" in output
 
 
+def test_the_name_of_a_schedule_may_be_in_any_case(call):
+    assert call("schedule", "GPipe") == call("schedule", "gpipe")
+    assert call("schedule", "ASYNC_1F1B", "--vertical-sync").startswith("async-1f1b+vertical-sync")
+    assert call("simulate", "--schedule", "1F1B") == call("simulate", "--schedule", "1f1b")
+    assert call("simulate", "--compare", "1F1B, GPIPE") == call(
+        "simulate", "--compare", "1f1b,gpipe"
+    )
+
+
 def test_slack_is_drawn(call):
     """One more forward ahead before the hop that has slack, and before all hops after it."""
     output = call("schedule", "async-1f1b", "--stages", 3, "--updates", 4, "--slack", "1,0")

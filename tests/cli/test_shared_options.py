@@ -1,6 +1,7 @@
 """Options that several commands share."""
 
 import ast
+import re
 
 import click
 import pytest
@@ -10,6 +11,7 @@ from pipedream_rt.cli import main
 from pipedream_rt.cli.plan import plan
 from pipedream_rt.cli.run import run
 from pipedream_rt.cli.shared_options import (
+    GivenPath,
     Grouped,
     options_of_nodes,
     refuse_too_many,
@@ -30,6 +32,48 @@ def test_options_stand_in_groups_in_the_help(command):
     assert [f"{heading}:" in shown for heading in command._groups] == [True] * len(command._groups)
     other = shown.partition("Other options:")[2].split()
     assert other[:2] == ["-h,", "--help"]
+
+
+def parameters_of(command):
+    for each in getattr(command, "commands", {}).values():
+        yield from parameters_of(each)
+    yield from ((command.name, each) for each in command.params)
+
+
+def test_every_path_of_every_command_is_one_as_people_give_it():
+    paths = [
+        (name, each) for name, each in parameters_of(main) if isinstance(each.type, click.Path)
+    ]
+    assert len(paths) > 15
+    assert [(n, each.name) for n, each in paths if not isinstance(each.type, GivenPath)] == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", "--record", "s3://bucket/run", "train.py"],
+        ["run", "--log-dir", "s3://bucket/run", "train.py"],
+        ["checkpoint", "verify", "s3://bucket/run"],
+        ["report", "s3://bucket/run"],
+        ["report", "run", "-o", "s3://bucket/run"],
+        ["plan", "s3://bucket/run"],
+        ["timeline", "s3://bucket/run"],
+        ["doctor", "--folder", "s3://bucket/run"],
+        ["watch", "s3:/bucket/run"],
+    ],
+    ids=" ".join,
+)
+def test_an_address_is_no_path(arguments):
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 1
+    assert re.search(r"Error: .* is 's3:/+bucket/run', an address, where a path", done.output)
+
+
+def test_a_path_begins_at_home(tmp_path, monkeypatch):
+    """No shell expands it in --option=~/file."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    done = CliRunner().invoke(main, ["plan", "~/model.profile"])
+    assert f"the profile {tmp_path}/model.profile cannot be read" in done.output
 
 
 @click.command()

@@ -18,9 +18,9 @@ from support.recorded import begun, stepped, whole_run
 
 from pipedream_rt.cli import show
 from pipedream_rt.observers import Ended, Evaluated, Recovered
-from pipedream_rt.observers.events import packed
 from pipedream_rt.observers.folder import Following, RunFolder
 from pipedream_rt.observers.live import LivePage
+from pipedream_rt.tracing.events import packed
 
 
 def recorded(folder, events):

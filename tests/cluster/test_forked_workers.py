@@ -4,6 +4,8 @@ import os
 import select
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from contextlib import closing
 
@@ -16,7 +18,7 @@ from support.pinned import Flat as Pipeline
 
 from pipedream_rt import Recovery
 from pipedream_rt.cluster.forked_workers import UNKNOWN, ForkServer, fork_server
-from pipedream_rt.errors import PeerLost
+from pipedream_rt.errors import PeerLost, PipelineClosed
 
 
 def has_ended(pid):
@@ -74,6 +76,70 @@ def test_one_that_always_ends_is_told_of_in_words(forks, monkeypatch):
         forked(forks)
 
 
+def test_a_close_while_it_starts_leaves_no_process(forks, monkeypatch):
+    made, closing_begins, begin = [], threading.Event(), forks._life.begin_closing
+
+    def begun():
+        begin()
+        closing_begins.set()
+
+    def started(*arguments, **options):
+        closer.start()
+        assert closing_begins.wait(LATEST_S)
+        made.append(popen(*arguments, **options))
+        return made[0]
+
+    popen, closer = subprocess.Popen, threading.Thread(target=forks.close)
+    monkeypatch.setattr(forks._life, "begin_closing", begun)
+    monkeypatch.setattr(subprocess, "Popen", started)
+    with pytest.raises(PipelineClosed, match="the fork server was closed"):
+        forked(forks)
+    closer.join(LATEST_S)
+    assert forks.pid is None
+    assert made[0].poll() == -signal.SIGKILL
+
+
+def test_a_close_waits_for_nobody_who_waits_for_an_answer(forks, monkeypatch):
+    waits, answer, words = threading.Event(), forks._answer, []
+
+    def answered(connection):
+        os.kill(forks.pid, signal.SIGSTOP)  # so that none comes
+        waits.set()
+        return answer(connection)
+
+    def fork():
+        with pytest.raises(PeerLost) as caught:
+            forked(forks)
+        words.append(str(caught.value))
+
+    monkeypatch.setattr(forks, "_answer", answered)
+    thread = threading.Thread(target=fork)
+    thread.start()
+    assert waits.wait(LATEST_S)
+    forks.close()
+    thread.join(LATEST_S)
+    assert "the process that forks workers is gone" in words[0]
+
+
+@pytest.mark.parametrize("how", ["closed", "gone"])
+def test_the_process_is_ended_under_the_lock_alone(forks, how, monkeypatch):
+    """Else a thread could end the server that another has just started."""
+    end, locked = forks._end, []
+
+    def ended():
+        locked.append(forks._lock.locked())
+        end()
+
+    monkeypatch.setattr(forks, "_end", ended)
+    if how == "gone":
+        forks.prepare()
+        os.kill(forks.pid, signal.SIGKILL)
+        forked(forks).wait(LATEST_S)
+    else:
+        forks.close()
+    assert locked == [True]
+
+
 def test_how_a_worker_ended_is_not_known_without_it(forks):
     ours, theirs = socket.socketpair()
     with ours:
@@ -112,3 +178,24 @@ def test_it_is_replaced_while_the_workers_go_on(monkeypatch):
             if disturbed:
                 assert "could tell how it ended is gone too" in str(pipe.restarts[0].reason)
     assert digests[0] == digests[1]
+
+
+ENDS = """
+import torch, torch.nn.functional as F
+from torch import nn
+from pipedream_rt import Pipeline
+pipe = Pipeline([nn.Linear(2, 2)], stages=1, workers="local", loss_fn=F.mse_loss)
+pipe.evaluate([(torch.ones(4, 2), torch.ones(4, 2))])
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("end", ["", "raise SystemExit(0)", "import os; os._exit(0)"])
+def test_a_script_that_does_not_close_its_pipeline_ends_without_a_word_of_an_error(end):
+    """At its exit the server ends before the pipelines, and no other may be started then."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS + end], capture_output=True, text=True, timeout=LATEST_S
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception" not in done.stderr

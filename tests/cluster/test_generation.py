@@ -661,6 +661,13 @@ def test_a_member_that_dies_while_the_group_forms_is_named_at_once(job, said):
         forming.result(LATEST_S)
     assert (e.value.worker, e.value.stage) == ("w1", 1)
     assert isinstance(e.value.__cause__, PeerLost)
+    # Else the next socket with the number of one that was closed would never be heard.
+    assert watched(one.loop) <= {int(fd) for fd in os.listdir("/proc/self/fd")}
+
+
+def watched(loop):
+    """The descriptors that an event loop looks at."""
+    return {key.fd for key in loop._loop._selector.get_map().values()}
 
 
 @pytest.mark.parametrize("here", [("w0", "w1"), ()], ids=["started here", "from elsewhere"])

@@ -113,7 +113,7 @@ def test_run_says_how_many_workers_there_are(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "local", "numbers"), [(1, 1, [1]), (2, 2, [1, 2]), (5, 5, [4, 5]), (4, 2, [])]
+    ("ranks", "local", "numbers"), [(2, 2, [1, 2]), (5, 5, [4, 5]), (4, 2, [])]
 )
 def test_torchrun_says_how_many_workers_there_must_be(monkeypatch, ranks, local, numbers):
     """Rank 0 starts one besides or none; of several machines the links are not known."""

@@ -75,6 +75,12 @@ def started_here(loop, door, name="w"):
         yield Control(theirs, "the coordinator")
 
 
+def hang_up(worker):
+    """Read until the connection ends; at most a refusal comes."""
+    while True:
+        refusal(worker.receive(soon()))
+
+
 def only_member(loop, door):
     until(loop, lambda: door.members)
     (member,) = door.members
@@ -239,6 +245,25 @@ def test_a_member_that_sends_what_it_may_not_send_is_gone(loop, door, calls):
         worker.receive(soon())
 
 
+def test_a_member_that_sends_what_is_nested_deeply_is_gone_and_its_name_free(loop, door, calls):
+    """msgpack reads 990 levels, of which a `repr` would end in an error of the interpreter."""
+    worker = calls()
+    asked(worker, hello("w"))
+    worker.send({"type": "beat", "rss": 0, "doing": nested(990)})
+    until(loop, lambda: door.gone)
+    assert "a record of more than 4 levels" in str(door.gone[0].error)
+    with pytest.raises(PeerLost):
+        worker.receive(soon())
+    assert asked(calls(), hello("w"))["type"] == "admitted"
+
+
+def nested(levels):
+    value = 7
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
 def test_a_worker_that_was_started_here_and_ends_before_its_hello(loop):
     with opened(loop) as door, started_here(loop, door) as worker:
         worker.close()
@@ -248,10 +273,24 @@ def test_a_worker_that_was_started_here_and_ends_before_its_hello(loop):
         assert door.unheard() == []
 
 
-def hang_up(worker):
-    """Read until the connection ends; at most a refusal comes."""
-    while True:
-        refusal(worker.receive(soon()))
+def test_what_a_generation_has_not_taken_is_nothing_to_the_next(loop):
+    """Workers of the same names are started for that one."""
+    with contextlib.ExitStack() as made:
+        door = made.enter_context(opened(loop, most=3))
+        made.enter_context(started_here(loop, door, "silent"))
+        came = made.enter_context(started_here(loop, door, "came"))
+        lost = made.enter_context(started_here(loop, door, "lost"))
+        assert asked(came, hello("came"))["type"] == "admitted"
+        lost.close()
+        until(loop, lambda: door.gone)
+        in_loop(loop, door.drop_local)
+        assert (door.members, door.gone, door.unheard()) == ([], [], [])
+        again = made.enter_context(started_here(loop, door, "came"))
+        again.send(hello("came"))
+        until(loop, lambda: door.members)
+        with pytest.raises(PeerLost):
+            hang_up(came)
+    assert not door.gone
 
 
 NESTED = b"\x81\xa4type" + b"\x91" * 1200 + b"\xc0"

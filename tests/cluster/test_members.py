@@ -6,6 +6,7 @@ import pytest
 from support.callers import ready
 from support.deadlines import LATEST_S
 
+from pipedream_rt.cluster import stream as stream_module
 from pipedream_rt.cluster.control import Control
 from pipedream_rt.cluster.doors import DoorAddress
 from pipedream_rt.cluster.members import JoiningFailed, Member, WorkerSlot, natural
@@ -121,6 +122,22 @@ async def test_why_a_member_could_not_join_is_noted(here, worker):
     await changed(here, lambda: here.ended is not None)
     assert isinstance(here.ended, JoiningFailed)
     assert str(here.ended) == "no such device"
+
+
+def test_whatever_a_decoder_raises_ends_the_connection(monkeypatch):
+    def recurses(data, peer):
+        raise RecursionError("maximum recursion depth exceeded")
+
+    @living
+    async def run(here, worker):
+        monkeypatch.setattr(stream_module, "unpacked", recurses)
+        worker.send({"type": "doing", "action": "B1"})
+        await changed(here, lambda: here.ended is not None)
+        assert str(here.ended).startswith("what worker 'w1' sent cannot be read: RecursionError(")
+        assert here.stopped
+        assert worker.has_come()
+
+    run()
 
 
 @pytest.mark.parametrize("said", [{"type": "stop"}, {"type": "exit", "failed": True},

@@ -2,10 +2,13 @@
 
 import os
 import signal
+import socket
+import subprocess
 import sys
 
 import pytest
 from support import elastic
+from support.deadlines import LATEST_S
 from support.nodes import RUN, SCRIPT, below, calls_to, expected, nodes, own_environment
 from support.slurm import until
 from support.two_hosts import OTHER_SECRET, SECRET, Child
@@ -164,6 +167,33 @@ def test_a_script_that_fails_ends_all_nodes_for_good(job, tmp_path):
     script.write_text("raise SystemExit(5)")
     started = [job.start(rank, script=[str(script)]) for rank in range(3)]
     assert [each.ended() for each in started] == [5, 1, 1], started[1].text
+
+
+def test_a_node_whose_terminal_is_gone_ends_as_its_script_does(tmp_path):
+    """It says that it passes SIGTERM on, and nobody can read that."""
+    script, ready = tmp_path / "ends.py", tmp_path / "ready"
+    script.write_text(
+        "import pathlib, signal, sys\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))\n"
+        f"pathlib.Path({str(ready)!r}).touch()\n"
+        "signal.pause()\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    words = ["--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", address, str(script)]
+    reading, writing = os.pipe()
+    os.close(reading)
+    node = subprocess.Popen(
+        [*RUN, *words], stderr=writing, env=own_environment(PIPEDREAM_RT_SECRET=SECRET)
+    )
+    os.close(writing)
+    try:
+        until(ready.exists, "the script")
+        node.terminate()
+        assert node.wait(LATEST_S) == 3
+    finally:
+        node.kill()
+        node.wait()
 
 
 def test_a_first_node_that_never_comes(job):

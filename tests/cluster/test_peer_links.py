@@ -80,9 +80,9 @@ class Members:
         """Where a member is called within the machine."""
         return socket.AF_UNIX, self.doors[rank].address.path
 
-    def links(self, rank, *, secret=SECRET, generation=1, addresses=None, seconds=LATEST_S):
+    def links(self, rank, *, secret=SECRET, generation=1, addresses=None, seconds=LATEST_S, **more):
         names = tuple(f"m{number}" for number in range(self.count))
-        group = Group(generation=generation, rank=rank, names=names, hosts=(), key=b"")
+        group = group_of(rank, names, generation, **more)
         deadline = Deadline(timedelta(seconds=seconds))
         made = PeerLinks(
             group, secret, self.doors[rank], {**self.addresses, **(addresses or {})}, deadline
@@ -145,10 +145,14 @@ async def abandoned(*meetings):
         _, meetings = await asyncio.wait(meetings, timeout=0.1)
 
 
-def link_record(sender, recipient, *, secret=SECRET, generation=1):
+def group_of(rank, names=(), generation=1, key=b"of this life"):
+    return Group(generation=generation, rank=rank, names=names, hosts=(), key=key)
+
+
+def link_record(sender, recipient, *, secret=SECRET, generation=1, key=b"of this life"):
     return {
-        "type": "link", "job": secret.job, "generation": generation, "sender": sender,
-        "recipient": recipient,
+        "type": "link", "job": secret.job, "group": group_of(sender, key=key).tag,
+        "generation": generation, "sender": sender, "recipient": recipient,
     }  # fmt: skip
 
 
@@ -298,11 +302,12 @@ def test_a_caller_that_is_led_to_another_member_is_dropped(stack, way):
         link_record(2, 0),
         link_record(0, 2, generation=2),
         link_record(0, 2, secret=OTHER),
+        link_record(0, 2, key=b"of an earlier life"),
         {**link_record(0, 2), "more": 1},
         {"type": "hello", "version": 14},
         {"type": "refused", "reason": "no", "passing": False},
     ],
-    ids=["member", "direction", "generation", "job", "more", "hello", "refused"],
+    ids=["member", "direction", "generation", "job", "life", "more", "hello", "refused"],
 )
 def test_a_caller_takes_nothing_else_for_an_answer(stack, way, answer):
     members = Members(stack, 3, way)
@@ -394,6 +399,30 @@ def test_a_member_of_an_older_generation_meets_nobody(stack, way, old):
             assert isinstance(meetings[0].exception(), RendezvousTimeout)
 
     run(main())
+
+
+@ways
+@pytest.mark.parametrize("old", [0, 1])
+def test_a_member_of_an_earlier_life_of_the_script_meets_nobody(stack, way, old, caplog):
+    """It has the same secret, and its generation the same number; its name stays free."""
+    members = Members(stack, 2, way)
+
+    async def main():
+        late = members.links(old, key=b"of an earlier life")
+        new = members.links(1 - old)
+        caller, door = (new, late) if old == 0 else (late, new)
+        meetings = [asyncio.ensure_future(each.meet()) for each in (caller, door)]
+        assert "closed the connection" in await caller.problems(0)
+        assert caller._met == door._met == {}
+        if old:
+            members.check(await asyncio.gather(meetings[1], members.links(1).meet()))
+        for meeting in meetings:
+            meeting.cancel()
+        await asyncio.wait(meetings)
+
+    run(main())
+    said = "a process that takes itself for 'm1' is of an earlier life of the script"
+    assert caplog.text.count(said) == 1
 
 
 @ways

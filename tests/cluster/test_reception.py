@@ -28,7 +28,10 @@ from pipedream_rt.errors import TransportError
 from pipedream_rt.transport.tls import TlsEngine
 
 HELLO = {"type": "hello", "version": 14}
-LINK = {"type": "link", "job": SECRET.job, "generation": 1, "sender": 1, "recipient": 0}
+LINK = {
+    "type": "link", "job": SECRET.job, "group": bytes(32), "generation": 1, "sender": 1,
+    "recipient": 0,
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -29,6 +29,8 @@ def read(data, most=LARGEST):
 
 NESTED = b"\x91" * 1200 + b"\xc0"  # a list in a list in a list, 1200 times
 
+READABLE = b"\x91" * 990 + b"\xc0"  # msgpack reads it, and a `repr` of it would end in an error
+
 
 @pytest.mark.parametrize(
     ("junk", "words"),
@@ -51,6 +53,11 @@ def test_who_sends_it_is_named(junk, words):
         NESTED,
         b"\x81\xa4type" + NESTED,
         b"\x82\xa4type\xa5hello\xa7version" + NESTED,
+        READABLE,
+        b"\x81\xa4type" + READABLE,
+        b"\x82\xa4type\xa5hello\xa7version" + READABLE,
+        b"\x82\xa4type\xa4beat\xa5doing" + READABLE,
+        b"\x82\xa4type\xa5doors\xa7by_name" + b"\x81\xa1w" * 990 + b"\xc0",
         b"\xdd\xff\xff\xff\xff",
         b"\xc6\xff\xff\xff\xff",
         {"type": ["hello"]},
@@ -68,8 +75,22 @@ def test_who_sends_it_is_named(junk, words):
         {"type": "refused", "reason": "x"},
         {"type": "admitted", "secret": "x" * 65},
         {"type": "welcome"},
-        {"type": "link", "job": "x" * 32, "generation": 1, "sender": 0, "recipient": 1},
-        {"type": "link", "job": "a" * 32, "generation": True, "sender": 0, "recipient": 1},
+        {
+            "type": "link",
+            "job": "x" * 32,
+            "group": bytes(32),
+            "generation": 1,
+            "sender": 0,
+            "recipient": 1,
+        },
+        {
+            "type": "link",
+            "job": "a" * 32,
+            "group": bytes(32),
+            "generation": True,
+            "sender": 0,
+            "recipient": 1,
+        },
         {"type": "doors", "by_name": {"a name": ["", 0, "", ""]}},
         {"type": "doors", "by_name": {"w": ["", 0, ""]}},
         {"type": "door", "at": ["\x1b", 1, "", ""]},
@@ -101,11 +122,16 @@ VALUES = {
     "over": [{"code": 0}, {"code": 255}],
     "ready": [{"processor": "a kind", "obstacle": ""}],
     "welcome": [welcome(1, ["coordinator", "w"], "")],
-    "door": [{"at": ["", 0, "", ""]}, {"at": ["::1", 65535, "0" * 16, "/tmp/x"]}],
+    "door": [
+        {"at": ["", 0, "", ""]},
+        {"at": ["::1", 65535, "0" * 16, "/tmp/x"]},
+        {"at": ["", 0, "0" * 16, "/tmp/caf\udce9/x"]},
+    ],
     "doors": [{"by_name": {}}, {"by_name": {"w-1": ["127.0.0.1", 1, "", ""]}}],
-    "link": [{"job": "", "generation": 0, "sender": 1, "recipient": 0}],
+    "link": [{"job": "", "group": bytes(NONCE), "generation": 0, "sender": 1, "recipient": 0}],
     "joined": [{"nearby": [0, 1]}],
     "failed": [{"text": "x\ny"}],
+    "unfit": [{"text": "x\ny"}],
     "shut": [{}],
     "story": [{"text": None}, {"text": "computing"}],
     "beat": [{"doing": "", "rss": 0}],

@@ -6,6 +6,7 @@ import stat
 import tempfile
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.callers import asked, control_plane, hello, in_loop, soon
@@ -18,6 +19,7 @@ from pipedream_rt.cluster.environment import private_folder
 from pipedream_rt.cluster.identity import Secret
 from pipedream_rt.cluster.listener import Listener
 from pipedream_rt.errors import ConfigError, RendezvousTimeout
+from pipedream_rt.job.process_assignment import ProcessAssignment
 
 SECRET = Secret("5a" * 32)
 NAME = f"ranks-{SECRET.job}"
@@ -154,3 +156,79 @@ def test_the_admission_of_a_rank_brings_the_secret_and_that_of_a_stranger_nothin
         for each in (rank, other_job):
             each.close()
         control.run(door.close())
+
+
+OF_RANKS = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+
+
+@pytest.fixture
+def environment_of(monkeypatch):
+    """Have these variables in the environment, and no others of a launcher."""
+    monkeypatch.setattr(torchrun, "_ranks_used", False)
+    monkeypatch.setattr("pipedream_rt.cluster.environment._taken", [])
+    for name in ("PIPEDREAM_RT_SECRET", "PIPEDREAM_RT_SECRET_FILE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def be(**variables):
+        for name in torchrun._VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return be
+
+
+def spec_of(count=2, seconds=0.5):
+    return SimpleNamespace(
+        assignment=ProcessAssignment(fewest=count, most=count),
+        plan=SimpleNamespace(in_words="2 stages"),
+        threads=1, start_timeout=timedelta(seconds=seconds),
+    )  # fmt: skip
+
+
+def test_a_world_of_one_waits_for_nobody(environment_of):
+    environment_of(**{**OF_RANKS, "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"})
+    assert not torchrun.under_torchrun()
+    environment_of(**{**OF_RANKS, "WORLD_SIZE": "", "RANK": ""})
+    assert not torchrun.under_torchrun()
+    environment_of(**OF_RANKS)
+    assert torchrun.under_torchrun()
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_ranks_that_nobody_has_started_are_refused_before_anything_waits(environment_of, rank):
+    environment_of(**{**OF_RANKS, "RANK": rank})
+    with pytest.raises(ConfigError) as found:
+        torchrun.ranks_of_torchrun(spec_of())
+    assert f"this process would be rank {rank} of 2 and wait for the others" in str(found.value)
+    assert f"RANK={rank}, WORLD_SIZE=2, LOCAL_RANK=0, MASTER_ADDR=127.0.0.1" in str(found.value)
+    assert "type: unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR. For 2" in str(found.value)
+
+
+@pytest.mark.parametrize(("rank", "world"), [("2", "2"), ("0", "0"), ("7", "4")])
+def test_a_rank_beyond_the_world_is_refused(environment_of, rank, world):
+    environment_of(**{**OF_RANKS, "RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world})
+    with pytest.raises(ConfigError, match=f"RANK is {rank} and WORLD_SIZE {world}, .*type: unset"):
+        torchrun.ranks_of_torchrun(spec_of())
+
+
+def test_too_many_ranks_may_have_been_left_behind(environment_of):
+    environment_of(**{**OF_RANKS, "WORLD_SIZE": "9", "LOCAL_WORLD_SIZE": "9"})
+    with pytest.raises(ConfigError, match=r"need 2 or 3 ranks, there are 9;.*WORLD_SIZE=9.*unset"):
+        torchrun.ranks_of_torchrun(spec_of())
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_ranks_that_do_not_come_in_time_are_told_with_what_the_environment_says(
+    environment_of, rank
+):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    environment_of(**{**OF_RANKS, "RANK": rank, "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": port})
+    with pytest.raises(RendezvousTimeout) as found:
+        torchrun.ranks_of_torchrun(spec_of())
+    assert f"rank {rank} of 2 has not met the others at MASTER_ADDR '127.0.0.1'" in str(found.value)
+    assert f"MASTER_PORT={port}. If another job has left that behind, type: unset RANK" in str(
+        found.value
+    )

@@ -2,12 +2,15 @@
 
 import pytest
 import torch
-from support.inside import feed_log
+from support.inside import feed_log, stages
 from support.models import mlp, regression
 from support.pinned import Pipeline
 from torch.nn import functional as F
 
 from pipedream_rt import Checkpoints, ConfigError, PipelineClosed
+from pipedream_rt.coordinator.feed.feeder import Feeder
+from pipedream_rt.coordinator.recovery.feed_log import RestorePoint
+from pipedream_rt.coordinator.recovery.group import WorkerGroup
 
 DATA = regression(4)
 
@@ -59,14 +62,41 @@ def test_one_that_cannot_be_read_any_more_says_why():
             assert pipe.evaluate(DATA, version=third) == pipe.evaluate(DATA)
 
 
-@pytest.mark.parametrize(
-    ("error", "is_dropped"), [(ZeroDivisionError, True), (KeyboardInterrupt, False)]
-)
-def test_after_an_error_it_is_dropped_and_after_ctrl_c_nothing_waits_for_stages(error, is_dropped):
-    with open_pipe() as pipe:
-        with pytest.raises(error), pipe.keep_version() as version:
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_an_error_and_ctrl_c_drop_it_and_wait_for_no_stage(error, monkeypatch):
+    def leave():
+        with pipe.keep_version():
+            monkeypatch.setattr(WorkerGroup, "take", lambda self, key: pytest.fail("it waits"))
             raise error
-        assert ("dropped" in repr(version)) is is_dropped
+
+    with open_pipe() as pipe:
+        with pytest.raises(error):
+            leave()
+        monkeypatch.undo()
+        assert_dropped(pipe)
+
+
+@pytest.mark.parametrize("error", [ConfigError, KeyboardInterrupt])
+def test_one_that_could_not_be_made_holds_nothing(error, monkeypatch):
+    def fail(*_):
+        raise error
+
+    with open_pipe() as pipe:
+        with monkeypatch.context() as patch:
+            patch.setattr(WorkerGroup, "command", fail)
+            patch.setattr(Feeder, "flush", lambda self: None)
+            with pytest.raises(error):
+                pipe.keep_version()
+        assert_dropped(pipe)
+
+
+def assert_dropped(pipe):
+    """Neither do stages keep a version, nor does the log what was fed."""
+    point = RestorePoint(position=pipe.step)
+    feed_log(pipe).begin(point)
+    assert feed_log(pipe).restore_points[-1] is point
+    pipe.evaluate(DATA)  # so that the stages have come that far
+    assert not any(stage.kept._versions for stage in stages(pipe))
 
 
 def test_a_recovery_goes_back_to_before_it_was_made(tmp_path):

@@ -98,6 +98,26 @@ def test_another_number_of_stages_in_an_asynchronous_schedule_is_said(tmp_path, 
         assert len(losses(pipe, DATA[5:])) == 7
 
 
+def test_layers_on_other_stages_in_an_asynchronous_schedule_are_said(tmp_path, caplog):
+    """With what goes on as it was: layer 2 has no weights, so it may be on any stage.
+
+    The same stages, or a flush at each update, need no words.
+    """
+    with open_pipe(3, stages=[2, 4], micro_batches=3) as pipe:
+        losses(pipe, DATA[:5])
+        pipe.save(tmp_path)
+    for stages, schedule, told in (
+        ([2, 4], "async-1f1b", False),
+        ([1, 4], "1f1b", False),
+        ([1, 4], "async-1f1b", True),
+    ):
+        caplog.clear()
+        with open_pipe(3, stages=stages, schedule=schedule, micro_batches=3) as pipe:
+            pipe.load(tmp_path)
+        assert ("was made with other stages" in caplog.text) == told
+        assert ("stages=['3', '4'] would go on as it was" in caplog.text) == told
+
+
 def test_a_run_can_go_back(tmp_path):
     """Load in the middle of a run: its later updates are forgotten."""
     expected, weights = undisturbed(4, "adamw", ())
@@ -288,6 +308,8 @@ def test_the_best_weights_are_in_one_file(tmp_path):
     with small(Tied(), stages=2, example=data[0]) as pipe:
         pipe.load(tmp_path / "run")
         assert not pipe.keep_best(path, 1.5)  # it goes on from 1.0
+        os.mkfifo(tmp_path / "pipe")  # which nobody would ever end
+        assert pipe.keep_best(tmp_path / "pipe", 1.0)
         assert pipe.keep_best(path, 0.5)
     with small(Tied(), stages=2, example=data[0]) as pipe:
         assert pipe.keep_best(path, 9.0)  # a run of its own

@@ -7,7 +7,7 @@ from support.inside import kill
 from support.oracle import assert_same
 
 from pipedream_rt import Checkpoints
-from pipedream_rt.errors import ConfigError
+from pipedream_rt.errors import ConfigError, StageFailed
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
@@ -139,6 +139,33 @@ def test_two_caches_at_a_time_and_errors_on_the_way_leave_the_pipeline_usable():
             pipe.generate(PROMPT, output_attentions=True, return_dict_in_generate=True, **NEW)
         guided = {**NEW, "guidance_scale": 1.5}  # a second text beside each, with its own cache
         assert torch.equal(pipe.generate(PROMPT, **guided), plain.generate(PROMPT, **guided))
+
+
+class FailsOnce(torch.nn.Module):
+    """A norm that raises in its third forward in eval mode, in the middle of a text."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm, self.calls = norm, 0
+
+    def forward(self, x):
+        self.calls += not self.training
+        if self.calls == 3:
+            raise KeyError("third")
+        return self.norm(x)
+
+
+@pytest.mark.threads
+def test_an_error_of_a_layer_ends_the_text_and_not_the_run():
+    plain, model = (of_class(transformers.LlamaForCausalLM).eval() for _ in range(2))
+    model.model.norm = FailsOnce(model.model.norm)
+    options = {"stages": 3, "loss_fn": squares, "example": {"input_ids": PROMPT}}
+    with opened(model, [PROMPT], max_restarts=2, **options) as pipe:
+        with pytest.raises(StageFailed, match="KeyError: 'third'"):
+            pipe.generate(PROMPT, **NEW)
+        assert not pipe.restarts
+        assert not pipe._group.feed.log._holds
+        assert torch.equal(pipe.generate(PROMPT, **NEW), plain.generate(PROMPT, **NEW))
 
 
 @pytest.mark.threads

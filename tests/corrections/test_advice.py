@@ -70,6 +70,9 @@ def test_an_optimizer_without_momentum_gets_none():
     assert chosen(torch.optim.SGD) == chosen(torch.optim.Adam, betas=(0.0, 0.99)) == []
     assert chosen(torch.optim.AdamW, staleness=0) == []
     assert chosen(torch.optim.AdamW, staleness=2) == chosen(torch.optim.Adam, staleness=9) == staler
+    assert chosen(Muon) == chosen(torch.optim.Muon, momentum=0.9) == both
+    assert chosen(Muon, momentum=0.0) == chosen(torch.optim.Muon, momentum=0.0) == []
+    assert chosen(Muon, matrices=True, betas=(0.0, 0.99)) == []  # the AdamW beside it has none
     groups = [{"momentum": 0.9}, {"momentum": 0.0}]
     assert advice.advised(torch.optim.SGD, groups, 1) == []
     for name in ("NAdam", "RMSprop", "Adagrad", "Adafactor", "Adadelta", "RAdam"):

@@ -7,7 +7,7 @@ import torch
 
 from pipedream_rt import ConfigError
 from pipedream_rt.corrections import DelayCompensation, ErrorFeedback
-from pipedream_rt.corrections.correction import Moment
+from pipedream_rt.stage.correction import Moment
 
 
 def at(staleness, micro_batches=1):

@@ -6,8 +6,8 @@ from torch import nn
 
 from pipedream_rt import ConfigError
 from pipedream_rt.corrections import Extrapolation, WeightPrediction
-from pipedream_rt.corrections.correction import Moment
 from pipedream_rt.corrections.prediction import expected_step
+from pipedream_rt.stage.correction import Moment
 
 
 def test_the_expected_step_of_complex_weights_is_that_of_their_parts():

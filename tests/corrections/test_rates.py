@@ -10,7 +10,7 @@ from pipedream_rt.corrections import (
     StalenessRate,
     StalenessRefresh,
 )
-from pipedream_rt.corrections.correction import Moment
+from pipedream_rt.stage.correction import Moment
 
 
 def changed(correction, staleness, update=0, num_stages=4, **options):

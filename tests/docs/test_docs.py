@@ -55,7 +55,8 @@ def rows(path):
 
 @each_page
 def test_every_relative_link_leads_to_a_file_and_every_anchor_to_a_heading(path):
-    for link in re.findall(r"\]\(([^)\s]+)\)", prose(path)):
+    pictures = re.findall(r'\bsrc(?:set)?="([^"]+)"', prose(path))
+    for link in [*re.findall(r"\]\(([^)\s]+)\)", prose(path)), *pictures]:
         if re.match(r"[a-z]+:", link):
             continue
         file, _, fragment = link.partition("#")
@@ -97,6 +98,22 @@ def test_the_picture_of_the_timeline_page_is_made_by_the_commands_above_it(tmp_p
         assert CliRunner().invoke(main, line[1:]).exit_code == 0
     picture = Path("docs", "images", "zero_bubble.svg")
     assert (tmp_path / picture).read_text() == (ROOT / picture).read_text()
+
+
+def test_every_picture_is_made_by_make_images():
+    made = (ROOT / "benchmarks" / "studies" / "pictures.py").read_text()
+    assert "pictures.py" in (ROOT / "Makefile").read_text()
+    found = {path.name for path in (DOCS / "images").iterdir()}
+    found = {"run-{name}.svg" if name.startswith("run-") else name for name in found}
+    assert [name for name in found if name not in made] == []
+
+
+def test_the_picture_of_readme_is_half_as_high_as_a_report_and_tells_of_a_kill():
+    for scheme in ("light", "dark"):
+        drawing = (DOCS / "images" / f"run-{scheme}.svg").read_text()
+        width, height = map(int, re.findall(r'<svg [^>]*?width="(\d+)" height="(\d+)"', drawing)[0])
+        assert (width, height <= 1150) == (1000, True)
+        assert 'class="mark recovered"' in drawing
 
 
 class _Settings(yaml.SafeLoader):
@@ -180,11 +197,11 @@ def test_the_exit_codes_documented_are_those_in_the_code():
 
 
 def public_names():
-    """What `pipedream_rt.__all__` lists; read, not imported."""
+    """What can be imported from `pipedream_rt`; read, not imported."""
     for node in ast.parse((ROOT / "pipedream_rt" / "__init__.py").read_text()).body:
-        if isinstance(node, ast.Assign) and node.targets[0].id == "__all__":
+        if isinstance(node, ast.Assign) and node.targets[0].id == "_HOMES":
             return set(ast.literal_eval(node.value))
-    raise AssertionError("there is no __all__")
+    raise AssertionError("there is no _HOMES")
 
 
 def test_the_public_names_are_those_of_the_reference():

@@ -1,6 +1,7 @@
 """What a machine finds about itself: its source files, and whether it shares a folder."""
 
 import json
+import os
 import re
 
 import pytest
@@ -17,6 +18,16 @@ def test_a_digest_of_source_files(tmp_path):
     assert digest_of(tmp_path) == before
     (tmp_path / "a.py").write_text("x = 2")
     assert digest_of(tmp_path) != before
+
+
+def test_what_is_no_file_has_no_part_in_a_digest(tmp_path):
+    """A pipe would wait for ever."""
+    (tmp_path / "a.py").write_text("a = 1")
+    before = digest_of(tmp_path)
+    os.mkfifo(tmp_path / "b.py")
+    (tmp_path / "c.py").symlink_to("/dev/zero")
+    (tmp_path / "d.py").symlink_to("nothing")
+    assert digest_of(tmp_path) == before
 
 
 def test_a_digest_is_that_of_names_and_contents_and_of_nothing_else(tmp_path):
@@ -44,8 +55,10 @@ def test_a_digest_is_that_of_names_and_contents_and_of_nothing_else(tmp_path):
         (lambda path: None, "ok"),
         (lambda path: path.write_text("of another job"), "has another file of the same name"),
         (lambda path: path.unlink(), "No such file or directory: .*-doctor-01234567$"),
+        (lambda path: (path.unlink(), os.mkfifo(path)), "it is no ordinary file: .*-01234567$"),
+        (lambda path: path.write_text("x" * 5000), "it has 5000 bytes, more than .*-01234567$"),
     ],
-    ids=["shared", "another's", "not there"],
+    ids=["shared", "another's", "not there", "a pipe", "large"],
 )
 def test_whether_a_folder_is_shared_is_seen_by_the_file_in_it(tmp_path, change, said):
     token = "0123456789"

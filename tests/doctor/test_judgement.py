@@ -46,6 +46,14 @@ def test_what_does_not_fit_names_the_machine_and_what_to_do(change, check, grade
     assert found.remedy
 
 
+@pytest.mark.parametrize(("asks", "wish"), [(False, ""), (True, ""), (False, "on")])
+def test_torch_rpc_is_for_who_asks_or_insists(asks, wish):
+    machine = {**FINE, "rpc": "filter", "rpc_wish": wish}
+    found = bad(judge({"a": machine}, {}, {}, 1, rpc=asks))
+    assert [check for check, _ in found] == (["torch RPC"] if asks or wish else [])
+    assert all("CAP_NET_ADMIN" in each.remedy for each in found.values())
+
+
 def test_machines_clocks_addresses_and_links():
     links = {
         ("a", "b"): FAST, ("b", "a"): FAST, ("a", "c"): MeasuredLink(1e-3, 1e8),

@@ -51,6 +51,28 @@ def started():
 
 
 @pytest.mark.processes
+def test_machines_that_fit_train_together(started):
+    first, *others = (started(rank, "--json", "--train", size=2) for rank in range(2))
+    assert [each.ended() for each in (first, *others)] == [0, 0], first.text
+    found = {each["check"]: each for each in found_by(first)["findings"]}
+    assert [found[check]["grade"] for check in ("training", "recovery", "bits")] == ["ok"] * 3
+    assert "10 steps of a small model in 2 stages" in found["training"]["text"]
+
+
+@pytest.mark.processes
+def test_machines_of_which_one_does_not_fit_train_not_at_all(started, tmp_path):
+    options = ("--json", "--train", "--source")
+    (tmp_path / "own.py").write_text("x = 1")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "own.py").write_text("x = 2")
+    first = started(0, *options, str(tmp_path), size=2)
+    other = started(1, *options, str(tmp_path / "other"), size=2)
+    assert [each.ended() for each in (first, other)] == [1, 1], first.text
+    (found,) = [each for each in found_by(first)["findings"] if each["check"] == "training"]
+    assert found["text"] == "left out, as a job would not run"
+
+
+@pytest.mark.processes
 def test_three_machines_that_fit(started, tmp_path):
     options = ("--json", "--folder", str(tmp_path), "--source", str(Path(__file__).parent))
     first, *others = (started(rank, *options) for rank in range(3))
@@ -138,6 +160,7 @@ def test_a_slow_cable_between_two_machines():
         ("{", r"malformed answer 'findings': JSONDecodeError.*; is it pipedream-rt of the same"),
         ("{}", r"malformed answer 'findings': KeyError\('latency_s'\); is it"),
         ("null", "malformed answer 'findings': TypeError"),
+        ("[" * 100_000, "malformed answer 'findings': RecursionError"),
         ('{"latency_s": "x", "bandwidth": 0, "problem": ""}', "malformed answer .* ValueError"),
     ],
 )

@@ -179,6 +179,14 @@ def test_other_parallelism_is_refused_before_transformers_has_an_error(name, val
         PipelineTrainer(model=bert(), args=args, train_dataset=classes(), pipeline={"stages": 2})
 
 
+def test_an_address_to_write_to_is_refused(tmp_path, monkeypatch):
+    """The Trainer would make folders of that name here."""
+    monkeypatch.chdir(tmp_path)
+    args = arguments_of("s3://bucket/run")
+    with pytest.raises(ConfigError, match="output_dir is 's3://bucket/run', an address"):
+        PipelineTrainer(model=bert(), args=args, train_dataset=classes(), pipeline={"stages": 2})
+
+
 def test_an_argument_that_a_new_version_brings_is_refused(tmp_path, monkeypatch):
     args = arguments_of(tmp_path)
     from pipedream_rt.hf import arguments

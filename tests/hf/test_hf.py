@@ -40,6 +40,52 @@ def test_it_trains_to_the_bits_of_plain_pytorch(name):
             assert_same(pipe.state_dict(), plain.state_dict())
 
 
+SOUND = {
+    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
+    "conv_dim": (8, 8), "conv_kernel": (10, 3), "conv_stride": (5, 2),
+    "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 2, "vocab_size": 12, "ctc_loss_reduction": "mean",
+    "hidden_dropout": 0.0, "attention_dropout": 0.0, "feat_proj_dropout": 0.0,
+    "activation_dropout": 0.0, "final_dropout": 0.0,
+}  # fmt: skip
+
+
+def of_sound(kind, **changes):
+    torch.manual_seed(7)
+    options = {**SOUND, "layerdrop": 0.0, "apply_spec_augment": False, **changes}
+    model = getattr(transformers, f"{kind}ForCTC")(
+        getattr(transformers, f"{kind}Config")(**options)
+    )
+    return model, [
+        {"input_values": torch.randn(4, 600), "labels": torch.randint(1, 12, (4, 5))}
+        for _ in range(3)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["Wav2Vec2", "Hubert"])
+def test_a_model_of_sound_trains_with_ctc(kind):
+    """Its forward asks for a gradient of its input, and turns cuDNN off around the loss."""
+    plain, data = of_sound(kind)
+    losses = plainly(plain, data)
+    with opened(of_sound(kind)[0], data, stages=2, micro_batches=1) as pipe:
+        assert [r.loss for r in pipe.train_epoch(data)] == losses
+        assert_same(pipe.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"apply_spec_augment": True}, "in _mask_hidden_states .*set apply_spec_augment to False"),
+        ({"layerdrop": 0.3}, "were drawn at random.*set layerdrop to 0, in its config"),
+        ({"output_hidden_states": True}, "set output_hidden_states, .* to False, in its config"),
+    ],
+)
+def test_what_a_model_of_sound_must_be_without_is_named(option, words):
+    model, data = of_sound("Wav2Vec2", **option)
+    with pytest.raises(ConfigError, match=words):
+        opened(model, data, stages=2).close()
+
+
 def padded(batches):
     """The same with labels of -100, by which models know what does not count."""
     for number, batch in enumerate(batches):

@@ -624,16 +624,18 @@ def test_what_a_callback_changes_after_a_resume_stays(tmp_path):
 
 @pytest.mark.parametrize("pipeline", [FLUSHED, ASYNCHRONOUS], ids=["flushed", "asynchronous"])
 def test_another_thread_reads_the_model_while_it_trains(pipeline, tmp_path):
-    ended, found = threading.Event(), []
+    begun, ended, found = threading.Event(), threading.Event(), []
 
     def reads():
-        while not ended.is_set():
+        while not (found and ended.is_set()):
+            begun.set()
             found.append(total(trainer.model))
 
     with trainer_of(PipelineTrainer, tmp_path, pipeline=pipeline) as trainer:
         thread = threading.Thread(target=reads)
         thread.start()
         try:
+            assert begun.wait(60)  # a busy machine might train before the thread runs
             trainer.train()
         finally:
             ended.set()

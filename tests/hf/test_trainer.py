@@ -7,7 +7,8 @@ import torch
 from support.examples import run_example
 from support.inside import kill
 
-from pipedream_rt import ConfigError, Observe, Recovery
+from pipedream_rt import ConfigError, Observe, Pipeline, Recovery
+from pipedream_rt.corrections import WeightPrediction
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 pytest.importorskip("accelerate", reason="needs the extra hf")
@@ -22,6 +23,7 @@ from transformers import (  # noqa: E402
 )
 
 from pipedream_rt.hf import PipelineMixin, PipelineTrainer  # noqa: E402
+from pipedream_rt.hf import trainer as trainer_module  # noqa: E402
 from pipedream_rt.observers import Evaluated  # noqa: E402
 
 pytestmark = [
@@ -160,6 +162,80 @@ def test_evaluation_prediction_and_metrics(tmp_path):
     assert (told.values["loss"], told.values["accuracy"]) == found[0][:2]
     assert found[0][:2] == found[1][:2]
     assert (found[0][2] == found[1][2]).all()
+
+
+class OwnLoss(PipelineTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        return (2 * loss, outputs) if return_outputs else 2 * loss
+
+
+class OwnOptimizer(PipelineTrainer):
+    def create_optimizer(self, *args):
+        if self.optimizer is None:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=self.args.learning_rate)
+        return self.optimizer
+
+
+@pytest.mark.parametrize(
+    ("first", "cls", "rate", "starts"),
+    [
+        ("evaluate", PipelineTrainer, 1e-2, 1),
+        ("evaluate", OwnLoss, 1e-2, 1),
+        ("pipe", PipelineTrainer, 1e-2, 1),
+        ("close", PipelineTrainer, 1e-2, 2),
+        ("evaluate", PipelineTrainer, 3e-2, 2),  # set after the evaluation, so it counts
+        ("evaluate", OwnOptimizer, 1e-2, 2),  # which may depend on more than is known before
+        ("predict without labels", PipelineTrainer, 1e-2, 2),
+    ],
+)
+def test_a_training_goes_on_with_the_workers_of_an_evaluation_before_it_and_with_its_bits(
+    first, cls, rate, starts, tmp_path, monkeypatch
+):
+    opened = []
+    monkeypatch.setattr(
+        trainer_module, "Pipeline", lambda *a, **k: opened.append(Pipeline(*a, **k)) or opened[-1]
+    )
+    ends = []
+    for early in (False, True):
+        opened.clear()
+        trainer = cls(
+            model=gpt2(), args=arguments(tmp_path, eval_strategy="no"), train_dataset=DATA,
+            eval_dataset=DATA[:3], pipeline=ASYNCHRONOUS,
+        )  # fmt: skip
+        if early and first == "pipe":
+            assert trainer.pipe is trainer.pipe
+        elif early and first == "predict without labels":
+            trainer.predict([{"input_ids": row["input_ids"]} for row in DATA[:3]])
+        elif early:
+            trainer.evaluate()
+            assert trainer.optimizer is None  # as of a plain Trainer
+        if early and first == "close":
+            trainer.close()
+        trainer.args.learning_rate = rate
+        trainer.train()
+        assert trainer.optimizer.param_groups[0]["initial_lr"] == rate
+        if early:
+            assert len(opened) == starts
+        trainer.close()
+        ends.append(trainer.model.state_dict())
+    assert_equal(*ends)
+
+
+def test_an_evaluation_alone_asks_for_nothing_that_only_a_training_needs(tmp_path, monkeypatch):
+    trainer = PipelineTrainer(
+        model=gpt2(), args=arguments(tmp_path), train_dataset=DATA, eval_dataset=DATA[:3],
+        pipeline={**SYNCHRONOUS, "corrections": [WeightPrediction()]},
+    )  # fmt: skip
+    monkeypatch.setattr(WeightPrediction, "require_fit", refused)
+    assert trainer.evaluate()["eval_loss"] > 0
+    with pytest.raises(ConfigError, match="not for this optimizer"):
+        trainer.train()
+    trainer.close()
+
+
+def refused(self, optimizer, group):
+    raise ConfigError("not for this optimizer")
 
 
 def test_callbacks_may_stop_a_run_and_the_best_model_is_loaded(tmp_path):

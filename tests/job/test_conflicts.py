@@ -35,6 +35,7 @@ HALVES = {**plan("zero-bubble", per_update=2), "proved": True}
 IN_SCRIPT = {"plan": dataclasses.replace(FLUSHES["plan"], loss_in_script=True)}
 DELAYED = {"corrections": (DelayCompensation(),)}
 NORM = {"training": Training(clip=Clip(norm=1.0))}
+WHOLE = {"training": Training(loss="whole")}
 SCALED = {"training": Training(loss_scale=LossScale())}
 
 CASES = [
@@ -59,6 +60,9 @@ CASES = [
     {**FLUSHES, **of_model(tied="w", tied_hooked="w", hooked="w")},
     {**IN_SCRIPT, **SCALED},
     {**IN_SCRIPT, "training": Training(weigh=len)},
+    {**IN_SCRIPT, **WHOLE},
+    {**plan("gpipe", per_update=2), "training": Training(loss="whole", weigh=len)},
+    {**plan("1f1b", per_update=2), **WHOLE, "proved": True},
     {**ASYNC, **of_model(renormed="0")},
 ]
 

@@ -161,3 +161,11 @@ def test_state_that_an_optimizer_already_has_goes_by_names():
     state = state_by_name(given, names)
     assert state.keys() == {"0.weight", "0.bias"}
     assert torch.equal(state["0.bias"]["momentum_buffer"], torch.ones(3))
+
+
+def test_several_optimizers_are_answered_with_how_to_write_one():
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    each = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in layers]
+    for several in (each, tuple(each), {"a": each[0], "b": each[1]}):
+        with pytest.raises(ConfigError, match="optimizer must be one, and not several"):
+            grouped_names(several, {1: "weight"}, {})

@@ -97,6 +97,6 @@ def test_a_refused_pipeline_leaves_nothing_and_counts_no_trace(tmp_path, monkeyp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "t.trace"]
 
 
-def test_the_face_has_sixteen_parameters():
+def test_the_face_has_seventeen_parameters():
     _, *names = inspect.signature(pipedream_rt.Pipeline.__init__).parameters
-    assert len(names) == 16
+    assert len(names) == 17

@@ -201,3 +201,9 @@ def test_a_number_of_restarts_that_is_none_is_refused_by_name(monkeypatch, text)
 def test_what_is_no_yes_or_no_is_refused(make):
     with pytest.raises(ConfigError, match="True"):
         make()
+
+
+def test_the_name_of_a_schedule_may_be_in_any_case():
+    assert Options(schedule="GPipe").schedule == "gpipe"
+    with pytest.raises(ConfigError, match="unknown schedule 'gpip'; there are gpipe, "):
+        Options(schedule="gpip")

@@ -122,3 +122,29 @@ def test_a_loss_that_does_not_pickle_is_named():
 
     with pytest.raises(ConfigError, match=r"loss_fn \(function\) cannot be pickled"):
         specs(mlp(), loss_fn=loss)
+
+
+LOCK = threading.Lock()
+
+
+def guarded(lock):
+    def call(x):
+        with lock:
+            return x
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda m: setattr(m[1], "guard", threading.Lock()), "'guard' of layer 1: "),
+        (lambda m: setattr(m[1], "table", {"a": [LOCK]}), r"0 of 'a' of 'table' of layer 1: "),
+        (lambda m: m.__setitem__(1, guarded(LOCK)), "'lock', which guarded.call of 'function' "),
+    ],
+)
+def test_what_does_not_pickle_is_named_wherever_it_lies(change, words):
+    layers = list(linears())
+    change(layers)
+    with pytest.raises(ConfigError, match=rf"layer 1 .* a lock is held as {words}.* in a forward"):
+        specs(layers)

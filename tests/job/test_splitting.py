@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pipedream_rt import ConfigError
-from pipedream_rt.job.splitting import ForwardOptions, split_model, units_of
+from pipedream_rt.job.splitting import ForwardOptions, items_of, split_model, units_of
 from pipedream_rt.job.unsplit_model import UnsplitModel
 
 X = torch.ones(2, 4)
@@ -31,7 +31,8 @@ class Skips(nn.Module):
 
 
 def split(model, stages, example=(X, X), **options):
-    return split_model(UnsplitModel(model), stages, example, ForwardOptions(**options))
+    whole = UnsplitModel(model)
+    return split_model(whole, stages, example, ForwardOptions(**options), items_of(whole, None))
 
 
 def sequence(count=4):
@@ -70,6 +71,82 @@ def test_stages_of_a_number_have_about_as_many_parameters():
     ]
 
 
+class Convolutions(nn.Module):
+    """Few weights that work much, and many that work little."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = self.made()
+
+    @staticmethod
+    def made():
+        return nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1),
+            nn.Conv2d(8, 8, 3, padding=1), nn.AdaptiveAvgPool2d(4), nn.Flatten(),
+            nn.Linear(128, 128), nn.Linear(128, 64),
+        )  # fmt: skip
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+IMAGES = (torch.zeros(64, 3, 32, 32), torch.zeros(64))
+BY_WORK = ["0", "1"], ["2", "3", "4", "5", "6"]
+
+
+def test_stages_of_a_number_have_about_as_much_work():
+    by_work = split(Convolutions(), 2, example=IMAGES, trains=True)
+    assert by_work.layers == tuple(tuple(f"layers.{n}" for n in names) for names in BY_WORK)
+    assert "balanced by work, as counted in the forward of the example: " in by_work.how
+    given = split(Convolutions(), ["layers.1"], example=IMAGES, trains=True)
+    assert given.how == ""
+
+
+def test_a_sequence_is_balanced_by_work_where_there_is_an_example():
+    """And by parameters without one, or with one of which the forward cannot be recorded."""
+    layers = Convolutions.made()
+    found = split(layers, 2, example=IMAGES, trains=True)
+    assert found.layers == tuple(map(tuple, BY_WORK))
+    assert sum(found.work.values()) > 0
+    for example in (None, ((IMAGES[0], IMAGES[0]), {}, IMAGES[1]), (torch.zeros(3), IMAGES[1])):
+        by_weights = split(layers, 2, example=example, trains=True)
+        assert by_weights.layers == (("0", "1", "2", "3", "4", "5"), ("6",))
+        assert by_weights.how == ""
+
+
+def test_no_code_of_the_user_is_called_to_count_the_work_of_a_sequence():
+    calls = []
+
+    class Counts(nn.Linear):
+        def forward(self, x):
+            calls.append(1)
+            return super().forward(x)
+
+    hooked = nn.Linear(4, 4)
+    hooked.register_forward_hook(lambda *_: calls.append(1))
+    for layer in (Counts(4, 4), hooked):
+        assert split(nn.Sequential(layer, nn.Linear(4, 4)), 2, trains=True).how == ""
+    assert calls == []
+
+
+def test_a_layer_that_stands_twice_works_in_each_place():
+    twice = nn.Conv2d(8, 8, 3, padding=1)
+    model = nn.Sequential(twice, nn.ReLU(), nn.ReLU(), twice)
+    found = split(model, 2, example=(torch.zeros(64, 8, 32, 32), None), trains=False)
+    assert found.work["0"] == found.work["3"] > found.work["1"]
+    assert found.layers == (("0", "1"), ("2", "3"))
+
+
+def test_weights_weigh_where_an_example_is_small():
+    """As their update then takes the time."""
+    small = torch.zeros(1, 3, 8, 8), torch.zeros(1)
+    model = nn.Sequential(
+        nn.Conv2d(3, 3, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(3, 9000), nn.Linear(9000, 9),
+    )  # fmt: skip
+    assert split(model, 2, example=small, trains=True).layers[1] == ("4",)
+
+
 @pytest.mark.parametrize(
     ("stages", "words"),
     [
@@ -87,6 +164,53 @@ def test_stages_of_a_number_have_about_as_many_parameters():
 def test_points_that_make_no_stages_are_refused(stages, words):
     with pytest.raises(ConfigError, match=words):
         split(Skips(), stages)
+
+
+class Twins(nn.Module):
+    """Layers with a norm, which the forward calls for each of two inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(
+            nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 4)
+        )
+        self.head = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def forward(self, x, y):
+        return self.head(self.encoder(x) - self.encoder(y))
+
+
+PAIR = ((X, X), {}, X)
+
+
+def test_stages_begin_where_no_norm_of_twins_would_be_on_two_of_them():
+    assert split(Twins(), 2, PAIR, trains=True).layers[1][0] == "head.0"
+    found = split(Twins(), 4, PAIR, trains=True)
+    assert [names[-1] for names in found.layers] == ["encoder.0", "encoder.4", "head.0", "head.1"]
+    with pytest.raises(
+        ConfigError,
+        match=r"into 4 stages, not 5: the buffer encoder.1.running_mean is changed by calls before "
+        r"encoder.2 and after .* stages=\['encoder.1', 'head.0', 'head.1'\]",
+    ):
+        split(Twins(), 5, PAIR, trains=True)
+    with pytest.raises(ConfigError, match=r"no stage can begin at 'encoder.3': the buffer"):
+        split(Twins(), ["encoder.3"], PAIR, trains=True)
+
+
+def test_a_norm_of_twins_that_does_not_change_stands_on_several_stages():
+    assert len(split(Twins(), 5, PAIR).layers) == 5
+    model = Twins()
+    model.encoder[1].eval()
+    assert len(split(model, 5, PAIR, trains=True).layers) == 5
+
+
+def test_layers_of_a_sequence_that_share_a_norm_stay_together():
+    norm = nn.BatchNorm1d(4)
+    model = nn.Sequential(norm, nn.Linear(4, 4), norm, nn.Linear(4, 4))
+    assert split(model, 2, None, trains=True).layers == (("0", "1", "2"), ("3",))
+    with pytest.raises(ConfigError, match=r"no stage can begin at '2': the buffer 0.running_mean"):
+        split(model, [2], None, trains=True)
+    assert split(model, [2], None).layers == (("0", "1"), ("2", "3"))
 
 
 def test_without_an_example_a_forward_is_not_known():

@@ -4,6 +4,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from support.skips import unet
 from torch import nn
 
 from pipedream_rt.errors import ConfigError
@@ -71,6 +72,15 @@ def test_what_is_no_sequence_of_layers_has_none():
     assert set(part.state_dict()) == {k for k in model.state_dict() if k[:5] in ("self_", "norm2")}
     with pytest.raises(ConfigError, match="no layers"):
         UnsplitModel([])
+
+
+@pytest.mark.parametrize("form", [nn.Sequential, nn.ModuleList, list])
+def test_a_sequence_with_skips_is_a_model_that_must_be_recorded(form):
+    layers = [*unet()]
+    model = UnsplitModel(form(*layers) if form is nn.Sequential else form(layers))
+    assert model.sequence is None
+    assert model.elements == [str(i) for i in range(8)]
+    assert list(model.whole.state_dict()) == list(nn.Sequential(*layers).state_dict())
 
 
 def test_the_users_model_is_never_changed():
@@ -178,3 +188,16 @@ def test_a_copy_of_layers_that_workers_build_leaves_the_generator_of_the_script(
     before = torch.get_rng_state()
     model.copy_with({"0.weight": torch.eye(2), "0.bias": torch.ones(2)})
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method")  # torch.compile imports it
+@pytest.mark.parametrize(
+    ("wrap", "words"),
+    [
+        (torch.compile, "which is model._orig_mod, and training=Training"),
+        (nn.DataParallel, "wrapped in DataParallel.*give model.module"),
+    ],
+)
+def test_a_model_that_is_wrapped_as_a_whole_is_answered_with_what_is_inside(wrap, words):
+    with pytest.raises(ConfigError, match=words):
+        UnsplitModel(wrap(nn.Sequential(nn.Linear(2, 2))))

@@ -119,6 +119,28 @@ def test_a_second_taker_is_refused():
         inbox.take(Wanted(key(1), soon()))
 
 
+def test_what_was_not_taken_can_be_waited_for_again():
+    """After an error in the wait, as of a signal handler; not if the message has left."""
+    inbox = Inbox("stage 1")
+    inbox.put(gradient(3))
+    for step, has_left in (("_find", False), ("_remove", True)):
+        original = getattr(inbox, step)
+
+        def raises(*args, original=original):
+            original(*args)
+            raise KeyError
+
+        setattr(inbox, step, raises)
+        with pytest.raises(KeyError):
+            inbox.take(Wanted(key(3), soon()))
+        setattr(inbox, step, original)
+        assert not inbox.busy
+        assert inbox.has_taken(key(3)) is has_left
+        assert inbox.holds(key(3)) is not has_left
+    assert inbox.has_taken(key(2))
+    assert not inbox.has_taken(key(4))
+
+
 def test_holds_and_story():
     inbox = Inbox("stage 1")
     assert not inbox.holds(key(0))

@@ -49,6 +49,8 @@ def test_who_computes_a_loss_has_a_target_and_evaluates_unless_it_trains():
     assert [mode for mode in Mode if mode.has_target and not mode.evaluates] == [Mode.TRAIN]
     assert [mode for mode in Mode if mode.evaluates and not mode.has_target] == []
     assert not Mode.INFER.has_target
+    assert [mode for mode in Mode if mode.brings_target(False)] == [m for m in Mode if m.has_target]
+    assert [mode for mode in Mode if mode.brings_target(True)] == [m for m in Mode if m.evaluates]
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,38 @@ def test_sizes_and_ordered_dicts_stay_what_they_are():
     assert type(found["ordered"]) is OrderedDict
 
 
+GRAPH = torch.tensor([[0.0, 2.0], [3.0, 0.0]])
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
+@pytest.mark.parametrize(
+    "sparse",
+    [
+        GRAPH.to_sparse(),
+        torch.sparse_coo_tensor([[1, 1], [0, 0]], [1.0, 2.0], (2, 2), check_invariants=True),
+        GRAPH.bool().to_sparse(),
+        "csr",
+        "csc",
+        "bsr",
+        "bsc",
+    ],
+)
+def test_a_sparse_tensor_crosses_as_its_parts(sparse):
+    if isinstance(sparse, str):
+        blocks = [(2, 2)] if sparse.startswith("b") else []
+        sparse = getattr(GRAPH.repeat(2, 2), f"to_sparse_{sparse}")(*blocks)
+    found = crossed({"x": torch.ones(2), "graph": [sparse]})["graph"][0]
+    assert (found.layout, found.dtype, found.shape) == (sparse.layout, sparse.dtype, sparse.shape)
+    assert torch.equal(found.to_dense(), sparse.to_dense())
+    if sparse.layout is torch.sparse_coo:
+        assert found.is_coalesced() == sparse.is_coalesced()
+
+
+def test_a_sparse_tensor_that_asks_for_a_gradient_is_refused():
+    with pytest.raises(ConfigError, match=r"value\[1\] is .*sparse_coo that requires a gradient"):
+        flatten((1, GRAPH.to_sparse().requires_grad_()))
+
+
 class Special(dict):
     pass
 

@@ -28,6 +28,11 @@ from pipedream_rt.messages.message import (
 from pipedream_rt.messages.wire import decode, encode
 from pipedream_rt.schedules import EdgeKind
 
+FAILED = Failed(
+    address=2, action="F3", type_name="KeyError", text="C:\\U\u00fc \udcff", trace="",
+    pickled=b"\x80",
+)  # fmt: skip
+
 PAYLOADS = [
     Start(digest=b"\xff" * 32, restore={"folder": "run", "step": 3, "plain": {}}),
     Ready(),
@@ -41,7 +46,9 @@ PAYLOADS = [
     Loss(loss=None, trail=[[0, 0, 0]]),
     Reply(structure=["l", []]),
     Saved(structure=["l", []]),
-    Failed(action="F3", type_name="KeyError", text="C:\\U\u00fc \udcff", trace="", pickled=b"\x80"),
+    FAILED,
+    Activation(head=Head(position=2, micro_batch=1, mode=Mode.INFER), turns=[0], failed=FAILED),
+    Loss(loss=None, trail=[[0, 0, 0]], failed=FAILED),
 ]  # fmt: skip
 
 
@@ -70,7 +77,7 @@ def test_what_msgpack_cannot_write_is_refused_with_the_message_named():
 def test_another_format_is_refused():
     import msgpack
 
-    with pytest.raises(TransportError, match=r"has format 99, but .* reads format 14"):
+    with pytest.raises(TransportError, match=r"has format 99, but .* reads format 16"):
         decode(msgpack.packb([99, 0, 0, 0, 0, 0, 0, []]), [])
 
 

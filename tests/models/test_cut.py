@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.between import Base, X, recorded
+from support.skips import unet
 from torch import nn
 
 from pipedream_rt.errors import ConfigError
@@ -18,6 +19,19 @@ def test_elements_of_lists_stay_whole():
     model.head = nn.Linear(4, 3)
     assert list(find_layers(model)) == ["embed", "blocks.0.0", "blocks.0.1", "blocks.1", "head"]
     assert "blocks.1.linear1" in find_layers(model, ["blocks.1.linear1"])
+
+
+def test_modules_that_hand_on_skips_are_taken_apart():
+    """So that what they stash goes straight to the stage that pops it."""
+    model = unet()
+    x = torch.randn(2, 1, 8, 8)
+    found = find_layers(model)
+    assert [*found] == ["0", "1.module.conv", "2.module.conv", "3", *UP, "6", "7"]
+    first, *_ = stages(model, x, at=["2.module.conv", *UP])
+    assert set(first.gives) == {1, 2}
+
+
+UP = ["4.module.conv", "5.module.conv"]
 
 
 def test_split_points():

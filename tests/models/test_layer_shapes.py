@@ -18,9 +18,11 @@ def test_what_a_layer_returns_has_its_shape_and_no_values():
     found = shapes(layer, X)
     assert found.result.eq(0).all()
     assert (found.result.shape, found.result.requires_grad) == (X.shape, True)
-    assert found.changed_buffers
+    assert found.moved == ["running_mean", "running_var", "num_batches_tracked"]
     assert all(torch.equal(before[name], value) for name, value in layer.state_dict().items())
-    assert not shapes(layer.eval(), X).changed_buffers
+    assert not shapes(layer.eval(), X).moved
+    counting = nn.InstanceNorm1d(4, track_running_stats=True)
+    assert "running_mean" in shapes(counting, torch.ones(2, 4, 3)).moved
 
 
 def test_a_gradient_is_asked_for_only_where_something_learns():
@@ -60,6 +62,33 @@ def test_a_view_is_told_with_the_tensor_that_it_lies_over():
     ((view, source),) = found.views
     assert source is X
     assert view is found.result[0]
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_view_asks_for_a_gradient_as_what_it_lies_over_and_others_as_ever(learns):
+    x, y = X.clone().requires_grad_(learns), X.clone().requires_grad_(not learns)
+    found = shapes(Does(lambda x, y: (x[:1], x + y, y[:1])), x, y)
+    view, total, other = found.result
+    assert (view.requires_grad, other.requires_grad) == (learns, not learns)
+    assert total.requires_grad
+    assert view.eq(0).all()
+    assert [(one is view, source is x) for one, source in found.views] == [
+        (True, True),
+        (False, False),
+    ]
+    assert found.views[1][0] is other
+
+
+@pytest.mark.parametrize(
+    "cut", [lambda x: x[:, ::2], lambda x: (x + 1)[:, 1:], lambda x: (x + 1)[:, :1].expand(-1, 3)]
+)
+def test_a_result_that_learns_has_its_strides_and_may_be_changed(cut):
+    x = X.clone().requires_grad_()
+    result = shapes(Does(cut), x).result
+    assert (result.shape, result.stride()) == (cut(x).shape, cut(x).stride())
+    assert result.requires_grad
+    assert not result.is_leaf
+    result[0, :1].add_(1)
 
 
 def test_a_layer_that_reads_values_is_run_on_copies():

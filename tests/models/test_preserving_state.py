@@ -15,6 +15,7 @@ from pipedream_rt.errors import ConfigError, PipelineError
 from pipedream_rt.models import preserving_state
 from pipedream_rt.models.modes import Modes
 from pipedream_rt.models.preserving_state import (
+    Left,
     as_it_was,
     called_with,
     drawing_alone,
@@ -59,8 +60,8 @@ def looked_at(change, model=None):
         (lambda m: setattr(m, "calls", 1), "changes the attribute 'calls' of the model"),
         (lambda m: setattr(m, "new", 1), "changes the attribute 'new' of the model"),
         (lambda m: m.seen.append(2), "changes the attribute 'seen' of the model"),
-        (lambda m: setattr(m, "mean", torch.ones(2)), "changes the attribute 'buffers' of the"),
-        (lambda m: m.register_module("more", nn.ReLU()), "the attribute 'modules' of the model"),
+        (lambda m: setattr(m, "mean", torch.ones(2)), "changes the attribute 'mean' of the"),
+        (lambda m: m.register_module("more", nn.ReLU()), "the attribute 'more' of the model"),
         (lambda m: setattr(m.blocks, "kept", 1), "changes the attribute 'kept' of blocks"),
         (lambda m: torch.manual_seed(99), r"calls torch.manual_seed"),
         (lambda m: random.random(), "draws random numbers of Python or NumPy"),
@@ -70,6 +71,27 @@ def looked_at(change, model=None):
 )
 def test_what_a_forward_changes_outside_of_layers_is_put_back_and_refused(change, words):
     assert words in looked_at(change)
+
+
+def test_what_a_body_leaves_can_be_left_once_more():
+    model, left = Model(), Left()
+
+    def change():
+        model.calls, model.new = 1, "x"
+        model.seen.append(2)
+        model.register_buffer("table", torch.ones(2), persistent=False)
+
+    with as_it_was(model, layers(model), left):
+        change()
+    assert (model.calls, model.seen, hasattr(model, "table")) == (0, [1], False)
+    names = {f"'{key}' of the model" for key in ("calls", "new", "seen", "table")}
+    assert names <= left.values.keys()
+    again = Left()
+    with as_it_was(model, layers(model), again, left):
+        assert (model.calls, model.new, model.seen) == (1, "x", [1, 2])
+        assert torch.equal(model.table, torch.ones(2))
+    assert again.values.keys() == left.values.keys()
+    assert not hasattr(model, "table")
 
 
 def test_a_layer_may_keep_what_it_likes_and_it_is_put_back_too():
@@ -101,7 +123,12 @@ def test_an_error_of_a_forward_names_the_users_line_and_the_mode():
     assert isinstance(caught.value.__cause__, RuntimeError)
     with torch.no_grad(), pytest.raises(ConfigError, match="in eval mode, without gradients"):
         called_with(Raises(), [torch.ones(3)], {})
-    with pytest.raises(ConfigError, match=r"TypeError: .*unexpected keyword argument 'mask'"):
+    assert "prepare=" not in str(caught.value)
+
+
+def test_a_wrong_call_of_a_forward_is_shown_how_items_are_read():
+    words = r"TypeError: .*unexpected keyword argument 'mask'. .*item: \(\(a, b\), {}, y\)$"
+    with pytest.raises(ConfigError, match=words):
         called_with(Raises(), [torch.ones(2)], {"mask": 1})
 
 

@@ -1,6 +1,8 @@
 """Weights that workers read from a folder of safetensors."""
 
 import json
+import os
+import socket
 
 import pytest
 import torch
@@ -164,6 +166,45 @@ def test_a_folder_of_another_model_is_refused(tmp_path):
         (tmp_path / "index" / "model.safetensors.index.json").write_text(wrong)
         with pytest.raises(ConfigError, match=r"cannot be used|names the file"):
             opened(model(), weights=tmp_path / "index")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "a.shard"])
+@pytest.mark.parametrize("kind", ["pipe", "zeros", "socket", "folder", "large"])
+def test_what_is_no_ordinary_file_is_not_read(tmp_path, monkeypatch, name, kind):
+    """A pipe would wait for ever, and a device has no end."""
+    if name == "a.shard":
+        name = "a.safetensors"
+        index = {"weight_map": {"0.weight": name}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    place = tmp_path / name
+    monkeypatch.chdir(tmp_path)  # the path of a socket is short
+    with socket.socket(socket.AF_UNIX) as unix:
+        match kind:
+            case "pipe":
+                os.mkfifo(place)
+            case "zeros":
+                place.symlink_to("/dev/zero")
+            case "socket":
+                unix.bind(name)
+            case "folder":
+                place.mkdir()
+            case "large":
+                with place.open("wb") as file:
+                    file.truncate(1 << 40)
+        with pytest.raises(ConfigError, match=r"cannot be (used|read)"):
+            find_pretrained(tmp_path, model())
+
+
+def test_a_folder_of_links_as_in_the_cache_of_hugging_face(tmp_path):
+    """Its snapshots are links to blobs outside of the folder."""
+    state = model().state_dict()
+    blobs, snapshot = saved(tmp_path / "blobs", state, shards=2), tmp_path / "snapshots" / "1"
+    snapshot.mkdir(parents=True)
+    for blob in blobs.iterdir():
+        (snapshot / blob.name).symlink_to(os.path.relpath(blob, snapshot))
+    with opened(model(values=False), weights=snapshot) as pipe:
+        found = pipe.state_dict()
+    assert all(torch.equal(found[key], state[key]) for key in state)
 
 
 @pytest.mark.threads

@@ -87,6 +87,44 @@ def test_contexts_that_the_forward_enters_come_along():
     assert steps[3].around.autocast is None
 
 
+def test_settings_of_kernels_that_the_forward_changes_come_along():
+    """As transformers turns cuDNN off around its CTC loss; on the host they change nothing."""
+    seen = []
+
+    def between(self, x):
+        with torch.backends.cudnn.flags(enabled=False):
+            return F.linear(x, self.a.weight)
+
+    steps = recorded(Base(between), X).steps
+    assert "torch.backends.cudnn.enabled" in dict(steps[1].around.settings)
+    assert steps[2].around.settings == ()
+    before = torch.backends.cudnn.enabled
+    with steps[1].around.entered():
+        seen.append(torch.backends.cudnn.enabled)
+    assert [*seen, torch.backends.cudnn.enabled] == [False, before]
+
+
+def test_a_gradient_that_the_forward_asks_for_is_a_step():
+    """As wav2vec2 asks for that of its input, of which torch's checkpoint needs one."""
+
+    def between(self, x):
+        y = torch.zeros(3, 4)
+        y.requires_grad = True
+        return x + y
+
+    assert "requires_grad_(2, True)" in lines(recorded(Base(between), X))[2]
+
+
+def test_what_a_layer_has_already_may_be_set_again():
+    def between(self, x):
+        self.b.bias, self.b.scaling = self.b.bias, 2.0
+        return x
+
+    model = Base(between)
+    model.b.scaling = 2.0
+    assert recorded(model, X).layers() == ["a", "b"]
+
+
 class Double(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -144,12 +182,21 @@ def draws(self, x):
     return x if random.random() < 0.5 else -x
 
 
+def draws_a_mask(self, x):
+    return x * torch.from_numpy(np.random.rand(4)).float()
+
+
 def unknown(self, x):
     return x * OUTSIDE
 
 
 def sets_data(self, x):
     x.data = x * 2
+    return x
+
+
+def sets_layer(self, x):
+    self.b.scaling = 1.0 / len(x)
     return x
 
 
@@ -163,9 +210,11 @@ OUTSIDE = torch.ones(4, requires_grad=True)
         (counts, "changes the attribute 'count' of the model"),
         (to_numpy, r"numpy\(\) reads values that layers"),
         (draws, "draws random numbers of Python or NumPy"),
-        (lambda self, x: x * torch.rand(1).item(), "were drawn at random"),
+        (draws_a_mask, r"before .* its forward draws random .* or in the loader"),
+        (lambda self, x: x * torch.rand(1).item(), "were drawn at random.* set layerdrop to 0"),
         (unknown, "is no parameter of the model"),
-        (sets_data, "sets an attribute of a tensor"),
+        (sets_layer, r"sets the attribute 'scaling' of 'b', .*; pass the value to the layer"),
+        (sets_data, "sets the attribute 'data' of a tensor"),
         (lambda self, x: x * len(str(x)), r"repr\(\) reads values that layers"),
         (lambda self, x: x * len(f"{x.sum():.3f}"), r"format\(\) reads values that layers"),
         (lambda self, x: print(self.scale) or x, r"repr\(\) reads values that layers"),
@@ -421,6 +470,42 @@ def test_hooks_of_a_module_that_is_taken_apart_are_refused(how):
     getattr(model, how)(lambda *_: None)
     with pytest.raises(ConfigError, match="the model has hooks"):
         recorded(model, X)
+
+
+def graph_of(kind):
+    return torch.eye(3).to_sparse() if kind == "coo" else torch.eye(3).to_sparse_csr()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
+@pytest.mark.parametrize("kind", ["coo", "csr"])
+def test_a_sparse_input_is_made_of_its_parts_by_each_stage_that_needs_it(kind):
+    program = recorded(Base(lambda self, x, mask: mask @ x), X, mask=graph_of(kind))
+    number = 3 if kind == "coo" else 4
+    assert program.inputs == number
+    made, *rest = program.steps
+    assert made.free
+    assert lines(program)[0].startswith(f"{number} = sparse_{kind}_tensor(1, 2, ")
+    assert any(number in step.taken for step in rest)
+
+
+def test_a_change_of_the_values_of_a_sparse_input_comes_first():
+    def between(self, x, mask):
+        mask._values().mul_(2)
+        return mask @ x
+
+    program = recorded(Base(between), X, mask=graph_of("coo"))
+    product = next(step for step in program.steps if "matmul" in step.name or "mm" in step.name)
+    assert [program.steps[n].name for n in product.after] == ["(mul_ 3)"]
+
+
+def test_a_sparse_tensor_beside_the_inputs_is_a_constant():
+    model = Base(lambda self, x: self.graph @ x)
+    model.graph = graph_of("coo")
+    first, second = recorded(model, X), recorded(model, X)
+    refuse_changing(first, second)
+    model.graph = model.graph * 2
+    with pytest.raises(ConfigError, match="something else that changes from call to call"):
+        refuse_changing(first, recorded(model, X))
 
 
 @pytest.mark.parametrize("layout", ["sparse", "nested"])

@@ -26,6 +26,11 @@ def refused(words, **layers):
         refuse_unfit_layers(layers)
 
 
+def test_a_name_that_no_file_can_hold_is_refused():
+    refused(r"^a\.x\\udce9 is a name .* no Unicode", a=with_buffers(**{"x\udce9": torch.ones(1)}))
+    refuse_unfit_layers({"a": with_buffers(xé=torch.ones(1))})
+
+
 def test_two_buffers_over_one_memory_are_refused():
     table = torch.zeros(4)
     words = r"a\.first and a\.all are two tensors over the same memory"

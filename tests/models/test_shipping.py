@@ -2,6 +2,7 @@
 
 import functools
 import pickle
+import subprocess
 import sys
 import types
 
@@ -9,6 +10,7 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+from support.deadlines import LATEST_S
 from torch import nn
 
 from pipedream_rt.models import shipping
@@ -27,6 +29,33 @@ def test_classes_of_a_script_that_multiprocessing_has_spawned_travel(monkeypatch
         cloudpickle.unregister_pickle_by_value(script)
     monkeypatch.delitem(sys.modules, "__mp_main__")
     assert cloudpickle.loads(written).width == 3
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.nn.attention.SDPBackend.MATH,
+        [torch.nn.attention.SDPBackend.FLASH_ATTENTION, torch.profiler.ProfilerActivity.CPU],
+        torch.nn.attention.SDPBackend,
+    ],
+)
+def test_enums_that_are_written_in_c_travel(value):
+    """The class of the first has another name of its own than the one under which it stands."""
+    assert shipping.loads(shipping.dumps(value)[0]) == value
+
+
+@pytest.mark.parametrize("value", [torch.finfo(torch.bfloat16), torch.iinfo(torch.int8)])
+def test_limits_of_dtypes_travel(value):
+    made = shipping.loads(shipping.dumps(value)[0])
+    assert (type(made), made.max, made.bits) == (type(value), value.max, value.bits)
+
+
+def test_a_class_that_has_its_own_name_goes_as_before():
+    """By its code, for instance, where the script asks for that."""
+    assert b"_attribute_of" in shipping.dumps(torch.nn.attention.SDPBackend)[0]
+    for cls in (int, type(None), torch.nn.Linear, torch.profiler.ProfilerActivity):
+        assert b"_attribute_of" not in shipping.dumps(cls)[0]
+        assert shipping.loads(shipping.dumps(cls)[0]) is cls
 
 
 def test_worker_processes_of_a_loader_do_not_travel():
@@ -77,3 +106,62 @@ def test_a_cached_function_of_a_script_travels_with_an_empty_cache(monkeypatch):
     made = cloudpickle.loads(written)
     assert made.cache_info()[2:] == (3, 0)
     assert made(4) == 0.25
+
+
+SCRIPT = """
+import functools
+
+@functools.lru_cache
+def fib(n):
+    return n if n < 2 else fib(n - 1) + fib(n - 2)
+
+add = functools.lru_cache(functools.partial(lambda a, b: a + b, 2))
+
+@functools.singledispatch
+def kind(value):
+    return "other"
+
+@kind.register
+def _(value: int):
+    return "int"
+
+@kind.register(bool)
+def _(value):
+    return "bool"
+
+class Table:
+    @functools.cached_property
+    def half(self):
+        return 0.5
+
+    @functools.lru_cache
+    def over(self, n):
+        return self.half / n
+
+    @functools.singledispatchmethod
+    def of(self, value):
+        return kind(value)
+
+    @of.register
+    def _(self, value: str):
+        return "str"
+
+def used(n):
+    table = Table()
+    return fib(n), add(n), kind(n), kind(True), kind(1.5), table.over(n), vars(table), table.of("")
+"""
+
+
+def test_what_functools_wraps_in_a_script_travels():
+    """Some of it has locks or weak references in it, some has no name."""
+    script = types.ModuleType("__main__")
+    exec(SCRIPT, vars(script))
+    expected = script.used(10)
+    written, _ = shipping.dumps(script.used)
+    code = "import sys, pickle; print(pickle.loads(bytes.fromhex(sys.argv[1]))(10))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, written.hex()], capture_output=True, text=True,
+        timeout=LATEST_S,
+    )  # fmt: skip
+    assert done.stdout.strip() == repr(expected), done.stderr
+    assert expected == (55, 12, "int", "bool", "other", 0.05, {"half": 0.5}, "str")

@@ -1,6 +1,8 @@
+import functools
 import itertools
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -8,6 +10,7 @@ from torch import nn
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.models.split import (
     balanced,
+    balanced_firsts,
     elements_of,
     is_sequence,
     layers_of,
@@ -78,8 +81,50 @@ def test_other_models_are_refused():
         elements_of(nn.Linear(1, 1))
     with pytest.raises(ConfigError, match="no layers"):
         elements_of([])
-    with pytest.raises(ConfigError, match="layer 1 is a int"):
+    with pytest.raises(
+        ConfigError, match=r"layer 1 is a int; a layer is an nn.Module or a function"
+    ):
         elements_of([nn.ReLU(), 3])
+    with pytest.raises(ConfigError, match=r"layer 0 is the class ReLU; give .* ReLU\(...\)"):
+        elements_of([nn.ReLU])
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (functools.partial(torch.flatten, start_dim=1), "functools.partial"),
+        (torch.relu, "relu"),
+        (lambda x: x.flatten(1), "lambda"),
+    ],
+)
+def test_a_function_in_a_list_is_a_layer_without_weights(function, name):
+    made = elements_of([nn.Linear(4, 4), function])
+    assert list(made) == ["0", "1"]
+    assert not made["1"].state_dict()
+    assert name in repr(made["1"])
+    x = torch.randn(2, 3, 4)
+    assert torch.equal(made["1"](x), function(x))
+
+
+INNER = {"1": "0.norm", "2": "0.norm", "4": "3.norm"}
+
+
+def test_a_number_of_stages_begins_where_a_stage_may():
+    sizes = dict.fromkeys("012345", 1)
+    assert balanced_firsts(sizes, 2, INNER) == ["0", "3"]
+    assert balanced_firsts(sizes, 3, INNER) == ["0", "3", "5"]
+    with pytest.raises(
+        ConfigError, match=r"into 3 stages, not 4: the buffer 0.norm .*\['3', '5'\]"
+    ):
+        balanced_firsts(sizes, 4, INNER)
+    with pytest.raises(ConfigError, match=r"into 1 stage, not 2: .* Give stages=1"):
+        balanced_firsts({"0": 1, "1": 1}, 2, {"1": "0.norm"})
+
+
+def test_a_point_at_which_no_stage_can_begin_is_refused():
+    assert split_points(layers(6), [3, 5], inner=INNER) == [0, 3, 5]
+    with pytest.raises(ConfigError, match=r"no stage can begin at '4': the buffer 3.norm"):
+        split_points(layers(6), [4], inner=INNER)
 
 
 class Residual(nn.Sequential):
@@ -185,3 +230,21 @@ def test_weights_of_several_stages_are_tied_to_the_first_of_them():
     names = {id(first[0].weight): "c.0.weight"}  # where the model has registered it first
     assert ties_of(named, names) == (Tie("c.0.weight", (0, 1, 2)),)
     assert ties_of(named[:1], names) == ()
+
+
+LINEAR = nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        LINEAR.forward,
+        lambda x: LINEAR(x),
+        lambda x, layer=LINEAR: layer(x),
+        functools.partial(nn.functional.linear, weight=LINEAR.weight),
+    ],
+    ids=["method", "global", "default", "partial"],
+)
+def test_a_function_that_holds_weights_is_no_layer_as_nobody_would_train_them(function):
+    with pytest.raises(ConfigError, match="layer 1 is a function that holds weights"):
+        elements_of([nn.Linear(4, 4), function])

@@ -11,7 +11,6 @@ from support.deadlines import LATEST_S
 from support.recorded import begun, stepped, traced, whole_run
 
 from pipedream_rt import ConfigError, TraceError
-from pipedream_rt.observers.events import packed
 from pipedream_rt.observers.folder import (
     EVENTS,
     TRACE,
@@ -20,6 +19,7 @@ from pipedream_rt.observers.folder import (
     newest_trace_in,
     read_run,
 )
+from pipedream_rt.tracing.events import packed
 from pipedream_rt.tracing.spans import Recorder, SpanFolder
 
 ORDER = (

@@ -11,9 +11,9 @@ from support.recorded import stepped, whole_run
 
 from pipedream_rt import ConfigError
 from pipedream_rt.observers import live
-from pipedream_rt.observers.events import unpacked
 from pipedream_rt.observers.folder import Following, RunFolder
 from pipedream_rt.observers.live import LivePage
+from pipedream_rt.tracing.events import unpacked
 
 pytestmark = pytest.mark.threads
 

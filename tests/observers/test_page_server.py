@@ -7,7 +7,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from contextlib import closing
+from contextlib import ExitStack, closing
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
@@ -58,7 +58,7 @@ def page():
 
     address = f"http://127.0.0.1:{server.server_port}/?token=a-token"
     try:
-        yield SimpleNamespace(address=address, close=close, answers=fake)
+        yield SimpleNamespace(address=address, close=close, answers=fake, server=server)
     finally:
         close()
 
@@ -163,6 +163,43 @@ def test_a_stranger_has_not_for_ever(page, monkeypatch):
             stranger.sendall(b"GET")
             assert stranger.recv(1) == b""
         assert stream.readline()  # who has shown the token stays
+
+
+def test_a_crowd_is_bounded_and_keeps_nobody_out(page, monkeypatch):
+    """Each has a thread, so the oldest stranger goes for a new one; who has the token stays."""
+    monkeypatch.setattr(page.server, "_room", threading.Semaphore(4))
+    with (
+        urllib.request.urlopen(page.address.replace("/?", "/events?"), timeout=LATEST_S) as stream,
+        ExitStack() as crowd,
+    ):
+        assert stream.readline()
+        page.server._room.acquire(timeout=LATEST_S)  # that connection had a place of the others
+        strangers = [crowd.enter_context(stranger_at(page)) for _ in range(20)]
+        for stranger in strangers:
+            stranger.sendall(b"GET / HTTP/1.1\r\nHo")
+        assert got(page.address)
+        assert len(page.server.ends_at) <= 4
+        assert strangers[0].recv(1) == b""
+        assert stream.readline()
+
+
+def test_where_all_may_stay_nobody_else_comes_in(page, monkeypatch):
+    monkeypatch.setattr(page_server, "_ROOM_S", 0.0)
+    monkeypatch.setattr(page.server, "_room", threading.Semaphore(1))
+    with urllib.request.urlopen(page.address.replace("/?", "/events?"), timeout=LATEST_S) as stream:
+        assert stream.readline()
+        with stranger_at(page) as stranger:
+            assert stranger.recv(1) == b""
+        assert stream.readline()
+
+
+def test_of_a_request_without_end_a_part_is_read(page):
+    with stranger_at(page) as stranger:
+        # No more than is read: what is left unread would reset the connection.
+        line = b"X: " + b"a" * 1000 + b"\r\n"
+        head = b"GET / HTTP/1.1\r\n"
+        stranger.sendall(head + line * 80)
+        assert stranger.recv(100).startswith(b"HTTP/1.0 403"), "it has waited for the end"
 
 
 def test_a_stranger_fills_no_terminal(page, capsys):

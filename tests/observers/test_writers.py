@@ -8,7 +8,7 @@ from support.recorded import stepped, told, whole_run
 
 from pipedream_rt import ConfigError
 from pipedream_rt.observers import CSV, JSONLines, Prometheus, TensorBoard
-from pipedream_rt.observers.events import unpacked
+from pipedream_rt.tracing.events import unpacked
 
 
 def test_csv_has_a_row_for_each_mini_batch(tmp_path):
@@ -58,6 +58,17 @@ def test_tensorboard_reads_what_is_written(tmp_path):
     losses = found.Scalars("train/loss")
     assert [event.step for event in losses] == list(range(5))
     assert losses[2].value == pytest.approx(stepped(2).loss)
+
+
+def test_tensorboard_has_file_systems_of_its_own(tmp_path, monkeypatch):
+    """An address is for it to open; what it cannot is refused as by the others."""
+    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="TensorBoard cannot write to nowhere://run: "):
+        TensorBoard("nowhere://run")
+    told(TensorBoard("~/run"), whole_run(1))
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 @pytest.mark.parametrize(

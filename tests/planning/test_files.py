@@ -31,6 +31,13 @@ def test_facts_are_kept_and_a_person_can_read_the_file(tmp_path):
     ]
 
 
+def test_an_address_is_no_file():
+    profile = Profile(layers=(LayerCosts(name="a", forward=0.25),))
+    for call in (files.load, lambda path: files.save(profile, path)):
+        with pytest.raises(ConfigError, match="the file of the profile is 's3://b/a', an address"):
+            call("s3://b/a")
+
+
 GOOD = {"pipedream-rt profile": 1, "layers": [{"name": "a", "forward": 1}]}
 
 

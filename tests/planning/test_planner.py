@@ -75,6 +75,16 @@ def test_a_number_of_workers_that_no_plan_has_is_refused_with_those_there_are():
         )
 
 
+def test_data_parallelism_has_a_replica_on_as_many_workers_as_may_be_used():
+    cuts = cuts_of(chain(1, 1))
+    options = {"choices": [DATA_PARALLEL], "per_update": 4}
+    for allowed, most in (({1}, 1), ({1, 2}, 2), ({2, 3}, 2), (None, 4)):  # 3 share 4 unevenly
+        (found,) = partitions(cuts, machines(4), workers=allowed, **options)
+        assert found.workers == most
+    with pytest.raises(ConfigError, match=r"no plan uses 3 workers; there are plans for 1, 2$"):
+        partitions(cuts, machines(4), workers={3}, replicas=2, **options)
+
+
 def test_an_update_has_as_many_micro_batches_as_there_are_workers_unless_the_user_says():
     cuts = cuts_of(chain(1, 1, 1))
     assert {each.per_update for each in partitions(cuts, machines(3), replicas=1)} == {3}

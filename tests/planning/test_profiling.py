@@ -52,6 +52,26 @@ def test_a_model_that_is_no_sequence_has_edges_for_what_passes(clock):
     assert cuts_of(found).passing.tolist() == [48, 96, 96, 0]
 
 
+class Twins(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.ModuleList([nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)])
+        self.head = nn.Linear(4, 4)
+
+    def encoded(self, x):
+        for layer in self.encoder:
+            x = layer(x)
+        return x
+
+    def forward(self, x, y):
+        return self.head(self.encoded(x) - self.encoded(y))
+
+
+def test_layers_that_no_two_stages_can_share_are_measured_as_one(clock):
+    found = profile(Twins(), ((X, X), {}, X), loss_fn=F.mse_loss)
+    assert [layer.name for layer in found.layers] == ["encoder.0", "encoder.1", "head"]
+
+
 class OwnLoss(nn.Module):
     def __init__(self):
         super().__init__()

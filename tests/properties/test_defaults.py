@@ -92,7 +92,7 @@ def test_the_defaults_bear_every_other_option(options):
 def test_what_was_chosen_is_said_at_the_start(caplog):
     caplog.set_level(logging.INFO, "pipedream_rt.pipeline")
     with open_pipe():
-        assert 'chosen: micro_batches=3, corrections="auto"; no worker waits' in caplog.text
+        assert 'chosen: micro_batches=3, corrections="auto": no worker waits' in caplog.text
     assert len(caplog.records) == 1
     caplog.clear()
     caplog.set_level(logging.WARNING, "pipedream_rt.pipeline")

@@ -391,7 +391,7 @@ def test_an_unusual_way_out_of_a_layer_is_named():
             self.one.seen = seen = []
             return self.two(self.one(x)) + sum(seen)
 
-    with pytest.raises(ConfigError, match=r"layer 'one' has made .* output_hidden_states"):
+    with pytest.raises(ConfigError, match="sets the attribute 'seen' of 'one'"):
         piped(Whole())
 
 
@@ -576,7 +576,35 @@ def test_a_run_whose_weights_nobody_reads_says_so(read, caplog, tmp_path):
         list(pipe.train_epoch(batches(2)))
         if read is not None:
             read(pipe, tmp_path)
-    assert ("nobody has read what it has trained" in caplog.text) == (read is None)
+    assert ("the trained weights were never read" in caplog.text) == (read is None)
+
+
+@pytest.mark.parametrize("raised", [RuntimeError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("how", ["with", "finally", "except"])
+def test_a_run_that_an_error_ends_does_not_ask_for_its_weights(raised, how, caplog):
+    model = nn.Sequential(*layers(nn.Linear, nn.Linear))
+    pipe = Pipeline(model, stages=2, loss_fn=F.mse_loss, optimizer=SGD, workers="serial")
+
+    def train():
+        list(pipe.train_epoch(batches(2)))
+        raise raised
+
+    def run():
+        if how == "with":
+            with pipe:
+                train()
+        try:
+            train()
+        except raised:
+            if how == "except":
+                pipe.close()
+            raise
+        finally:
+            pipe.close()
+
+    with pytest.raises(raised):
+        run()
+    assert "never read" not in caplog.text
 
 
 # -- what models of transformers hand on beside their results ------------------------------------

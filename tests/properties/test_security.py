@@ -41,7 +41,7 @@ from pipedream_rt.cluster.peer_links import PeerLinks
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineError, TransportError
 from pipedream_rt.transport.group import Group
-from pipedream_rt.transport.rpc.endpoint import Endpoint
+from pipedream_rt.transport.rpc.endpoint import RPCEndpoint
 from pipedream_rt.transport.sockets import SocketTransport
 
 KEY = b"k" * 32
@@ -438,9 +438,11 @@ def test_a_stranger_who_connects_before_the_guard_stands_is_cut_off(tmp_path, mo
     monkeypatch.setattr("platform.machine", lambda: "another")
     group = Group(generation=1, rank=0, names=("coordinator",), hosts=(), key=KEY)
     transport = SocketTransport(group)
+    endpoint = RPCEndpoint(timedelta(seconds=20))
+    endpoint.carry(group, transport)
     transport.connect({})
-    endpoint = Endpoint(timedelta(seconds=20))
-    guard = transport.tunnel.guard
+    tunnel = transport.streams
+    guard = tunnel.guard
 
     def late(port):
         agent = subprocess.Popen(
@@ -453,17 +455,17 @@ def test_a_stranger_who_connects_before_the_guard_stands_is_cut_off(tmp_path, mo
         guard(port)
 
     agents = []
-    transport.tunnel.guard = late
+    tunnel.guard = late
     try:
-        endpoint.join(group, transport.tunnel, "fenced", Deadline(timedelta(seconds=20)))
+        endpoint.join("fenced", Deadline(timedelta(seconds=20)))
         said, _ = agents[0].communicate(timeout=LATEST_S)
         assert said.startswith("refused"), said
         assert list(tmp_path.iterdir()) == []
         with pytest.raises(TimeoutError):
-            socket.create_connection(("127.0.0.1", transport.tunnel._port), timeout=0.3)
-        transport.tunnel.shut()
+            socket.create_connection(("127.0.0.1", tunnel._port), timeout=0.3)
+        endpoint.shut()
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", transport.tunnel._port), timeout=5)
+            socket.create_connection(("127.0.0.1", tunnel._port), timeout=5)
     finally:
         endpoint.close()
         transport.close()
@@ -521,7 +523,7 @@ def test_the_secret_is_nowhere_to_be_read(environment, tmp_path):
         "from pathlib import Path\n"
         "from pipedream_rt import Pipeline\n"
         "if __name__ == '__main__':\n"
-        "    with Pipeline([nn.Linear(2, 2)], loss_fn=nn.functional.mse_loss) as pipe:\n"
+        "    with Pipeline([nn.Linear(2, 2)], stages=1, loss_fn=nn.functional.mse_loss) as pipe:\n"
         "        cluster = pipe._group.cluster\n"
         "        secret = cluster._door.secret\n"
         "        secrets = [secret.text.encode(), bytes.fromhex(secret.text)]\n"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from pipedream_rt.optimizers.stepping import step
+from pipedream_rt.stage.stepping import step
 
 
 def parameter():

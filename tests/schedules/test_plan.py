@@ -219,7 +219,8 @@ def test_a_plan_is_looked_up_by_name():
 @pytest.mark.parametrize(
     ("name", "numbers", "words"),
     [
-        ("1F1B", {}, "(?s)'1F1B'.*async-1f1b.*zero-bubble"),
+        ("1F1", {}, "'1F1'; there are 1f1b, .*async-1f1b.*zero-bubble"),
+        ("Zero", {}, "'Zero'; there are zero-bubble, .*gpipe"),
         ("gpipe+vertical-sync", {}, "unknown schedule"),
         ("interleaved-1f1b", {"num_stages": 5}, "5 stages .*2 each"),
         ("1f1b", {"stages_per_worker": 2, "num_stages": 4}, "one stage .*not 2"),

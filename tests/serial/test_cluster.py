@@ -203,11 +203,20 @@ class Interrupts(nn.Module):
         return x
 
 
+class InterruptsInEval(nn.Module):
+    def forward(self, x):
+        if not self.training:
+            signal.raise_signal(signal.SIGINT)
+        return x
+
+
 def test_ctrl_c_in_a_stage_reaches_the_script():
     model = nn.Sequential(nn.Linear(8, 8), Interrupts(), nn.Linear(8, 8))
     with pytest.raises(KeyboardInterrupt), open_pipe(model, max_restarts=3) as pipe:
         list(pipe.train_epoch(regression(6)))
     assert not pipe.restarts
+    with pytest.raises(PipelineClosed, match="is closed: KeyboardInterrupt, which came while"):
+        pipe.flush()
 
 
 def test_a_signal_handler_may_close_the_pipeline_while_a_stage_computes():
@@ -219,6 +228,28 @@ def test_a_signal_handler_may_close_the_pipeline_while_a_stage_computes():
                 list(pipe.train_epoch(regression(6)))
         finally:
             signal.signal(signal.SIGINT, before)
+
+
+def too_late(number, frame):
+    raise TimeoutError
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_an_error_of_a_signal_handler_in_a_stage_ends_the_pipeline_which_says_so(training):
+    """Stages compute in the thread of the script, so that one was left in the middle."""
+    layer = Interrupts() if training else InterruptsInEval()
+    model = nn.Sequential(nn.Linear(8, 8), layer, nn.Linear(8, 8))
+    before, data = signal.signal(signal.SIGINT, too_late), regression(6)
+    try:
+        with open_pipe(model, max_restarts=3) as pipe:
+            with pytest.raises(TimeoutError) as e:
+                list(pipe.train_epoch(data)) if training else pipe.evaluate(data)
+            assert not pipe.restarts
+            with pytest.raises(PipelineClosed, match="has failed: TimeoutError, which came") as f:
+                pipe.flush()
+            assert f.value.__cause__ is e.value
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_layers_that_work_in_place_do_not_change_what_other_stages_hold():

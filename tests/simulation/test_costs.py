@@ -25,20 +25,47 @@ def test_times(text, value):
     assert seconds(text) == pytest.approx(value)
 
 
-@pytest.mark.parametrize(("text", "value"), [("2MB", 2e6), ("1KiB", 1024), ("5", 5), (7, 7)])
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("2MB", 2e6), ("1KiB", 1024), ("5", 5), (7, 7), ("16 gB", 16e9), ("1TiB", 2**40),
+        ("3 bytes", 3), ("2 megaB", None), ("16gb", None), ("2MB/s", None), ("2MBps", None),
+    ],
+)  # fmt: skip
 def test_sizes(text, value):
-    assert size(text) == value
+    if value is not None:
+        assert size(text) == value
+        return
+    with pytest.raises(ConfigError, match="is no size; expected a number and one of B, kB, MB"):
+        size(text)
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("100Mbit", 12.5e6), ("10Gbit/s", 1.25e9), ("1GB/s", 1e9), ("8kbit", 1000)]
+    ("value", "texts"),
+    [
+        (12.5e6, "100Mbit 100mbit/s 100Mbps 100mbps 100Mb/s 100MBIT/S 100Mb 1e2Mbit/sec"),
+        (1.25e9, "10Gbit 10Gbit/s 10gbps 10Gb/s 10Gbits/s"),
+        (1e9, "1GB/s 1GBps 1gBps 1GBPS 1GB 1000MB/s 1GB/sec 1Gbyte/s 8Gbit"),
+        (2**30, "1GiB/s 1GiBps 1GIB/s 8Gibit/s 8Gib/s"),
+        (1000, "8kbit 1kB/s 1KB/s 8kbps 1000 1000B/s 1000Bps 8000bps"),
+        (1e12, "1TB/s 8Tbit"),
+    ],
 )
-def test_rates(text, value):
-    assert rate(text) == value
+def test_rates_have_the_units_that_people_write(value, texts):
+    """A single b is the one letter whose case matters."""
+    for text in texts.split():
+        assert rate(text) == value, text
+        assert rate(text.replace("G", " G", 1)) == value, text
+
+
+@pytest.mark.parametrize("text", ["1Gps", "10G", "1GB/m", "1B/", "1/s", "1xB/s", "1GBit/s/s"])
+def test_a_rate_without_a_known_unit_is_refused_with_those_there_are(text):
+    with pytest.raises(ConfigError, match=r"is no bandwidth; expected .*Gbit, Tbit, alone or as"):
+        rate(text)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "ms", "3 parsecs", "--3", "1,5", None, "nan", "inf", True, [3]]
+    "text", ["", "ms", "3ms/s", "3 parsecs", "--3", "1,5", None, "nan", "inf", True, [3]]
 )
 def test_what_is_no_quantity(text):
     with pytest.raises(ConfigError, match=r"is no (time|size|bandwidth)"):

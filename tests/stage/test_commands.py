@@ -120,14 +120,14 @@ def test_buffers_of_an_evaluation_and_a_cache_end_by_their_number():
     assert stage.runner.caches == {4: {}}
 
 
-def test_programs_that_come_later_follow_the_last_one():
+def test_programs_come_with_their_numbers_and_are_forgotten_by_them():
     stage = a_stage([nn.Linear(1, 1), nn.ReLU()], ASYNC, 1)
-    steps = stage.runner.programs[0].steps
-    short = dataclasses.replace(stage.runner.programs[0], steps=steps[:1])
-    first, second = (cloudpickle.dumps([None, program, None]) for program in (short, short))
+    whole = stage.runner.programs[0].whole
+    short = dataclasses.replace(whole, steps=whole.steps[:1])
+    first, second, third = (cloudpickle.dumps((n, [None, short, None])) for n in (1, 2, 7))
     define(stage, [first])
-    define(stage, [second, first])
-    assert [len(stage.runner.programs[n].steps) for n in range(4)] == [2, 1, 1, 1]
+    define(stage, [second, third], [1, 5])  # a stage that recovers was not sent 5
+    assert {n: len(ready.calls) for n, ready in stage.runner.programs.items()} == {0: 2, 2: 1, 7: 1}
 
 
 def test_without_an_optimizer_there_is_no_state_to_load_or_to_return():

@@ -11,6 +11,7 @@ from support.stages import ASYNC, HYPER, a_stage, content, value
 from torch import nn
 
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.models.shipping import range_of
 from pipedream_rt.stage.evaluation import (
     EvaluationBuffers,
     changes_modes,
@@ -18,6 +19,7 @@ from pipedream_rt.stage.evaluation import (
     packed_metrics,
     refuse_bad_metrics,
     same_buffers,
+    unpacked,
 )
 
 
@@ -287,5 +289,53 @@ def test_a_metric_that_does_not_pickle_is_refused():
         def __reduce__(self):
             raise ValueError("it stays here")
 
-    with pytest.raises(ConfigError, match="the metrics do not pickle: it stays here"):
+    words = r" \(Stays\) cannot be pickled, so it cannot reach a worker: it stays here"
+    with pytest.raises(ConfigError, match=rf"the metric 'stays'{words}"):
         packed_metrics({"stays": Stays()})
+    with pytest.raises(ConfigError, match=rf"^loss_fn{words}"):
+        packed_metrics({}, Stays())
+
+
+def test_a_function_that_holds_a_weight_of_the_model_is_refused():
+    """Sent along, it would be that of the start."""
+    layer = nn.Linear(2, 2)
+    weights = {id(layer.weight): (range_of(layer.weight), "0.weight")}
+    part = layer.weight.detach()[0]
+    for held, words in ((layer, r"^loss_fn refers to 0\.weight"), (part, r"pipe\.module\(\)")):
+        for given in (({}, lambda output, y, held=held: 0.0), ({"m": lambda o, y, h=held: 0.0},)):
+            match = words if len(given) == 2 else "the metric 'm' refers to 0.weight"
+            with pytest.raises(ConfigError, match=match):
+                packed_metrics(*given, weights=weights)
+    other = nn.Linear(2, 2)
+    assert packed_metrics({}, lambda output, y: other, weights)
+
+
+def test_another_loss_comes_in_eval_mode_with_the_metrics():
+    loss = nn.CrossEntropyLoss(label_smoothing=0.1)
+    found = unpacked(packed_metrics({"one": lambda output, y: 1}, loss))
+    assert isinstance(found.loss_fn, nn.CrossEntropyLoss)
+    assert not found.loss_fn.training
+    assert loss.training
+    assert found.metrics.keys() == {"one"}
+    assert unpacked(packed_metrics({"one": mean})).loss_fn is None
+    assert unpacked(b"").loss_fn is None
+
+
+def mean(output, y):
+    return output.mean()
+
+
+def test_evaluate_computes_another_loss_and_refuses_one_that_collects():
+    stage = a_stage([Modes()], loss_fn=lambda x, y: (x * y).sum())
+    given = [value(torch.ones(1))], value(torch.tensor(3.0))
+    other = packed_metrics({"mean": mean}, lambda x, y: {"loss": (x - y).sum(), "part": 2})
+    assert stage.passes.evaluate(0, *given, metrics=other) == (-1.0, {"part": 2.0, "mean": 2.0})
+    assert stage.passes.evaluate(1, *given) == (6.0, {})
+    seen = []
+
+    def collects(output, y):
+        seen.append(output)
+        return output.sum()
+
+    with pytest.raises(ConfigError, match="of an evaluation changes 0 of 'seen', which"):
+        stage.passes.evaluate(2, *given, metrics=packed_metrics({}, collects))

@@ -53,10 +53,11 @@ def test_a_micro_batch_carries_what_the_next_stage_needs():
     assert (head.mode, head.empty, head.hyper) == (Mode.TRAIN, False, [{}])
     assert payload.requires_grad == [True]
     assert payload.trail[0] == [0, 7, 123]
-    ((stage, version, busy_ns, mark),) = payload.trail[1:]
+    ((stage, version, busy_ns, processor_ns, process_ns, mark),) = payload.trail[1:]
     assert mark == ""
     assert (stage, version) == (1, 0)
     assert busy_ns > 0
+    assert 0 < processor_ns <= process_ns
     expected = worker.stages[1].module(rows(4))
     assert torch.equal(unflatten(payload.structure, message.tensors), expected)
 

@@ -34,6 +34,7 @@ from pipedream_rt.messages import inbox as inbox_module
 from pipedream_rt.messages.message import (
     Activation,
     CommandName,
+    Failed,
     Gradient,
     Head,
     Mode,
@@ -430,6 +431,61 @@ def test_passes_take_both_producers_outputs_too(seed):
     assert worker.run() == ["loss 0 3>*", "loss 1 3>*"]
     join = worker.stages[3].module[0]
     assert torch.equal(worker.sent[1].tensors[0], join((rows(1), rows(1))))
+
+
+class FailsInEval(nn.Module):
+    def forward(self, x):
+        if not self.training:
+            raise KeyError("x")
+        return x
+
+
+def described(error):
+    text = repr(error)
+    return Failed(address=1, action="evaluate 0", type_name="KeyError", text=text, trace="")
+
+
+@ANY_ORDER
+def test_a_pass_that_fails_goes_on_its_way_and_training_goes_on(seed):
+    """The next stage and the coordinator wait for it; nothing was trained by it."""
+    layers = {1: {"1": nn.Sequential(FailsInEval(), nn.Linear(2, 2))}}
+    worker = Worker(THREE, 1, layers, failed=described)
+    worker.put(
+        activation(1, 0, mode=Mode.EVALUATE),
+        activation(1, 1, mode=Mode.INFER),
+        activation(1, 0, position=2),
+        seed=seed,
+    )
+    assert worker.run() == ["activation 0 1>2", "activation 1 1>2", "activation 2 1>2"]
+    evaluated, inferred, trained = (message.payload for message in worker.sent)
+    assert evaluated.failed == inferred.failed == described(KeyError("x"))
+    assert worker.sent[0].tensors == ()
+    assert trained.failed is None
+    assert worker.stages[1].runner.at is None  # a later error is not of this layer
+
+
+@ANY_ORDER
+@pytest.mark.parametrize("mode", [Mode.EVALUATE, Mode.INFER])
+def test_what_has_failed_before_is_passed_on_and_not_computed(seed, mode):
+    worker, failed = Worker(TWO, 1), described(KeyError("x"))
+    first = activation(1, 0, mode=mode)
+    first = dataclasses.replace(
+        first,
+        payload=dataclasses.replace(first.payload, failed=failed, structure=["P", None]),
+        tensors=(),
+    )
+    targets = [target(1, 0)] if mode.has_target else []
+    worker.put(first, *targets, activation(1, 0, position=1), target(1, 1), seed=seed)
+    assert worker.run() == ["loss 0 1>*", "loss 1 1>*", "gradient 1 1>0"]
+    passed = worker.sent[0].payload
+    assert (passed.loss, passed.structure, passed.failed) == (None, [], failed)
+
+
+def test_without_a_word_for_it_an_error_of_a_pass_ends_the_loop():
+    worker = Worker(THREE, 1, {1: {"1": FailsInEval()}})
+    worker.put(activation(1, 0, mode=Mode.INFER))
+    with pytest.raises(KeyError):
+        worker.run()
 
 
 @ANY_ORDER

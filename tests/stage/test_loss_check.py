@@ -14,7 +14,13 @@ from torch import nn
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.tree import flat_copy
-from pipedream_rt.stage.loss_check import LossCheck, joined, refuse_no_mean, rounding_of
+from pipedream_rt.stage.loss_check import (
+    Compared,
+    LossCheck,
+    joined,
+    verdict,
+    why_no_mean,
+)
 
 CLASSES, SAMPLES = 5, 8
 WEIGHTS = torch.tensor([1.0, 5.0, 0.2, 2.0, 1.0])
@@ -90,7 +96,7 @@ def test_a_loss_that_is_no_mean_is_refused_with_both_numbers(name):
     text = str(caught.value)
     assert f"for 4 micro-batches together it is {whole:.3g}"[:-1] in text
     assert f"the weighed mean of theirs is {mean:.3g}"[:-1] in text
-    for way_out in ("weigh=", "micro_batches=1", "check_loss=0"):
+    for way_out in ("weigh=", 'Training(loss="whole")', "check_loss=0"):
         assert way_out in text
 
 
@@ -346,29 +352,59 @@ def test_what_has_no_samples_in_common_is_not_joined(values, samples):
 
 
 def test_a_part_that_weighs_nothing_may_be_nan():
-    refuse_no_mean(2.0, [(2.0, 0.5), (math.nan, 0.0)], 1e-7)
-    with pytest.raises(ConfigError, match="no mean over samples"):
-        refuse_no_mean(4.0, [(2.0, 0.5), (math.nan, 0.0)], 1e-7)
+    assert not why_no_mean(2.0, [(2.0, 0.5), (math.nan, 0.0)], 1e-7)
+    assert "no mean over samples" in why_no_mean(4.0, [(2.0, 0.5), (math.nan, 0.0)], 1e-7)
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_is_left_to_others(odd):
-    refuse_no_mean(odd, [(1.0, 0.5), (2.0, 0.5)], 1e-7)
-    refuse_no_mean(1.0, [(odd, 0.5), (2.0, 0.5)], 1e-7)
+    assert not why_no_mean(odd, [(1.0, 0.5), (2.0, 0.5)], 1e-7)
+    assert not why_no_mean(1.0, [(odd, 0.5), (2.0, 0.5)], 1e-7)
 
 
 def test_a_difference_of_rounding_is_none():
     parts = [(1.0, 0.25), (3.0, 0.25)]  # of which the shares are halves
-    refuse_no_mean(2.0, parts, 0.0)
-    refuse_no_mean(2.0002, parts, 1.1e-4)
-    with pytest.raises(ConfigError, match=r"together it is 2.0002, and .* theirs is 2,"):
-        refuse_no_mean(2.0002, parts, 0.9e-4)
+    assert not why_no_mean(2.0, parts, 0.0)
+    assert not why_no_mean(2.0002, parts, 1.1e-4)
+    assert "together it is 2.0002, and the weighed mean of theirs is 2" in why_no_mean(
+        2.0002, parts, 0.9e-4
+    )
 
 
 def test_a_mean_that_is_zero_by_cancelling_has_the_rounding_of_its_parts():
-    refuse_no_mean(1e-5, [(1.0, 0.5), (-1.0, 0.5)], 1e-4)
+    assert not why_no_mean(1e-5, [(1.0, 0.5), (-1.0, 0.5)], 1e-4)
 
 
-def test_coarser_types_round_more():
-    wide = [rounding_of(d) for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)]
-    assert wide == [1e-7, 1e-4, 3e-2, 3e-2]
+# -- of what a loss is computed ------------------------------------------------------------------
+
+
+def found_of(loss_fn, parts=4, **options):
+    x, y = data()
+    pairs = zip(x.chunk(parts), y.chunk(parts))
+    return verdict(loss_fn, [Compared(a, b, len(a) / 8, len(a)) for a, b in pairs], **options)
+
+
+def of_eight(output, y):
+    """Knows how many samples a mini-batch has."""
+    return F.cross_entropy(output.view(8, -1), y)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "is_mean", "is_of_all", "why"),
+    [
+        (F.cross_entropy, True, False, ""),
+        (NO_MEANS["a sum"], False, True, "no mean over samples"),
+        (NO_MEANS["contrastive"], False, True, "no mean over samples"),
+        (of_eight, None, True, "computed of 2 of the 8 samples"),
+        (lambda output, y: F.cross_entropy(F.dropout(output), y), None, True, "draws random"),
+        (counting()[0], True, True, "keeps a state"),
+        (lambda output, y: 1 / 0, None, True, "computed of all of them"),
+    ],
+)
+@pytest.mark.parametrize("precisely", [True, False])
+def test_a_loss_says_by_a_mini_batch_of_what_it_is_computed(
+    loss_fn, is_mean, is_of_all, why, precisely
+):
+    found = found_of(loss_fn, precisely=precisely)
+    assert (found.is_mean, found.is_of_all) == (is_mean, is_of_all)
+    assert why in found.why

@@ -1025,12 +1025,13 @@ def rows_of_values():
         linear(data=lambda: [(torch.randn(n, 4), torch.randn(n, 4)) for n in (3, 1, 5, 2)]),
     )  # fmt: skip
     yield Row(
-        "mini-batches", "three items", linear(data=lambda: [(x(), x(), x())]),
-        refused=r"must yield pairs \(x, y\), dicts .*; this item is a tuple of 3. Give prepare=",
+        "mini-batches", "three items, and a loss of one tensor",
+        linear(data=lambda: [(x(), x(), x())]),
+        refused=r"must yield pairs \(x, y\), dicts .*; this item is a tuple of 3, .*takes 1",
     )  # fmt: skip
     yield Row(
         "mini-batches", "a dict alone", linear(data=lambda: [{"a": x()}]),
-        refused=r"a sequence of layers has one input, .*: prepare=",
+        refused=r"a sequence of layers has one input, .*: prepare=.*: \(\(a, b\), {}, y\)",
     )  # fmt: skip
     yield Row(
         "mini-batches", "a layer that takes two arguments",

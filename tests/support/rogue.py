@@ -34,7 +34,12 @@ WORDS = (
             "software": software(), "returns": True, "version": VERSION,
         }
     ),
-    packed({"type": "link", "job": "0" * 32, "generation": 1, "sender": 2, "recipient": 1}),
+    packed(
+        {
+            "type": "link", "job": "0" * 32, "group": bytes(32), "generation": 1, "sender": 2,
+            "recipient": 1,
+        }
+    ),
 )  # fmt: skip
 
 JUNK = (

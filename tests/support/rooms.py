@@ -5,7 +5,8 @@
 
 ROOMS = (
     (("errors.py", ""), ("deadline.py", ""), ("lifecycle.py", ""), ("schema.py", ""),
-     ("software.py", ""), ("containers.py", "")),
+     ("paths.py", ""), ("software.py", ""), ("telling.py", ""), ("containers.py", ""),
+     ("packing.py", ""), ("extras.py", "")),
     (("schedules", "integers only"),),
     (("tracing", "recorded runs"),),
     (("observe.py", ""),),
@@ -16,12 +17,13 @@ ROOMS = (
     (("torch_private.py", ""),),
     (("messages", "what travels"),),
     (("models", "a model to stages"), ("checkpoint", "checkpoints on disk")),
-    (("corrections", "stale gradients"), ("optimizers", "that bear them"), ("dynamo.py", "")),
-    (("devices", "what it runs on"), ("codecs", "fewer bytes")),
-    (("stage", "one stage"), ("stage/rules", "what features do")),
+    (("dynamo.py", ""),),
+    (("devices", "what it runs on"),),
+    (("stage", "one stage"), ("stage/rules", "what features do"), ("codecs", "fewer bytes")),
     (("transport", "to the next inbox"), ("transport/rpc", "references")),
     (("batches", "items, cut and fed"),),
     (("job", "before anything runs"),),
+    (("corrections", "stale gradients"), ("optimizers", "that bear them")),
     (("planning/profiling.py", ""), ("planning/meter.py", "")),
     (("planning/auto_split.py", ""),),
     (("cluster", "where stages run"), ("cluster/engines", "who places them"),
@@ -31,9 +33,11 @@ ROOMS = (
     (("coordinator/recovery", "after a failure"),),
     (("coordinator/checkpointing", "while a run goes on"),),
     (("coordinator/feed", "into the pipe"),),
+    (("coordinator/parameters.py", ""),),
     (("coordinator/references", "to what is there"),),
     (("coordinator/views", "what a run shows"),),
     (("coordinator", "the run"),),
+    (("planning/choosing.py", ""),),
     (("verify", "beside plain torch"),),
     (("pipeline.py", "the face"),),
     (("planning/link_costs.py", ""), ("doctor", "is the network fit"), ("hf", "the Trainer")),
@@ -44,6 +48,15 @@ ROOMS = (
 
 A file with a row of its own, and no words, stands in the drawing with its folder.
 """
+
+
+OPTIONAL = (
+    "observers", "planning", "simulation", "verify", "doctor", "coordinator/references",
+    "transport/rpc", "coordinator/text_generation.py", "codecs", "corrections", "optimizers",
+    "cluster/engines", "notebook.py", "hf", "cli", "coordinator/views/event_publisher.py",
+    "observe.py", "__main__.py",
+)  # fmt: skip
+"""Ring 1: what no file of the core, ring 0, imports. `extras.py` says what is loaded late."""
 
 
 def library_files(root):
@@ -57,3 +70,9 @@ def layers():
         {f"pipedream_rt.{name.removesuffix('.py').replace('/', '.')}" for name, _ in row}
         for row in ROOMS
     ]
+
+
+def is_optional(module):
+    """Whether a module is of ring 1."""
+    names = (f"pipedream_rt.{each.removesuffix('.py').replace('/', '.')}" for each in OPTIONAL)
+    return any(module == name or module.startswith(f"{name}.") for name in names)

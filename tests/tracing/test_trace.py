@@ -93,6 +93,8 @@ def test_a_whole_file_with_a_header_that_makes_no_sense(tmp_path):
             Trace.load(tmp_path / "odd")
     with pytest.raises(TraceError, match="cannot be read"):
         Trace.load("a\0b")
+    with pytest.raises(TraceError, match=r"cannot be read: .* an address"):
+        Trace.load("s3://bucket/trace")
 
 
 def file_of(header, spans=b""):

@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import socket
 import threading
 
@@ -50,6 +51,20 @@ def test_the_end_of_a_link_is_told_once_and_the_others_go_on():
 def two_members():
     ends = socket.socketpair()
     return Member({1: Connection(ends[0])}), Member({0: Connection(ends[1])})
+
+
+@pytest.fixture
+def members():
+    """Makes members, of rank 0 and of rank 1, from their connections to each other."""
+    made = []
+
+    def make(*connections):
+        made.extend(Member({1 - rank: each}) for rank, each in enumerate(connections))
+        return made
+
+    yield make
+    for member in made:
+        member.links.close()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -140,6 +155,71 @@ def test_a_waiter_that_reads_a_flood_is_woken_by_another_thread():
     receiver.links.close()
 
 
+def test_who_wakes_itself_before_it_polls_does_not_sleep(members):
+    """As a signal handler does that closes an inbox."""
+    _, receiver = members(*map(Connection, socket.socketpair()))
+    links, polled = receiver.links, []
+
+    class Interrupted:
+        def poll(self, seconds):
+            links.wake()
+            polled.append(events.poll(seconds))
+            return polled[0]
+
+    events, links._of_waiter = links._of_waiter, Interrupted()
+    links.wait(0.01)
+    links._of_waiter = events
+    assert polled != [[]]
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("floods", [False, True])
+def test_a_close_on_another_thread_ends_a_wait_and_the_next_says_why(members, floods):
+    for _ in range(20):
+        *_, sender, receiver = members(*map(Connection, socket.socketpair()))
+        began, words = threading.Event(), []
+
+        def wait(links=receiver.links, began=began, words=words):
+            try:
+                while True:
+                    began.set()
+                    links.wait(None)
+            except TransportError as error:
+                words.append(str(error))
+
+        waiter = threading.Thread(target=wait, daemon=True)
+        waiter.start()
+        assert began.wait(LATEST_S)
+        for number in range(100 * floods):
+            sender.links.send(1, number, b"x" * 1000)
+        receiver.links.close()
+        waiter.join(LATEST_S)
+        assert words == ["the links were closed, so no message can come any more"]
+        assert receiver.links._of_waiter.closed
+        assert receiver.lost.empty()
+
+
+@pytest.mark.parametrize("when", ["asleep", "reading"])
+def test_a_signal_handler_closes_in_the_middle_of_a_wait(members, when):
+    sender, receiver = members(*map(Connection, socket.socketpair()))
+    links = receiver.links
+    before = signal.signal(signal.SIGUSR1, lambda *_: links.close())
+    try:
+        if when == "reading":
+            links._receive = lambda rank, frame: os.kill(os.getpid(), signal.SIGUSR1)
+            sends = threading.Timer(0.05, sender.links.send, (1, 7, b"x"))
+        else:
+            sends = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1))
+        sends.start()
+        links.wait(LATEST_S)
+        sends.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert links._of_waiter.closed
+    with pytest.raises(TransportError, match="the links were closed"):
+        links.wait(0)
+
+
 def test_a_wait_of_years_is_possible():
     sender, receiver = two_members()
     receiver.links.wake()
@@ -160,20 +240,6 @@ def test_a_waiter_finds_out_that_a_member_is_gone():
     receiver.links.wait(0.05)  # the end of the link is not told again, and wakes nobody
     assert receiver.lost.empty()
     receiver.links.close()
-
-
-@pytest.fixture
-def members():
-    """Makes members, of rank 0 and of rank 1, from their connections to each other."""
-    made = []
-
-    def make(*connections):
-        made.extend(Member({1 - rank: each}) for rank, each in enumerate(connections))
-        return made
-
-    yield make
-    for member in made:
-        member.links.close()
 
 
 @pytest.mark.threads

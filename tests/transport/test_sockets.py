@@ -52,3 +52,12 @@ def test_a_frame_that_is_no_message_ends_the_link_with_a_text(member, kind, data
     assert isinstance(error, PeerLost)
     assert "bytes" in str(error)
     assert "by an error of its own" not in caplog.text
+
+
+def test_a_stream_of_torch_rpc_is_refused_where_the_group_has_none(member):
+    """Kept for somebody who never comes, its parts would fill the memory."""
+    end, link = member
+    link.send(2, b"part", [])
+    error = end.lost.get(timeout=LATEST_S)
+    assert isinstance(error, PeerLost)
+    assert "'w1' sends a stream of torch RPC, which this group does without" in str(error)

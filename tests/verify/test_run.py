@@ -1,7 +1,9 @@
 """A pipeline can be asked whether it computes what plain PyTorch does; asking changes nothing."""
 
 import logging
+import os
 import random
+import signal
 import subprocess
 import sys
 from contextvars import ContextVar
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.deadlines import LATEST_S
+from support.late import Late, too_late
 from support.models import batches as token_batches
 from support.models import kitchen_sink
 from support.pinned import Flat as Pipeline
@@ -489,3 +492,33 @@ def test_a_loader_that_draws_by_python_is_left_as_it_is():
         before = random.getstate(), str(np.random.get_state())
         assert pipe.verify(loader, steps=2)
         assert (random.getstate(), str(np.random.get_state())) == before
+
+
+class SignalsInScript(nn.Module):
+    """Sends the script's process a signal in its first training forward there."""
+
+    def __init__(self):
+        super().__init__()
+        self.pid = os.getpid()
+
+    def forward(self, x):
+        if self.training and os.getpid() == self.pid:
+            signal.raise_signal(signal.SIGUSR1)
+        return x
+
+
+@pytest.mark.processes
+def test_what_a_signal_handler_raises_in_the_comparison_reaches_the_script():
+    """It is no error of the user's code, which would only be left out of the comparison."""
+    data, before = batches(), signal.signal(signal.SIGUSR1, too_late)
+    try:
+        model = nn.Sequential(nn.Linear(8, 8), SignalsInScript(), nn.Linear(8, 8))
+        with Pipeline(
+            model, stages=2, loss_fn=F.mse_loss, optimizer=SGD, workers="local",
+            training=Training(),
+        ) as pipe:  # fmt: skip
+            with pytest.raises(Late):
+                list(pipe.train_epoch(data))
+            assert len(list(pipe.train_epoch(data))) == len(data)
+    finally:
+        signal.signal(signal.SIGUSR1, before)

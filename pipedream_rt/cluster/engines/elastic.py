@@ -11,12 +11,16 @@ import socket
 from collections.abc import Mapping
 
 from pipedream_rt.cluster.addresses import is_here, joined, parse_address
-from pipedream_rt.cluster.engines.interface import EngineRequest, Node
 from pipedream_rt.cluster.environment import secret_of_environment
 from pipedream_rt.cluster.identity import Secret
+from pipedream_rt.cluster.node_job import EngineRequest, Node
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.schema import is_count
+
+VARIABLES = ("PET_NNODES", "PET_NODE_RANK", "PET_RDZV_ENDPOINT", "PET_MASTER_ADDR",
+             "PET_MASTER_PORT")  # fmt: skip
+"""What says which node this is, and where the first is; the first of them is always there."""
 
 _PORT = 29500
 """The default port of torchrun."""
@@ -24,12 +28,12 @@ _PORT = 29500
 
 def found(environment: Mapping[str, str], asked: EngineRequest) -> Elastic | None:
     """Return the job that options or ``PET_`` variables describe; None if of no or one node."""
-    nodes = _number(environment, "PET_NNODES", asked.nodes)
+    nodes = _number(environment, "PET_NNODES", asked.nodes, 1)
     if nodes is None or nodes == 1:
         return None
     endpoint = asked.endpoint or environment.get("PET_RDZV_ENDPOINT", "")
     if not endpoint and (host := environment.get("PET_MASTER_ADDR", "")):
-        endpoint = joined(host, _number(environment, "PET_MASTER_PORT", None) or _PORT)
+        endpoint = joined(host, _number(environment, "PET_MASTER_PORT", None, 1) or _PORT)
     if not endpoint:
         raise ConfigError(
             f"there are {nodes} nodes, and nothing says where the first one is: give all of them "
@@ -42,7 +46,10 @@ def found(environment: Mapping[str, str], asked: EngineRequest) -> Elastic | Non
         rank = 0 if is_here(host) else 1
         name = "" if rank == 0 else re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:80]
     elif rank >= nodes:
-        raise ConfigError(f"the rank of this node is {rank}, and there are {nodes} nodes")
+        raise ConfigError(
+            f"the rank of this node is {rank}, which --node-rank or PET_NODE_RANK says, and there "
+            f"are {nodes} nodes, as --nnodes or PET_NNODES says: ranks begin at 0"
+        )
     return Elastic(Node(rank=rank, size=nodes, host=host, port=port, name=name))
 
 
@@ -61,7 +68,9 @@ class Elastic:
         """Nothing: the job leaves nothing behind."""
 
 
-def _number(environment: Mapping[str, str], name: str, asked: int | None) -> int | None:
+def _number(
+    environment: Mapping[str, str], name: str, asked: int | None, least: int = 0
+) -> int | None:
     """Return the number of an option, else that of a variable; None if neither is given."""
     text = environment.get(name, "")
     if asked is not None or not text:
@@ -72,6 +81,9 @@ def _number(environment: Mapping[str, str], name: str, asked: int | None) -> int
             f"{name} is {text!r}: a job has a fixed number of nodes here; a node that is lost is "
             "awaited, or another one in its place"
         )
-    if not is_count(low):
-        raise ConfigError(f"{name} must be a number, not {text!r}")
+    if not is_count(low) or int(low) < least:
+        raise ConfigError(
+            f"{name} must be a number of at least {least}, not {text!r}; if another job has left "
+            f"it behind, type: unset {name}"
+        )
     return int(low)

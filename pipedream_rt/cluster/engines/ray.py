@@ -27,11 +27,12 @@ from pipedream_rt.cluster.identity import Secret
 from pipedream_rt.cluster.subprocesses import dies_with_parent
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, RendezvousTimeout
+from pipedream_rt.telling import log_of
 
 if TYPE_CHECKING:
     import ray as _ray
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 

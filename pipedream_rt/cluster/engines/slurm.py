@@ -17,12 +17,16 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
-from pipedream_rt.cluster.engines.interface import EngineRequest, Node
 from pipedream_rt.cluster.environment import check_private, read_secret, secret_of_file
 from pipedream_rt.cluster.identity import Secret
+from pipedream_rt.cluster.node_job import EngineRequest, Node
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.paths import given_path
 from pipedream_rt.schema import is_count
+
+VARIABLES = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+"""What says where a task stands in its step; the last is the number of tasks."""
 
 _FOLDER = "PIPEDREAM_RT_JOB_FOLDER"
 """The user sets it: a folder that all nodes share, in which the folder of the job is made."""
@@ -41,15 +45,18 @@ def found(environment: Mapping[str, str], asked: EngineRequest) -> Slurm | None:
     """Return the step that this process is a task of; None if of none, as a batch script."""
     if asked.nodes is not None or "SLURM_STEP_ID" not in environment:
         return None
+    if environment.get(VARIABLES[-1], environment.get("SLURM_NTASKS")) == "1":
+        return None  # whatever else was left behind, there is nobody to wait for
     numbers = {}
-    for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"):
+    for name in VARIABLES:
         text = environment.get(name, "")
         if not is_count(text):
-            raise ConfigError(f"{name} must be a number in a task of Slurm, not {text!r}")
+            raise ConfigError(
+                f"{name} must be a number in a task of Slurm, not {text!r}; if this is none, and "
+                "its shell has the variables of another one, type: unset SLURM_STEP_ID"
+            )
         numbers[name] = int(text)
     job, step, rank, size = numbers.values()
-    if size == 1:
-        return None
     host = environment.get("MASTER_ADDR") or next(
         expanded(environment.get("SLURM_STEP_NODELIST", "")), ""
     )
@@ -59,7 +66,7 @@ def found(environment: Mapping[str, str], asked: EngineRequest) -> Slurm | None:
     port = environment.get("MASTER_PORT") or str(_LOWEST_PORT + (job * 7 + step) % _PORTS)
     if not (is_count(port) and 0 < int(port) < 65536):
         raise ConfigError(f"MASTER_PORT must be the number of a port, not {port!r}")
-    shared = Path(environment.get(_FOLDER) or Path.home() / ".pipedream-rt")
+    shared = given_path(environment.get(_FOLDER) or "~/.pipedream-rt", _FOLDER)
     cluster = re.sub(r"[^\w-]", "-", environment.get("SLURM_CLUSTER_NAME", "cluster"))
     node = Node(rank=rank, size=size, host=host, port=int(port))
     return Slurm(f"{job}.{step}", node, shared / f"slurm-{cluster}-{job}.{step}")

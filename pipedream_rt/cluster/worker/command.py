@@ -15,7 +15,6 @@ import sys
 import time
 import traceback
 from dataclasses import replace
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -41,10 +40,13 @@ from pipedream_rt.cluster.records import is_name
 from pipedream_rt.cluster.subprocesses import dies_with_parent, shell_code
 from pipedream_rt.cluster.worker.fork_server import end_orphans, serve_forks
 from pipedream_rt.cluster.worker.joining import JoinAttempts, Worker, serve, serve_at
+from pipedream_rt.cluster.worker.role import become_worker
 from pipedream_rt.errors import ConfigError, PeerLost, PipelineError
+from pipedream_rt.paths import given_path
 from pipedream_rt.schema import open_to_append
+from pipedream_rt.telling import log_of
 
-_log = logging.getLogger("pipedream_rt.worker")
+_log = log_of("pipedream_rt.worker")
 
 
 @click.command(name="worker", context_settings={"help_option_names": ["-h", "--help"]})
@@ -107,6 +109,7 @@ def main(
     if bind is not None and bind not in interfaces:
         known = ", ".join(interfaces)
         raise click.UsageError(f"--bind {bind!r}: this machine has the interfaces {known}")
+    become_worker(name)
     secret: Secret | None = None
     try:
         secret = read_secret(0 if secret_stdin else secret_fd)
@@ -150,7 +153,7 @@ def _set_up(name: str, level: str) -> None:
     wanted = os.environ.get("PIPEDREAM_RT_LOG", level).upper()
     known = isinstance(logging.getLevelName(wanted), int)
     if (folder := os.environ.get(LOG_DIR)) and is_name(name):
-        _write_into(Path(folder) / f"{name}.log")
+        _write_into(folder, f"{name}.log")
     logging.basicConfig(
         format=f"[{name}] %(levelname)s %(message)s",
         level=wanted if known else level,
@@ -163,20 +166,23 @@ def _set_up(name: str, level: str) -> None:
         signal.signal(number, _end_by_signal)
 
 
-def _write_into(path: Path) -> None:
+def _write_into(folder: str, name: str) -> None:
     """Append all that this process writes to a file, if possible: no log is no reason to end."""
     try:
+        path = given_path(folder, LOG_DIR) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab", buffering=0, opener=open_to_append) as file:
             for descriptor in (1, 2):
                 os.dup2(file.fileno(), descriptor)
-    except OSError as error:
-        _log.warning("no log can be written to %s: %s", path, error.strerror)
+    except (OSError, ConfigError) as error:
+        reason = getattr(error, "strerror", None) or error
+        _log.warning("no log can be written to %s: %s", folder, reason)
 
 
 def _run_forked(fd: int, name: str, threads: int, join: dict[str, Any] | None) -> int:
     """Be a worker, in a child of the fork server. ``fd`` is as `RunWorker` says."""
     _set_up(name, "WARNING")
+    become_worker(name)
     try:
         if join is not None:
             dies_with_parent(signal.SIGKILL)()

@@ -12,6 +12,7 @@ import random
 import select
 import signal
 import socket
+import struct
 import sys
 import traceback
 import warnings
@@ -20,13 +21,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import numpy as np
+
+from pipedream_rt.packing import packb, unpackb
 
 _SET_NAME = 15
 """PR_SET_NAME of prctl."""
 
-_ORPHANS_END_S = 5
+_ORPHANS_END_S = 0.8
 """Seconds for workers to end by themselves after the process that asked for them has died."""
 
 RunWorker = Callable[[int, str, int, "dict[str, Any] | None"], int]
@@ -39,6 +41,9 @@ pipe with the secret of the job.
 
 def serve_forks(connection: socket.socket, run: RunWorker, imports: bool = True) -> bool:
     """Fork a worker for each request, and report each that ends, until the other end closes.
+
+    Also until the parent has died: a process that it has forked may hold the other end open, where
+    neither this process nor the workers would notice the death.
 
     Return whether its workers join by themselves, and so have to die with this process.
     """
@@ -57,6 +62,10 @@ def serve_forks(connection: socket.socket, run: RunWorker, imports: bool = True)
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     poll.register(woken, select.POLLIN)
+    parent = _open_parent(connection)
+    if parent is None:
+        return False
+    poll.register(parent, select.POLLIN)
     joining = False
     # The other end may close with something unread, or while this end writes.
     with contextlib.suppress(ConnectionError):
@@ -66,10 +75,12 @@ def serve_forks(connection: socket.socket, run: RunWorker, imports: bool = True)
                     woken.recv(4096)
                     _report_ends(connection)
                     continue
+                if fd == parent:
+                    return joining
                 data, fds, _, _ = socket.recv_fds(connection, 1 << 16, 3)
                 if not data:
                     return joining
-                request = msgpack.unpackb(data)
+                request = unpackb(data)
                 if "imports" in request:
                     if imports:
                         _import(request["imports"], connection)
@@ -81,14 +92,29 @@ def serve_forks(connection: socket.socket, run: RunWorker, imports: bool = True)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                     for mine in (connection, woken, wake):
                         mine.close()
+                    os.close(parent)
                     _be_worker(request, fds, run)
                 for each in fds:
                     os.close(each)
                 # A descriptor of the process: its number may belong to another one later.
                 pidfd = os.pidfd_open(pid)
-                socket.send_fds(connection, [msgpack.packb({"pid": pid})], [pidfd])
+                socket.send_fds(connection, [packb({"pid": pid})], [pidfd])
                 os.close(pidfd)
     return joining
+
+
+def _open_parent(connection: socket.socket) -> int | None:
+    """Return a pidfd of the process at the other end, which has started this one; None if dead."""
+    credentials = connection.getsockopt(
+        socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
+    )
+    pid, *_ = struct.unpack("3i", credentials)
+    with contextlib.suppress(ProcessLookupError):
+        opened = os.pidfd_open(pid)
+        if os.getppid() == pid:  # else the number may be another process's by now
+            return opened
+        os.close(opened)
+    return None
 
 
 def end_orphans() -> None:
@@ -102,7 +128,7 @@ def end_orphans() -> None:
 
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGALRM, kill)
-    signal.alarm(_ORPHANS_END_S)
+    signal.setitimer(signal.ITIMER_REAL, _ORPHANS_END_S)
     with contextlib.suppress(ChildProcessError):  # none is left
         while True:
             os.waitpid(-1, 0)
@@ -159,7 +185,7 @@ def _report_ends(connection: socket.socket) -> None:
             if pid == 0:
                 return
             code = os.waitstatus_to_exitcode(status)
-            connection.send(msgpack.packb({"ended": pid, "code": code}))
+            connection.send(packb({"ended": pid, "code": code}))
 
 
 def _be_worker(request: dict[str, Any], fds: Sequence[int], run: RunWorker) -> None:

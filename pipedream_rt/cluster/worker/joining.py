@@ -25,10 +25,11 @@ from pipedream_rt.cluster.identity import Secret
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PeerLost, TransportError
 from pipedream_rt.software import processor
+from pipedream_rt.telling import log_of
+from pipedream_rt.transport.fence import obstacle
 from pipedream_rt.transport.limits import ensure_descriptors
-from pipedream_rt.transport.rpc.fence import obstacle
 
-_log = logging.getLogger("pipedream_rt.worker")
+_log = log_of("pipedream_rt.worker")
 
 _LONGEST_PAUSE_S = 30.0
 """Longest pause between two attempts to join a coordinator that has no place for the worker."""

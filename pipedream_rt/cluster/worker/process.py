@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 import os
 import sys
 import threading
@@ -15,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pipedream_rt import extras
 from pipedream_rt.cluster.addresses import address_on, interface_of, is_loopback
 from pipedream_rt.cluster.control import (
     EXIT_COORDINATOR_LOST,
@@ -25,6 +25,7 @@ from pipedream_rt.cluster.control import (
 from pipedream_rt.cluster.doors import DoorAddress, opened_doors
 from pipedream_rt.cluster.environment import memory_is_shared, own_device
 from pipedream_rt.cluster.identity import Secret
+from pipedream_rt.cluster.interface import Endpoint
 from pipedream_rt.cluster.peer_links import PeerLinks
 from pipedream_rt.cluster.records import Record
 from pipedream_rt.deadline import Deadline
@@ -40,17 +41,17 @@ from pipedream_rt.errors import (
 )
 from pipedream_rt.stage.cooperative import serve_together
 from pipedream_rt.stage.host import StageHost
+from pipedream_rt.telling import log_of
+from pipedream_rt.transport.fence import AgentMode, NoEndpoint
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.interface import Sender
 from pipedream_rt.transport.limits import ensure_descriptors, make_room_for_agent
 from pipedream_rt.transport.links import Connections
-from pipedream_rt.transport.rpc.endpoint import Endpoint, NoEndpoint
-from pipedream_rt.transport.rpc.fence import AgentMode
 from pipedream_rt.transport.sockets import SocketTransport
 
 T = TypeVar("T")
 
-_log = logging.getLogger("pipedream_rt.worker")
+_log = log_of("pipedream_rt.worker")
 
 
 def resident_bytes() -> int:
@@ -65,7 +66,7 @@ def resident_bytes() -> int:
 _LAST_ACTION_S = 10.0
 """Seconds for the stages to end their current action. After that the process ends without them."""
 
-_AT_THE_END_S = 1.0
+_AT_THE_END_S = 0.5
 """Seconds for the stages to stop when the coordinator is dead."""
 
 _PATIENCE = 1.5
@@ -107,12 +108,14 @@ def host_stage(
         if mode != "off":
             make_room_for_agent()
         transport = SocketTransport(group, gives=memory_is_shared())
-        endpoint = NoEndpoint() if mode == "off" else Endpoint(timeout)
+        endpoint: Endpoint = NoEndpoint() if mode == "off" else extras.RPCEndpoint(timeout)
         _join(control, welcome, group, transport, endpoint, secret, bind)
     except (PipelineError, RuntimeError, OSError) as error:
         _log.error("could not join the group: %s", error)
+        # A refusal stays one, unless the system has only run out of something.
+        kind = "unfit" if isinstance(error, ConfigError) and not error.__cause__ else "failed"
         with suppress(PeerLost):
-            control.send({"type": "failed", "text": str(error)})
+            control.send({"type": kind, "text": str(error)})
         return EXIT_FAILED if isinstance(error, ConfigError) else LIFE_AGAIN
     hosts = [
         StageHost(
@@ -148,7 +151,7 @@ def _join(
     welcome: Record,
     group: Group,
     transport: SocketTransport,
-    endpoint: Endpoint | NoEndpoint,
+    endpoint: Endpoint,
     secret: Secret,
     bind: str | None,
 ) -> None:
@@ -171,8 +174,9 @@ def _join(
             links = PeerLinks(group, secret, doors, places, deadline)
             return await _unless_it_speaks(control, links.meet())
 
+        endpoint.carry(group, transport)
         transport.connect(asyncio.run(meet()))
-    endpoint.join(group, transport.tunnel, welcome["rpc"], deadline)
+    endpoint.join(welcome["rpc"], deadline)
 
 
 async def _unless_it_speaks(control: Control, meeting: Coroutine[Any, Any, T]) -> T:
@@ -217,7 +221,7 @@ def _until_exit(
     hosts: Sequence[StageHost],
     thread: threading.Thread,
     transport: SocketTransport,
-    endpoint: Endpoint | NoEndpoint,
+    endpoint: Endpoint,
     beat: timedelta,
 ) -> int:
     """Obey the coordinator until it says to exit, or until the control connection breaks.
@@ -263,7 +267,7 @@ def _until_exit(
             case "story":
                 control.send({"type": "story", "text": story()})
             case "shut":
-                transport.tunnel.shut()
+                endpoint.shut()
             case "clock":
                 control.send({"type": "clock", "ns": time.monotonic_ns()})
             case "exit":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import secrets
 import time
 import weakref
@@ -37,8 +36,9 @@ from pipedream_rt.errors import CheckpointError
 from pipedream_rt.job.options import Checkpoints
 from pipedream_rt.messages.message import CommandName
 from pipedream_rt.schedules import EdgeKind
+from pipedream_rt.telling import log_of
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

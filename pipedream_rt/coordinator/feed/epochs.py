@@ -9,18 +9,19 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
-from pipedream_rt.batches.items import Prepare, batch_of, input_of, require_loader
+from pipedream_rt.batches.items import Prepare, require_loader
 from pipedream_rt.checkpoint import Manifest
 from pipedream_rt.coordinator.checkpointing.checkpointer import result_of
 from pipedream_rt.coordinator.feed.feeder import Feeder
 from pipedream_rt.coordinator.feed.loading import Loading, begin_epoch_at, between_epochs
 from pipedream_rt.coordinator.results import PendingStep, StepResult
 from pipedream_rt.errors import ConfigError, NonFiniteLoss
-from pipedream_rt.stage.evaluation import Metric, packed_metrics
+from pipedream_rt.stage.evaluation import Metric
+from pipedream_rt.telling import log_of
 
 T = TypeVar("T")
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 
 class Script(Protocol):
@@ -116,26 +117,29 @@ class Epochs:
         metrics: Mapping[str, Metric] | None = None,
     ) -> Generator[StepResult, None, None]:
         """Train on every mini-batch of a loader; see `Pipeline.train_epoch`."""
-        feeder, packed = self._feeder, packed_metrics(metrics or {})
+        feeder, packed = self._feeder, self._feeder.packed(metrics)
         with self._under_way(loader, "train_epoch") as items:
             try:
                 while True:
                     while len(items.pending) >= feeder.credits:
-                        yield self._seen(items.pending.popleft().result())
+                        yield self._next(items)
                     if not items.fetched:
                         break
-                    batch = batch_of(items.fetched.pop(), prepare)
+                    batch = feeder.items.batch(items.fetched.pop(), prepare)
                     items.pending.append(feeder.inject(batch, packed))
                     injected()
                     items.fetch()  # now, while the pipe computes, rather than after the result
                 while items.pending:
-                    yield self._seen(items.pending.popleft().result())
-            except GeneratorExit:
-                if items.pending:
-                    _log.info(
-                        "epoch %d was left after result %d: the mini-batches up to %d are trained "
+                    yield self._next(items)
+            except BaseException as error:
+                if items.pending and feeder.is_open:
+                    left = isinstance(error, GeneratorExit)  # as by a break
+                    _log.log(
+                        logging.INFO if left else logging.WARNING,
+                        "epoch %d was %s after result %d: the mini-batches up to %d are trained "
                         "on, and their results are not handed out",
-                        self.number, self.seen - 1, feeder.step - 1,
+                        self.number, "left" if left else f"ended by {type(error).__name__}",
+                        self.seen - 1, feeder.step - 1,
                     )  # fmt: skip
                 raise
 
@@ -163,8 +167,8 @@ class Epochs:
                         script.require_closed("the next mini-batch")
                         given = items.fetched.pop()
                         try:
-                            item = given if prepare is None else prepare(given)
-                            feeder.inject(input_of(item)._replace(target=None))
+                            batch = feeder.items.inputs(given, prepare)
+                            feeder.inject(batch._replace(target=None))
                         except Exception as error:  # the mini-batches before come first
                             failed = error
                             break
@@ -216,16 +220,16 @@ class Epochs:
         if items.error is not None:
             raise items.error
 
-    def _seen(self, result: StepResult) -> StepResult:
-        """Count a result that the script is given."""
+    def _next(self, items: Loading) -> StepResult:
+        """Wait for the next result, and count it, as the script is given it."""
+        result = items.pending[0].result()
+        items.pending.popleft()  # now: a wait that a signal handler has ended leaves it pending
         self.seen = result.step + 1
         return result
 
     def _load_from(self, loader: Iterable[Any]) -> Loading:
         """Begin an epoch over a loader, or go on at the place where a checkpoint was made."""
-        resumed, place = self._resumed, None
-        if resumed is not None and resumed.place is not None and resumed.step == self._feeder.step:
-            place = resumed.place if resumed.place["epoch"] == self.number else None
+        resumed, place = self._resumed, self._place_of_resume()
         self._last_loader = loader
         if place is not None and place["drawn"] is None:  # it stood between two epochs
             begin_epoch_at(place, loader)
@@ -234,6 +238,22 @@ class Epochs:
             return Loading(loader, self.number)
         unseen = [PendingStep.finished(self._feeder, result_of(r)) for r in resumed.results]
         return Loading(loader, self.number, place, unseen)
+
+    def _place_of_resume(self) -> dict[str, Any] | None:
+        """Return the place in its loader at which the next epoch goes on; None if it begins."""
+        resumed = self._resumed
+        if resumed is None or resumed.place is None or resumed.step != self._feeder.step:
+            return None
+        return resumed.place if resumed.place["epoch"] == self.number else None
+
+    @property
+    def passed(self) -> int:
+        """The number of results of the next epoch that came before the run was resumed."""
+        place = self._place_of_resume()
+        if place is None or place["drawn"] is None or self._resumed is None:
+            return 0
+        drawn: int = place["drawn"]
+        return drawn - len(self._resumed.results)
 
     def resume(self, manifest: Manifest) -> None:
         """Let the next epoch go on at the place where a checkpoint was made."""

@@ -8,9 +8,9 @@ it feeds the next.
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -23,20 +23,21 @@ from pipedream_rt.batches.forwards import TOTAL, Cache, Forwards
 from pipedream_rt.batches.items import (
     Accumulated,
     Batch,
+    Items,
     Prepare,
-    batch_of,
-    input_of,
     require_loader,
 )
 from pipedream_rt.batches.looking import begun
 from pipedream_rt.batches.micro_batches import CutBatch, Cutter, LossChecks, MicroBatch
 from pipedream_rt.batches.weighing import Samples, WeighedMean, Weighing
 from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
+from pipedream_rt.coordinator.feed.loss_decision import ELSEWHERE, LossDecision
 from pipedream_rt.coordinator.recovery.group import WorkerGroup
 from pipedream_rt.coordinator.results import PendingStep, StepResult
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.script_values import ScriptValues
 from pipedream_rt.messages.message import CommandName, Head, Key, Loss, Message, Mode
+from pipedream_rt.messages.of_loss import OfLoss
 from pipedream_rt.messages.tree import unflatten
 from pipedream_rt.models.settings import (
     Settings,
@@ -44,19 +45,24 @@ from pipedream_rt.models.settings import (
     refuse_no_grad,
     refuse_other_settings,
 )
+from pipedream_rt.models.shipping import Range
 from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind
 from pipedream_rt.stage.evaluation import (
+    NO_WEIGHTS,
     Metric,
     packed_metrics,
     refuse_bad_metrics,
     words_of_bad_metric,
 )
 from pipedream_rt.stage.fingerprint import total as combined
-from pipedream_rt.stage.loss_check import RANDOM, refuse_no_mean, rounding_of
+from pipedream_rt.stage.loss_check import RANDOM, rounding_of, why_no_mean
+from pipedream_rt.stage.spec import LossFunction
+from pipedream_rt.stage.whole_loss import mean
+from pipedream_rt.telling import log_of
 from pipedream_rt.tracing.spans import NOBODY, Recorder
 from pipedream_rt.tracing.trace import INJECTED, LOSS_CAME
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 
 class Feeder:
@@ -64,7 +70,9 @@ class Feeder:
 
     Attributes:
         optimizer: The optimizer that the stages step with; None if there is none.
+        decision: Of what the last stage computes the loss.
         credits: Number of mini-batches that may be on their way at a time.
+        items: What reads the items of loaders.
         step: Number of mini-batches injected so far.
         script: The values of the script that stages have copies of.
         first: Called with the first mini-batch, before it is fed, and the number of micro-batches.
@@ -85,8 +93,11 @@ class Feeder:
         has_loss: bool,
         settings: Settings,
         weighing: Weighing,
+        items: Items,
+        weights: Callable[[], Mapping[int, tuple[Range, str]]],
         pairs: Callable[[Batch], bool],
         check_loss: int,
+        of_loss: OfLoss,
         recorder: Recorder | None,
         fingerprint_every: int | None = None,
         refuse: Callable[[], None] | None = None,
@@ -103,13 +114,14 @@ class Feeder:
         self._settings = settings
         self.forwards = forwards
         self._group = group
-        self._has_loss = has_loss
+        self._has_loss, self._weights = has_loss, weights
         self._weighing = weighing
         self._checks = LossChecks(check_loss)
+        self.decision = LossDecision(of_loss, own=forwards.own_loss)
         self._recorder = recorder
         self._per_update = self._group.plan.per_update
         self._cutter = Cutter(forwards, weighing, self._per_update, pairs)
-        self.credits = credits
+        self.credits, self.items = credits, items
         self.optimizer: DistributedOptimizer | None = None
         self.step = self.passes = 0
         self.numbers = itertools.count(1)
@@ -119,6 +131,10 @@ class Feeder:
         self._bad_metrics: set[str] = set()
         self.watch_first: Callable[[CutBatch, PendingStep], bool] | None = None
         self.drop_gradients: Callable[[], object] = lambda: None
+        self._newest: PendingStep | None = None
+        # No strong reference: workers of a dropped pipeline would never end.
+        part = weakref.WeakMethod(self._part)
+        group.recovery.tell_parts(lambda number: "" if (still := part()) is None else still(number))
 
     @property
     def training(self) -> bool | None:
@@ -129,6 +145,11 @@ class Feeder:
         """Flush, and set the mode of all modules."""
         self.flush()
         self._group.command(CommandName.TRAINING, (None, training))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the pipeline can be used."""
+        return self._group.life.is_open
 
     @property
     def was_touched(self) -> bool:
@@ -144,11 +165,7 @@ class Feeder:
     def _refuse_elsewhere(batch: Batch, count: int) -> None:
         """Refuse to cut what is not cut along its first dimension, as outputs are joined."""
         if count > 1 and is_cut_elsewhere(batch):
-            raise ConfigError(
-                "a value of the mini-batch is cut along another dimension than its first, and "
-                "outputs for the script are joined along their first one: give micro_batches=1, "
-                "or inputs with the samples first"
-            )
+            raise ConfigError(ELSEWHERE)
 
     def places_of_inputs(self, part: MicroBatch) -> Iterator[tuple[int, list[int]]]:
         """Yield stages, with the places of what each takes among inputs that ask for gradients."""
@@ -159,7 +176,7 @@ class Feeder:
 
     def cut(self, batch: Batch) -> CutBatch:
         """Cut a mini-batch as it would be fed, without feeding it."""
-        return self._cutter.cut(batch, self.training)
+        return self.decision.applied(self._cutter.cut(batch, self.training))
 
     # -- training -------------------------------------------------------------------------------
 
@@ -171,8 +188,10 @@ class Feeder:
             self.first(batch if isinstance(batch, Batch) else batch.parts[0], self._per_update)
         if isinstance(batch, Batch) and self._group.plan.loss_in_script:
             self._refuse_elsewhere(batch, self._per_update)
-        adds = isinstance(batch, Accumulated) and self._losses_add(batch)
-        cut = self._cutter.cut(batch, self.training, adds)
+        cut = self._cut(batch)
+        if why := self._why_no_mean(cut.first_part or cut):
+            self.decision.is_no_mean(why, batch, cut.told)
+            cut = self._cut(batch)
         compared = self._compared(cut.first_part or cut)
         while len(self.pending) >= self.credits:
             self.collect_oldest()
@@ -180,9 +199,11 @@ class Feeder:
         self._group.feed.define()
         shares, sizes = ([getattr(p, of) for p in cut.parts] for of in ("share", "samples"))
         pending = PendingStep(self, self.step, self._group.feed.position, shares, sizes)
+        self._newest = pending
         every = self._fingerprint_every
         wants_mark = every is not None and (self.step + 1) % every == 0
-        with self._group.life.guard():  # a mini-batch that is fed in part must end the pipeline
+        # A mini-batch that is fed in part must end the pipeline.
+        with self._group.life.guard("a mini-batch was fed"):
             for i, part in enumerate(cut.parts):
                 number = self.step * self._per_update + i
                 marks = wants_mark and i == len(cut.parts) - 1
@@ -192,10 +213,37 @@ class Feeder:
             self.pending.append(pending)
         if self._injected is not None:
             self._injected(cut, optimizer)
+        if cut.parts[0].loss is OfLoss.DECIDE:
+            pending.result()  # by which the next one is fed
         if (look := self.watch_first) is not None:
             self.watch_first = None  # not once more, if it raises
             self.watch_first = look if look(cut, pending) else None
         return pending
+
+    def _cut(self, batch: Batch | Accumulated) -> CutBatch:
+        """Cut a mini-batch that is to be trained on."""
+        if isinstance(batch, Batch) and self.decision.leaves_uncut:
+            return self._cutter.uncut(batch, self.training)
+        adds = isinstance(batch, Accumulated) and self._losses_add(batch)
+        return self.decision.applied(self._cutter.cut(batch, self.training, adds))
+
+    def _part(self, number: int) -> str:
+        """Say what part of its mini-batch a training micro-batch is; empty for all of it."""
+        step, i = divmod(number, self._per_update)
+        known = [self._newest] if self._newest is not None else []
+        for pending in (*self.pending, *known):
+            sizes = pending.samples
+            if pending.step != step:
+                continue
+            if self.decision.whole is not False and not any(sizes[i + 1 :]):
+                return ""  # the loss was given all of them
+            if i < len(sizes) and 0 < sizes[i] < sum(sizes):
+                return (
+                    f"it was given {sizes[i]} of the {sum(sizes)} samples of mini-batch {step}, "
+                    f"which is cut into {self._per_update} micro-batches; micro_batches=1, "
+                    'schedule="gpipe" gives layers all of them, Training(loss="whole") the loss'
+                )
+        return ""
 
     def ready(self) -> DistributedOptimizer:
         """Return the optimizer; refuse to train where that cannot be, or would differ."""
@@ -227,6 +275,7 @@ class Feeder:
             mode=Mode.TRAIN,
             empty=not part.samples,
             program=part.program,
+            numbers=[*part.numbers],
             fingerprint=fingerprint,
             hyper=hyper,
             given=given,
@@ -237,18 +286,18 @@ class Feeder:
 
     def _losses_add(self, batch: Accumulated) -> bool:
         """Whether losses of micro-batches that are told the total add up to that of the whole."""
-        first = batch.parts[0]
-        if TOTAL not in first.kwargs or self._per_update == batch.of:
+        if TOTAL not in batch.parts[0].kwargs or self._per_update == batch.of:
             return False
-        if self._adds is None:
+        for part in batch.parts if self._adds is None else ():
             # A model may take the total and not divide by it, so it is asked once, in eval mode.
-            passes, total = self.passes, torch.as_tensor(first.kwargs[TOTAL])
-            others = [first.kwargs | {TOTAL: total * factor} for factor in (1, 2)]
-            parts = [self.part(Batch((), each, each), Mode.EVALUATE) for each in others]
-            once, twice = [loss.loss for _, loss, _ in self._passed(Mode.EVALUATE, parts)]
-            self.passes = passes  # layers must draw random numbers as if these had not been
-            self._adds = once != twice
-        return self._adds
+            total = torch.as_tensor(part.kwargs[TOTAL])
+            others = [part.kwargs | {TOTAL: total * factor} for factor in (1, 2)]
+            asked = [self.part(Batch((), each, each), Mode.EVALUATE) for each in others]
+            once, twice = [loss or 0.0 for loss in self._tried(asked)]
+            if once and math.isfinite(once + twice):  # else it says nothing, as without labels
+                self._adds = once != twice
+                break
+        return self._adds is not False
 
     def _refuse_local_contexts(self) -> None:
         """Refuse settings and contexts of this process that would not reach the workers."""
@@ -261,56 +310,74 @@ class Feeder:
 
     def _compared(self, cut: CutBatch) -> dict[int, list[int]]:
         """Arrange the loss check of a mini-batch; return `Target.compared` by micro-batch."""
-        if not self._checks.takes(cut):
-            return {}
-        # A loss function is compared by the stage that computes it, the model's own loss here.
-        if self.forwards.own_loss:
-            if self._weighing.is_given or not all(p.only_labels for p in cut.filled.values()):
-                self._compare_own_loss(cut)
+        if cut.parts[0].loss is not OfLoss.PARTS:  # the last stage has all outputs
+            return {i: [len(cut.filled), part.samples] for i, part in cut.filled.items()}
+        # A loss function is compared by the stage that computes it.
+        if self.forwards.own_loss or not self._checks.takes(cut, self.step):
             return {}
         first = self.step * self._per_update
         at = {i: self._loss_edge(first + i).source for i in cut.filled}
         together = Counter(at.values())  # replicas of the last stage compare what they have
         return {i: [together[at[i]], part.samples] for i, part in cut.filled.items()}
 
-    def _compare_own_loss(self, cut: CutBatch) -> None:
+    def _why_no_mean(self, cut: CutBatch) -> str:
         """Compare the model's own loss of a mini-batch, in eval mode, with its micro-batches'."""
+        if not (self.forwards.own_loss and self._checks.takes(cut, self.step)):
+            return ""
+        labels = all(part.only_labels for part in cut.filled.values())
+        if labels and not self._weighing.is_given:
+            return ""
         # As many micro-batches as are in flight in training, so that it takes no more memory.
         pairs = cut.first(max(2, self._group.plan.in_flight(0)))
         # The first micro-batch once more: where its loss differs, the model is random in eval mode.
         parts = [self.part(each, Mode.EVALUATE, size) for each, size in (*pairs, pairs[1])]
-        passes = self.passes
-        losses = [loss.loss for _, loss, _ in self._passed(Mode.EVALUATE, parts)]
-        self.passes = passes  # layers must draw random numbers as if these had not been
+        losses = self._tried(parts)
         whole, *of_parts, again = [math.nan if loss is None else loss for loss in losses]
         if again != of_parts[0] and not math.isnan(again):
             _log.warning(RANDOM)
-            return
+            return ""
         # Told losses add up, and means are compared.
         whole = whole / len(of_parts) if cut.told else whole
         filled = cut.filled.values()
         weighed = [(loss, part.share) for loss, part in zip(of_parts, filled, strict=False)]
-        refuse_no_mean(whole, weighed, rounding_of(self.forwards.dtype))
+        self._checks.came(self.step, [whole, *(loss for loss, share in weighed if share)])
+        return why_no_mean(whole, weighed, rounding_of(self.forwards.dtype))
+
+    def _tried(self, parts: Iterable[MicroBatch]) -> list[Any]:
+        """Return the losses of micro-batches in eval mode, for a look at the model."""
+        passes = self.passes
+        try:
+            return [loss.loss for _, loss, _ in self._passed(Mode.EVALUATE, parts)]
+        finally:
+            self.passes = passes  # layers must draw random numbers as if these had not been
 
     def collect_oldest(self) -> None:
         """Wait for the losses of the oldest mini-batch on its way, and set its outcome."""
         self.messages_of(self.pending[0])
-        self.pending.popleft()
+        self.pending.popleft().taken = []
 
     def messages_of(self, pending: PendingStep) -> list[Message]:
         """Wait for the losses, or the outputs, of the oldest mini-batch, and set its outcome."""
         self._group.check_settings_unchanged()
-        with self._group.life.guard():  # an error in between loses the losses taken before it
-            asked = time.monotonic_ns()
-            messages = [self.take(key, number) for key, number in self.keys_of(pending)]
-        self.waited_s += (time.monotonic_ns() - asked) / 1e9
-        self._came(pending, messages)
-        return messages
+        keys, asked = self.keys_of(pending), time.monotonic_ns()
 
-    def take(self, key: Key, number: int) -> Message:
-        """Wait for the loss, or the output, of a training micro-batch."""
+        def is_whole() -> bool:
+            """Whether all messages that have left the inbox are in `pending.taken`."""
+            left = keys[len(pending.taken) :]
+            return not left or not self._group.recovery.inbox.has_taken(left[0][0])
+
+        # What a signal handler raises while this waits may let it be waited for once more.
+        with self._group.life.guard("a result was taken", is_whole):
+            for key, number in keys[len(pending.taken) :]:
+                pending.taken.append(self.take(key, number, again=True))
+        self.waited_s += (time.monotonic_ns() - asked) / 1e9
+        self._came(pending, pending.taken)
+        return pending.taken
+
+    def take(self, key: Key, number: int, again: bool = False) -> Message:
+        """Wait for the loss, or the output, of a training micro-batch; see `Recovery.take`."""
         asked = time.monotonic_ns()
-        message = self._group.take(key)
+        message = self._group.take(key, again)
         self._group.recovery.next_loss = number + 1
         self.record(LOSS_CAME, number, key.edge.source, asked, time.monotonic_ns())
         return message
@@ -320,6 +387,8 @@ class Feeder:
         payloads = (message.payload for message in messages)
         taken = [each for each in payloads if isinstance(each, Loss)]
         pending.outcome = _result(pending, taken)
+        self.decision.came(taken)
+        self._checks.came(pending.step, pending.outcome.losses)
         self._say_of_bad_metrics(taken)
         for watch in self._watch:
             watch(pending.outcome)
@@ -369,7 +438,7 @@ class Feeder:
 
     def _take_loss(self, position: int) -> tuple[Loss, Any]:
         """Wait for the last stage's message about a position; return it, and the output in it."""
-        message = self._group.take(self.key_of(0, position))
+        message = self._group.take(self.key_of(0, position), again=True)
         loss = message.payload
         assert isinstance(loss, Loss)
         return loss, unflatten(loss.structure, message.tensors) if loss.structure else None
@@ -391,27 +460,27 @@ class Feeder:
         prepare: Prepare | None = None,
         version: int = 0,
         *,
+        loss_fn: LossFunction | None = None,
         metrics: Mapping[str, Metric] | None = None,
         keep_buffers: bool = False,
     ) -> dict[str, float]:
         """Return the mean loss and metrics over a loader; see `Pipeline.evaluate`."""
         self._group.life.check()
-        if not self._has_loss:
-            in_script = "; a loss of the script's is computed of what pipe.predict(loader) yields"
+        if not self._has_loss and loss_fn is None:
             raise ConfigError(
-                "evaluate needs a loss: give Pipeline loss_fn; or, for a model that computes its "
-                "loss itself, example=, a mini-batch with the labels"
-                + in_script
-                * self._group.plan.loss_in_script
+                "evaluate needs a loss: give it loss_fn=, or Pipeline; or, for a model that "
+                "computes its loss itself, give Pipeline example=, a mini-batch with the labels"
             )
         require_loader(loader, "evaluate")
-        packed = packed_metrics(metrics or {})
+        packed, items, other = self.packed(metrics, loss_fn), self.items, None
+        if loss_fn is not None:
+            items, other = items.for_loss(loss_fn), self._weighing.for_loss(loss_fn)
         mode = Mode.EVALUATE_AND_KEEP if keep_buffers else Mode.EVALUATE
         means = {"loss": WeighedMean()}
-        batches = (batch_of(item, prepare) for item in begun(loader))
+        batches = (items.batch(item, prepare) for item in begun(loader))
         clear, training = Samples(), self._group.feed.training
         parts = (
-            self._cutter.part(each, mode, training, samples_of(each) or 1, clear)
+            self._cutter.part(each, mode, training, samples_of(each) or 1, clear, other)
             for each in batches
         )
         number = next(self.numbers)
@@ -428,6 +497,13 @@ class Feeder:
             raise ConfigError("the loader given to evaluate yielded nothing")
         return {name: mean.value for name, mean in means.items()}
 
+    def packed(
+        self, metrics: Mapping[str, Metric] | None, loss_fn: LossFunction | None = None
+    ) -> bytes:
+        """Return metrics, and the loss of an evaluation, for the stage that computes the loss."""
+        there = metrics or loss_fn is not None
+        return packed_metrics(metrics or {}, loss_fn, self._weights() if there else NO_WEIGHTS)
+
     @contextmanager
     def _buffers_of(self, number: int) -> Iterator[list[int]]:
         """In the body, let stages keep buffers of an evaluation, and recoveries redo ``stays``."""
@@ -436,7 +512,7 @@ class Feeder:
             yield stays
         finally:
             if stays and not self._group.life.is_over:
-                self._group.command(CommandName.END_CACHE, number)
+                self._group.feed.command(CommandName.END_CACHE, number)
             for position in stays:
                 self._group.feed.log.forget(position)
 
@@ -453,17 +529,32 @@ class Feeder:
         self._refuse_local_contexts()
         self.script.end()
         self.flush()
+        yield from self._on_their_way(mode, parts, version, cache, metrics, stays)
+
+    def _on_their_way(
+        self,
+        mode: Mode,
+        parts: Iterable[MicroBatch],
+        version: int = 0,
+        cache: int = 0,
+        metrics: bytes = b"",
+        stays: list[int] | None = None,
+    ) -> Generator[tuple[MicroBatch, Loss, Any], None, None]:
+        """Pass micro-batches through the stages; what is fed is taken, whatever happens."""
         ahead: deque[tuple[int, MicroBatch]] = deque()
 
-        def collect() -> tuple[MicroBatch, Loss, Any]:
-            """Take what came of the oldest micro-batch on its way."""
-            position, part = ahead.popleft()
+        def collect(fails: bool = True) -> tuple[MicroBatch, Loss, Any]:
+            """Take what came of the oldest micro-batch on its way; raise what a stage has."""
+            position, part = ahead[0]
             loss, output = self._take_loss(position)
+            ahead.popleft()  # now: what is waited for again must still be there
             # Where the pass has changed buffers, a recovery must do it again until the end.
             if stays is not None and any(mark for *_, mark in loss.trail):
                 stays.append(position)
             elif mode.leaves_no_trace:
                 self._group.feed.log.forget(position)
+            if fails:
+                self._refuse_failed(loss)
             return part, loss, output
 
         try:
@@ -474,9 +565,15 @@ class Feeder:
             while ahead:
                 yield collect()
         finally:
-            # Where the iteration ends early, what is on its way must still leave inbox and log.
+            # Where the iteration ends early, as by an error of a stage, what is on its way must
+            # still leave inbox and log.
             while ahead and not self._group.life.is_over:
-                collect()
+                collect(fails=False)
+
+    def _refuse_failed(self, loss: Loss) -> None:
+        """Raise what a stage has raised in a pass that does not train."""
+        if loss.failed is not None:
+            raise self._group.recovery.error_of(loss.failed)
 
     def predict(
         self, loader: Iterable[Any], prepare: Prepare | None, version: int
@@ -484,8 +581,7 @@ class Feeder:
         """Yield the model's output for each item of a loader; see `Pipeline.predict`."""
         self._group.life.check()
         require_loader(loader, "predict")
-        items = begun(loader)
-        batches = (input_of(item if prepare is None else prepare(item)) for item in items)
+        batches = (self.items.inputs(item, prepare) for item in begun(loader))
         parts = (self.part(batch, Mode.INFER) for batch in batches)
         with closing(self._passed(Mode.INFER, parts, version)) as passed:
             for _, _, output in passed:
@@ -500,10 +596,7 @@ class Feeder:
         if flushes:
             self.flush()
         mode = Mode.INFER_IN_TRAINING_MODE if training else Mode.INFER
-        position = self._pass(mode, self.part(batch, mode))
-        _, output = self._take_loss(position)
-        if mode.leaves_no_trace:
-            self._group.feed.log.forget(position)
+        ((_, _, output),) = self._on_their_way(mode, [self.part(batch, mode)])
         return output
 
     def _pass(
@@ -521,6 +614,7 @@ class Feeder:
             micro_batch=self.passes,
             mode=mode,
             program=part.program,
+            numbers=[*part.numbers],
             version=version,
             cache=cache,
             given=self.script.now(),
@@ -548,7 +642,11 @@ class Feeder:
         position = self._pass(Mode.INFER, part, version, number)
         while self.pending:  # the messages of an edge are taken by rising position
             self.collect_oldest()
-        return self._take_loss(position)[1], position
+        loss, output = self._take_loss(position)
+        if loss.failed is not None:  # the caller, which forgets the others, never learns of it
+            self._group.feed.log.forget(position)
+        self._refuse_failed(loss)
+        return output, position
 
     def hold(self) -> None:
         """Let recoveries redo all that is fed from now on, until `end_generation`."""
@@ -558,22 +656,32 @@ class Feeder:
         """Forget the forwards of a generation, and the caches that they filled."""
         for cache in caches:
             if not self._group.life.is_over:
-                self._group.command(CommandName.END_CACHE, cache)
+                self._group.feed.command(CommandName.END_CACHE, cache)
         for position in positions:
             self._group.feed.log.forget(position)
         self._group.feed.log.release()
 
 
 def _result(pending: PendingStep, taken: list[Loss]) -> StepResult:
-    pairs = zip((loss.loss for loss in taken), pending.shares, strict=True)
+    losses: Sequence[float | None] = [loss.loss for loss in taken]
+    shares: Sequence[float] = pending.shares
+    if parts := next((each.parts for each in taken if each.parts), None):
+        losses = [*parts, *[None] * (len(taken) - len(parts))]
+    elif any(each.whole for each in taken):
+        shares = [float(bool(each.whole)) for each in taken]
+    pairs = zip(losses, shares, strict=True)
     weighed = [(loss, share) for loss, share in pairs if loss is not None and share]
     in_script = any(loss.structure for loss in taken)  # the outputs came, for the script's loss
     oldest = min(version for loss in taken for _, version, *_ in loss.trail)
     marks = [mark for *_, mark in taken[-1].trail]
     said: dict[str, list[tuple[float, float]]] = {}
-    for loss, share in zip(taken, pending.shares, strict=True):
-        for name, value in loss.metrics.items() if share else ():
-            said.setdefault(name, []).append((math.nan if isinstance(value, str) else value, share))
+    together = any(each.parts or each.whole for each in taken)
+    for loss, share in zip(taken, shares, strict=True):
+        for name, value in loss.metrics.items() if share or together else ():
+            weight = 1.0 if together else share
+            said.setdefault(name, []).append(
+                (math.nan if isinstance(value, str) else value, weight)
+            )
     return StepResult(
         step=pending.step,
         # Summed in the order of the micro-batches, so that no timing can change the bits.
@@ -581,14 +689,12 @@ def _result(pending: PendingStep, taken: list[Loss]) -> StepResult:
         losses=tuple(loss for loss, _ in weighed),
         versions=tuple(version for _, version, *_ in taken[-1].trail),
         staleness=max(0, pending.step - oldest),
-        busy_s=tuple(busy_ns / 1e9 for _, _, busy_ns, _ in taken[-1].trail),
+        busy_s=tuple(busy_ns / 1e9 for _, _, busy_ns, *_ in taken[-1].trail),
+        processor_s=tuple(of_stage[3] / 1e9 for of_stage in taken[-1].trail),
+        process_s=tuple(of_stage[4] / 1e9 for of_stage in taken[-1].trail),
         fingerprint=combined(marks) if all(marks) else None,
-        metrics={name: _mean(found, len(weighed)) for name, found in said.items()},
+        metrics={
+            name: mean(found, together or len(found) == len(weighed))
+            for name, found in said.items()
+        },
     )
-
-
-def _mean(found: Sequence[tuple[float, float]], of: int) -> float:
-    """Return the mean of (value, share) pairs, one for each of some of the ``of`` micro-batches."""
-    total = sum(value * share for value, share in found)
-    # All shares together are one, and to divide by them would round.
-    return total if len(found) == of else total / sum(share for _, share in found)

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from pipedream_rt.batches.joining import Part
 from pipedream_rt.batches.micro_batches import MicroBatch
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.message import Key, Message
 from pipedream_rt.messages.tree import flatten, unflatten
 from pipedream_rt.models.program import found
+from pipedream_rt.stage.joining import Part, dense_of, summed
 
 
 class Stages(Protocol):
@@ -106,16 +106,6 @@ class Call:
         """Add the gradients of this backward to those of the weights."""
         pairs = zip(self.gradients, self.of_inputs, strict=True)
         self.trains, self.gradients = True, [summed(old, new) for old, new in pairs]
-
-
-def summed(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Return the sum of two gradients, of which each may be missing."""
-    return other if one is None else one if other is None else one + other
-
-
-def dense_of(gradient: Tensor) -> Tensor:
-    """Return a gradient as the stages take it: one of sparse rows becomes a dense one."""
-    return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
 
 class _Entrance(torch.autograd.Function):

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sized
@@ -42,8 +41,9 @@ from pipedream_rt.devices.randomness import random_state, set_random_state
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.wire import elements_of
 from pipedream_rt.models.preserving_state import drawing_alone
+from pipedream_rt.telling import log_of
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 Generators = dict[str, Any]
 """The states of the random generators of this process and of a loader, and its epoch counters."""

@@ -11,7 +11,6 @@ Nothing waits for the script by a clock. Whoever needs the stages meanwhile, as 
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 import weakref
@@ -24,21 +23,22 @@ from torch import Tensor
 
 from pipedream_rt.batches.cutting import unmarked
 from pipedream_rt.batches.items import Batch
-from pipedream_rt.batches.joining import Part, joined, slices
 from pipedream_rt.batches.micro_batches import EMPTY, CutBatch, MicroBatch
 from pipedream_rt.coordinator.feed.feeder import Feeder
-from pipedream_rt.coordinator.feed.graph import Call, Fed, dense_of, in_graph, summed
+from pipedream_rt.coordinator.feed.graph import Call, Fed, in_graph
 from pipedream_rt.coordinator.recovery.group import WorkerGroup
 from pipedream_rt.errors import ConfigError, NonFiniteLoss
 from pipedream_rt.messages.message import Gradient, Key, Loss, Message
 from pipedream_rt.messages.tree import Value, flatten, own, unflatten
 from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind
 from pipedream_rt.stage.hyper import Hyper
+from pipedream_rt.stage.joining import Part, dense_of, joined, slices, summed
 from pipedream_rt.stage.values import dense, gradients_of
+from pipedream_rt.telling import log_of
 from pipedream_rt.tracing.spans import NOBODY
 from pipedream_rt.tracing.trace import GAVE
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 Given: TypeAlias = Sequence["Tensor | None"]
 """The gradients of those tensors of an output that ask for one; None where there is none."""
@@ -165,7 +165,8 @@ class ScriptLoss:
     def _give_all(self, given: Sequence[Given], skips: bool) -> None:
         """Give the gradients of the oldest mini-batch, by micro-batch with samples."""
         pending, left = self._feeder.pending.popleft(), iter(given)
-        with self._group.life.guard():  # a mini-batch that is given in part must end the pipeline
+        # A mini-batch that is given in part must end the pipeline.
+        with self._group.life.guard("the gradients of a mini-batch were sent"):
             for i, (key, number) in enumerate(self._feeder.keys_of(pending)):
                 fed = Fed(number, pending.first + i, pending.samples[i], key)
                 self._give(fed, next(left, ()) if fed.samples else (), skips)
@@ -222,7 +223,7 @@ class ScriptLoss:
         self._group.feed.define()
         hyper, given = optimizer.hyper(), feeder.script.now()
         call = Call(self, parts, [self._feed(part, hyper, given) for part in parts], asked)
-        with self._group.life.guard():
+        with self._group.life.guard("forward waited for its output"):
             call.messages = [feeder.take(fed.key, fed.number) for fed in call.fed]
         self._calls.append(call)
         call.outputs = [
@@ -327,7 +328,8 @@ class ScriptLoss:
         assert optimizer is not None
         skips, hyper = not (update and any(call.trains for call in calls)), optimizer.hyper()
         given = [each for call in calls for each in self._by_part(call)]
-        with self._group.life.guard():  # an update that is given in part must end the pipeline
+        # An update that is given in part must end the pipeline.
+        with self._group.life.guard("the gradients of an update were sent"):
             self._fill(hyper)
             of_fed = dict(zip((fed for call in calls for fed in call.fed), given, strict=True))
             already = {fed for call in calls if call.is_given for fed in call.fed}
@@ -376,7 +378,7 @@ class ScriptLoss:
         for each in until:
             if not each.is_given:
                 self._require_finite(each.gradients, self._feeder.step)
-        with self._group.life.guard():
+        with self._group.life.guard("the gradients of an update were sent"):
             self._fill(hyper)
             for each in until:
                 if not each.is_given:

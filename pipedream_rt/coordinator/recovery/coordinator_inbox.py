@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import threading
+from collections.abc import Callable
 
 from pipedream_rt.cluster.interface import Cluster, Fail, Failure, memoized_error
-from pipedream_rt.errors import NonFiniteLoss, PeerLost, RemoteError, StageFailed
+from pipedream_rt.errors import NonFiniteLoss, PeerLost, PipelineError, RemoteError, StageFailed
 from pipedream_rt.messages.inbox import Inbox
 from pipedream_rt.messages.message import Failed, Message
 from pipedream_rt.models.shipping import loads
 from pipedream_rt.schedules import Plan
-from pipedream_rt.schedules.edges import Address
+from pipedream_rt.telling import log_of
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 
 class CoordinatorInbox:
@@ -26,6 +26,7 @@ class CoordinatorInbox:
     Attributes:
         inbox: The coordinator's inbox, the same in all generations.
         cluster: The workers of the present generation; None while they start.
+        part: Says of a training micro-batch what part of its mini-batch it is; empty for all of it.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -33,6 +34,7 @@ class CoordinatorInbox:
         self.inbox = Inbox("the coordinator")
         self.inbox.titles = plan.title_of
         self.cluster: Cluster | None = None
+        self.part: Callable[[int], str] = lambda micro_batch: ""
         self.generation = 0
         self._failure: Failure | None = None
         self._lock = threading.Lock()
@@ -57,9 +59,7 @@ class CoordinatorInbox:
         if not isinstance(payload, Failed):
             self.inbox.put(message)
             return
-        self.fail_of(message.generation)(
-            memoized_error(lambda: self._error_of(message.sender, payload))
-        )
+        self.fail_of(message.generation)(memoized_error(lambda: self.error_of(payload)))
 
     def fail_of(self, generation: int) -> Fail:
         """Return a function to call, from any thread, when the workers of a generation fail."""
@@ -73,16 +73,17 @@ class CoordinatorInbox:
 
         return fail
 
-    def _error_of(self, address: Address, failed: Failed) -> BaseException:
-        """Return the error to raise for a failure that a stage has sent as a message."""
+    def error_of(self, failed: Failed) -> BaseException:
+        """Return the error to raise for a failure that a stage has sent."""
         cause = _cause_of(failed)
         # The stage only lost a connection; the cluster knows which worker ended, and how.
         if isinstance(cause, PeerLost) and self.cluster is not None:
             return self.cluster.name_loss(cause)
         cls = NonFiniteLoss if isinstance(cause, NonFiniteLoss) else StageFailed
+        where = f"{self._plan.title_of(failed.address)}, {failed.action}"
         error = cls(
-            f"{self._plan.title_of(address)}, {failed.action}: {failed.type_name}: {failed.text}",
-            stage=self._plan.stage_of(address),
+            f"{where}: {failed.type_name}: {failed.text}{self._part_of(failed, cause)}",
+            stage=self._plan.stage_of(failed.address),
             action=failed.action,
             trace=failed.trace,
         )
@@ -90,6 +91,13 @@ class CoordinatorInbox:
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(f"Traceback on the worker:\n{failed.trace}")
         return error
+
+    def _part_of(self, failed: Failed, cause: BaseException) -> str:
+        """Say what part of a mini-batch the user's code had that has raised."""
+        number = failed.action[1:]
+        if isinstance(cause, PipelineError) or failed.action[:1] != "F" or not number.isdecimal():
+            return ""
+        return (part := self.part(int(number))) and f" ({part})"
 
 
 def _cause_of(failed: Failed) -> BaseException:

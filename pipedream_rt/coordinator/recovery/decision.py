@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 from collections import Counter
 from dataclasses import dataclass
 
 from pipedream_rt.errors import (
+    ConfigError,
     NonFiniteLoss,
     PipelineError,
     PoisonedMicroBatch,
     RemoteError,
+    RendezvousTimeout,
     ScheduleError,
     StageFailed,
     TransportError,
@@ -50,15 +53,41 @@ def is_passing(error: BaseException) -> bool:
         deterministic = isinstance(error, NonFiniteLoss)
         cause = error.__cause__
         # A `RemoteError` stands for one that did not survive pickling, as those of ours do.
-        theirs = isinstance(cause, TransportError | RemoteError) or _is_of_system(cause)
-        ours = isinstance(cause, PipelineError) and not theirs
-        return not deterministic and not ours
-    return isinstance(error, TransportError | WorkerLost) or _is_of_system(error)
+        ours = isinstance(cause, PipelineError) and not isinstance(cause, RemoteError)
+        return not deterministic and (not ours or _is_of_others(cause))
+    return isinstance(error, WorkerLost) or _is_of_others(error)
 
 
-def _is_of_system(error: BaseException | None) -> bool:
-    """Whether the system has refused something, such as to open a file, which may pass."""
-    return isinstance(error, PipelineError) and isinstance(error.__cause__, OSError)
+def is_passing_at_start(error: BaseException) -> bool:
+    """Whether new workers can help where the first ones have failed while the pipeline opens.
+
+    What a stage raises then, it would raise again: nothing was fed yet. Workers that nobody has
+    started will not come either, and a refusal is an answer.
+    """
+    if isinstance(error, StageFailed):
+        return _is_of_others(error.__cause__)
+    refused = isinstance(error, ConfigError) or isinstance(error.__cause__, ConfigError)
+    return is_passing(error) and not refused and not isinstance(error, RendezvousTimeout)
+
+
+def _is_of_others(error: BaseException | None) -> bool:
+    """Whether an error says nothing of the run: of a connection, or of what the system refused."""
+    if isinstance(error, PipelineError):
+        cause = error.__cause__
+        return isinstance(error, TransportError) or isinstance(cause, OSError) or _is_short(cause)
+    return _is_short(error)
+
+
+_SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOBUFS, errno.ENOSPC}
+"""What the system answers while descriptors, memory, processes or disk are used up."""
+
+
+def _is_short(error: BaseException | None) -> bool:
+    """Whether the system had none left of something that others may give back."""
+    if isinstance(error, OSError):
+        return error.errno in _SHORT
+    # Python says so of a thread that the system does not start.
+    return isinstance(error, MemoryError) or "can't start new thread" in str(error)
 
 
 def _is_evidence(error: BaseException, action: Action | None) -> bool:
@@ -89,6 +118,8 @@ class Failures:
             if action is None:
                 # It may have been any micro-batch whose loss had not come.
                 self._unexplained.append(open_micro_batches)
+                if not open_micro_batches.stop and len(self._unexplained) == _MOST_OF_ONE:
+                    raise error  # nothing was fed yet: it is what every worker does at its start
             else:
                 self._by_action[action] += 1
                 self._refuse_poison(action, error)

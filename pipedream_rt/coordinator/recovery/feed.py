@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeAlias
@@ -59,7 +60,12 @@ class Feed:
         self._plan, self._forwards, self._life = plan, forwards, life
         self._send: Send = lambda *_: None
         self._turns = [0] * len(plan.addresses)  # by address, the number of items that it was fed
-        self._defined = 0  # how many programs this generation knows beyond those at its start
+        self._defined = 0  # one past the last program that this generation knows
+        # By program, the position where it was fed last; those that nobody follows any more, of
+        # which a recovery may need some; and those of them that this generation still has.
+        self._last_fed: dict[int, int] = {}
+        self._unused: deque[int] = deque()
+        self._untold: list[int] = []
         self._optimizer = b""  # the present `OptimizerSpec`, pickled
         self._apart: dict[int, bool] = {}  # by stage, the mode that it was set to by itself
         self.position = self.next_micro_batch = self.loads = 0
@@ -72,22 +78,34 @@ class Feed:
         self._send = send
         self._turns = [0] * len(self._plan.addresses)
         definitions = self._forwards.definitions
-        self._defined = len(definitions)
-        return list(definitions)
+        self._defined, self._untold = max(definitions, default=-1) + 1, list(self._unused)
+        return list(definitions.values())
 
     def define(self) -> None:
-        """Tell the stages of the programs that were recorded since they were told last."""
-        if new := self._forwards.definitions[self._defined :]:
-            self._defined += len(new)
-            # Not kept for recoveries: a later generation starts with all of them.
-            self.log.forget(self.command(CommandName.DEFINE, new))
+        """Tell the stages of the programs that were recorded, or forgotten, since the last time."""
+        definitions = self._forwards.definitions
+        if not definitions or next(reversed(definitions)) < self._defined:
+            return
+        new = [definition for n, definition in definitions.items() if n >= self._defined]
+        unused = self._forwards.unused()
+        self._unused += unused
+        forgotten, self._untold = [*self._untold, *unused], []
+        self._defined = next(reversed(definitions)) + 1
+        # Not kept for recoveries: a later generation starts with all of them.
+        self.log.forget(self.command(CommandName.DEFINE, [new, forgotten]))
+        oldest = self.log.restore_points[0].position if self.log.on else self.position
+        while self._unused and self._last_fed.get(self._unused[0], -1) < oldest:
+            self._forwards.drop(program := self._unused.popleft())
+            self._last_fed.pop(program, None)
 
     def micro_batch(
         self, head: Head, part: MicroBatch, compared: Sequence[int] = (), metrics: bytes = b""
     ) -> None:
         """Feed a micro-batch, and keep it for recoveries; its head has the next position."""
         self._life.check()
-        with self._life.guard():  # an error between input and target must end the pipeline
+        # An error between input and target must end the pipeline.
+        with self._life.guard("a micro-batch was fed"):
+            self._last_fed[part.program] = head.position
             self._feed(FedMicroBatch(head, part, compared, metrics))
             if head.mode is Mode.TRAIN:
                 self.next_micro_batch = head.micro_batch + 1
@@ -97,7 +115,7 @@ class Feed:
         self._life.check()
         if self.log.on:
             self.log.given[position] = given, tensors
-        with self._life.guard():
+        with self._life.guard("a gradient was sent"):
             self._send_gradient(micro_batch, position, given, tensors)
 
     def command(self, name: CommandName, argument: object = None, role: Role = Role.EVERY) -> int:
@@ -105,7 +123,7 @@ class Feed:
         self._life.check()
         structure, tensors, _ = flat_copy(argument)
         position = self.position
-        with self._life.guard():
+        with self._life.guard(f"the command {name.value} was sent"):
             command = Command(position=position, name=name, structure=structure)
             self._feed(FedCommand(command, tensors, role))
             if name is CommandName.OPTIMIZER:
@@ -170,13 +188,14 @@ class Feed:
             )
             key = Key(Edge(EdgeKind.ACTIVATION, COORDINATOR, on_its_way[stage]), turns[stage])
             self._send(key, activation, tensors)
-        if not head.mode.has_target or (plan.loss_in_script and head.mode is Mode.TRAIN):
+        if not head.mode.brings_target(plan.loss_in_script):
             return
         target = Target(
             structure=part.target.structure,
             share=part.share,
             compared=list(compared),
             metrics=metrics,
+            loss=part.loss,
         )
         for stage in plan.exits:
             key = Key(Edge(EdgeKind.TARGET, COORDINATOR, on_its_way[stage]), turns[stage])

@@ -19,6 +19,10 @@ from pipedream_rt.schedules import EdgeKind
 T = TypeVar("T")
 
 
+_WITHOUT_RESULT = {CommandName.FLUSH, CommandName.DROP, CommandName.END_CACHE}
+"""Those commands that change stages and that may be given twice: nobody needs the replies."""
+
+
 class WorkerGroup:
     """The workers, until nothing refers to this object, or the interpreter ends.
 
@@ -60,7 +64,7 @@ class WorkerGroup:
         self.settle()
         position = self.feed.command(name, argument, role)
         try:
-            return self.replies(position)
+            return self.replies(position, again=name.leaves_no_trace or name in _WITHOUT_RESULT)
         finally:
             if name.leaves_no_trace:
                 self.feed.log.forget(position)
@@ -69,15 +73,20 @@ class WorkerGroup:
         """Return the replies of replica 0 of each stage, from those of all addresses."""
         return [replies[self.plan.address_of(stage)] for stage in range(self.plan.num_stages)]
 
-    def take(self, key: Key) -> Message:
-        """Wait for a message, through as many recoveries as that needs."""
-        return self.recovery.through(lambda: self.recovery.wait(key))
+    def take(self, key: Key, again: bool = False) -> Message:
+        """Wait for a message; see `Recovery.take`."""
+        return self.recovery.take(key, again)
 
-    def replies(self, position: int, kind: EdgeKind = EdgeKind.REPLY) -> list[Any]:
-        """Wait for the replies of all stages, of each replica, to the command at a position."""
+    def replies(
+        self, position: int, kind: EdgeKind = EdgeKind.REPLY, again: bool = False
+    ) -> list[Any]:
+        """Wait for the replies of all stages, of each replica, to the command at a position.
+
+        ``again``: whether the caller can give the command once more; see `Recovery.take`.
+        """
         found, refused = [], []
         for edge in self.plan.edges(kind):
-            message = self.take(Key(edge, position))
+            message = self.take(Key(edge, position), again)
             assert isinstance(message.payload, Reply | Saved)
             found.append(unflatten(message.payload.structure, message.tensors))
             if isinstance(message.payload, Reply) and message.payload.refused:

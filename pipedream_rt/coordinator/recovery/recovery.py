@@ -9,7 +9,6 @@ notices nothing but the time.
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import threading
 import time
@@ -26,21 +25,34 @@ from pipedream_rt.checkpoint import Manifest, newest_good
 from pipedream_rt.cluster.interface import Cluster, Fail
 from pipedream_rt.cluster.subprocesses import Backoff
 from pipedream_rt.coordinator.recovery.coordinator_inbox import CoordinatorInbox
-from pipedream_rt.coordinator.recovery.decision import Failures, Grown, Restart, is_passing
+from pipedream_rt.coordinator.recovery.decision import (
+    Failures,
+    Grown,
+    Restart,
+    is_passing,
+    is_passing_at_start,
+)
 from pipedream_rt.coordinator.recovery.feed import Feed
 from pipedream_rt.coordinator.recovery.feed_log import RestorePoint
 from pipedream_rt.coordinator.recovery.status_server import Status, StatusServer
 from pipedream_rt.deadline import Deadline
-from pipedream_rt.errors import CheckpointError, ConfigError, MessageTimeout, PipelineClosed
+from pipedream_rt.errors import (
+    CheckpointError,
+    ConfigError,
+    MessageTimeout,
+    PipelineClosed,
+    PipelineError,
+)
 from pipedream_rt.lifecycle import Lifecycle
 from pipedream_rt.messages.inbox import Wanted
-from pipedream_rt.messages.message import Key, Message, Start, digest_of
+from pipedream_rt.messages.message import Failed, Key, Message, Start, digest_of
 from pipedream_rt.schedules import EdgeKind, Plan
+from pipedream_rt.telling import log_of
 from pipedream_rt.transport.interface import Receive, Sender
 
 T = TypeVar("T")
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 _generations = itertools.count(1)
 """Numbers of the generations, of all pipelines of this process.
@@ -120,9 +132,15 @@ class Recovery:
         return self._came.generation
 
     def begin(self) -> None:
-        """Start the first generation of workers."""
-        with self.life.guard():
-            self._begin(self._looked_at, None)
+        """Start the first generation of workers; those that are lost meanwhile are replaced."""
+        with self.life.guard("its workers were started"):
+            try:
+                self._begin(self._looked_at, None)
+            except Exception as error:
+                known = self._came.failure or error
+                if not is_passing_at_start(known):
+                    raise
+                self._go_on(known)
             if self.cluster.status():
                 self._status_server = StatusServer(self._status)
 
@@ -171,12 +189,33 @@ class Recovery:
                 stories = "\n".join(self.cluster.stories())
                 raise MessageTimeout(f"{error}\n{stories}") from None
 
+    def tell_parts(self, part: Callable[[int], str]) -> None:
+        """Let errors of stages say what part of a mini-batch they had; see `CoordinatorInbox`."""
+        self._came.part = part
+
+    def error_of(self, failed: Failed) -> BaseException:
+        """Return the error to raise for what has ended an evaluation or inference."""
+        return self._came.error_of(failed)
+
     # -- from one generation to the next ----------------------------------------------------------
 
-    def through(self, attempt: Callable[[], T]) -> T:
-        """Call a function, and after a failure of the workers recover and call it again."""
+    def take(self, key: Key, again: bool = False) -> Message:
+        """Wait for a message, through as many recoveries as that needs.
+
+        ``again``: whether the caller can wait for it once more. Then the pipeline stays open if a
+        signal handler raises something meanwhile.
+        """
+        return self.through(lambda: self.wait(key), lambda: again and not self.inbox.has_taken(key))
+
+    def through(self, attempt: Callable[[], T], is_undone: Callable[[], bool] = lambda: False) -> T:
+        """Call a function, and after a failure of the workers recover and call it again.
+
+        ``is_undone``: whether the attempt has changed nothing, so that something from outside, as
+        of a signal handler, may end it.
+        """
         self.life.check()
-        with self.life.guard():
+        spared = False
+        with self.life.guard("the script waited for the stages", lambda: spared):
             while True:
                 try:
                     return attempt()
@@ -185,6 +224,11 @@ class Recovery:
                         raise
                     # The inbox knows what failed; the error only tells how it was noticed.
                     known = self._came.failure
+                    # Else it is an answer, or of a second thread, which finds the inbox in use.
+                    foreign = not isinstance(error, PipelineError) and not self.inbox.busy
+                    if foreign and error is not known and not is_passing(error) and is_undone():
+                        spared = True
+                        raise
                     self._go_on(known if known is not None and is_passing(error) else error)
 
     def grow(self) -> None:
@@ -192,7 +236,7 @@ class Recovery:
         log = self.feed.log
         if not log.on:
             return
-        with self.life.guard():
+        with self.life.guard("the work was divided anew"):
             count, restore_point = self.cluster.newcomers(), log.restore_points[-1]
             if restore_point is self._looked_at:
                 return
@@ -221,7 +265,8 @@ class Recovery:
                 try:
                     self._refuse_if_over()
                     restore_point, manifest = self._restore_point_to_use()
-                    self.cluster.kill()
+                    if hasattr(self, "cluster"):
+                        self.cluster.kill()
                     self._begin(restore_point, manifest)
                     replayed = self.feed.again(restore_point)
                     break

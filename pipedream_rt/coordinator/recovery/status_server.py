@@ -19,6 +19,7 @@ import msgpack
 
 from pipedream_rt.cluster.environment import private_folder as folder
 from pipedream_rt.deadline import Deadline
+from pipedream_rt.packing import packb, unpackb
 from pipedream_rt.schema import fields, line, list_of, number, problem_of, text, whole
 
 _TIMEOUT_S = 2.0
@@ -72,7 +73,7 @@ class StatusServer:
                 return
             with connection, contextlib.suppress(OSError):
                 connection.settimeout(_TIMEOUT_S)
-                connection.sendall(msgpack.packb(self._status()))
+                connection.sendall(packb(self._status()))
 
     def close(self) -> None:
         """Stop listening, and remove the socket. Idempotent."""
@@ -105,7 +106,7 @@ def ask(path: Path) -> Status:
             data += block
             connection.settimeout(deadline.remaining_s() or 1e-3)  # 0 would be non-blocking
     try:
-        found = msgpack.unpackb(data)
+        found = unpackb(data)
     except (RecursionError, msgpack.UnpackException) as error:
         raise ValueError(f"the answer from {path} is no status record: {error}") from error
     if not isinstance(found, dict) or (problem := problem_of(found, _STATUS)):

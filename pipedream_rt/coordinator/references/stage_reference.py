@@ -11,22 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pipedream_rt.cluster.interface import Cluster, Reference
+from pipedream_rt.cluster.interface import Reference
 from pipedream_rt.coordinator.feed.feeder import Feeder
+from pipedream_rt.coordinator.parameters import refuse_left_out, worker_of
 from pipedream_rt.coordinator.recovery.group import WorkerGroup
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.message import CommandName
 from pipedream_rt.stage.remote_methods import METHODS
-from pipedream_rt.transport.rpc.fence import refusal
 
 REACHED = (*METHODS, "train", "eval")
 _OF_SEQUENCES = ("forward", "train", "eval")
-
-
-def refuse_left_out(cluster: Cluster) -> None:
-    """Refuse what needs torch RPC."""
-    if cluster.without_rpc:
-        raise ConfigError(refusal(cluster.without_rpc))
 
 
 class PendingResult:
@@ -114,8 +108,7 @@ class StageReference:
 
     def owner_name(self) -> str:
         """Return the name of the worker that owns the module."""
-        group = self._group
-        return group.cluster.names[group.plan.worker_of(group.plan.address_of(self._index))]
+        return worker_of(self._index, self._group)
 
     def _rref(self) -> Reference:
         """Return the RRef of this generation."""

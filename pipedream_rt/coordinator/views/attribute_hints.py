@@ -39,6 +39,10 @@ ADVICE: Mapping[str, str] = {
     **dict.fromkeys(("modules", "named_modules", "children", "named_children"), _WHOLE),
     **dict.fromkeys(("get_submodule", "get_parameter", "get_buffer", "model"), _WHOLE),
     **dict.fromkeys(("buffers", "named_buffers"), "pipe.state_dict() has them"),
+    **dict.fromkeys(
+        ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_gradients"),
+        "Training(clip=Clip(1.0)) clips on the stages, before each update",
+    ),
     "compile": "Training(compile=True) compiles the layers",
     "eval": "pipe.train(False), for training in eval mode; pipe(x) and evaluate use it anyway",
     "training": "pipe.train() and pipe.train(False) set the mode",

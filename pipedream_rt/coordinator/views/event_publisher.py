@@ -7,6 +7,7 @@ are taken from the log, so no other object of the coordinator knows of observers
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import os
 import shlex
@@ -28,7 +29,11 @@ from pipedream_rt.coordinator.recovery.recovery import Recovery
 from pipedream_rt.coordinator.results import StepResult
 from pipedream_rt.job.options import Options
 from pipedream_rt.messages.message import CommandName
-from pipedream_rt.observers.events import (
+from pipedream_rt.observers.run_record import RunRecord
+from pipedream_rt.schema import printable
+from pipedream_rt.software import commit, processor, software
+from pipedream_rt.telling import handle_alone, harmless, log_of
+from pipedream_rt.tracing.events import (
     Begun,
     Ended,
     Evaluated,
@@ -39,13 +44,10 @@ from pipedream_rt.observers.events import (
     Stepped,
     Warned,
 )
-from pipedream_rt.observers.run_record import RunRecord
-from pipedream_rt.schema import printable
-from pipedream_rt.software import commit, processor, software
 from pipedream_rt.tracing.summary import seconds_text
 from pipedream_rt.tracing.trace import Trace
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 _NOT_SETTINGS = ("example", "observe")
 """Options that say nothing of how a run trains."""
@@ -216,15 +218,17 @@ class EventPublisher:
 
     def _tell_one(self, observer: Observer, event: Event) -> None:
         """Tell one observer; if that raises, it is told no more, and the run goes on."""
-        try:
+        with harmless(functools.partial(self._drop, observer)):
             observer(event)
-        except Exception as error:
-            self._observers.remove(observer)
-            name = getattr(observer, "__qualname__", type(observer).__qualname__)
-            _log.warning(
-                "the observer %s raised %s: %s; it is told no more, and the run goes on",
-                name, type(error).__name__, error,
-            )  # fmt: skip
+
+    def _drop(self, observer: Observer, error: BaseException) -> None:
+        """Tell an observer nothing more."""
+        self._observers.remove(observer)
+        name = getattr(observer, "__qualname__", type(observer).__qualname__)
+        _log.warning(
+            "the observer %s raised %s: %s; it is told no more, and the run goes on",
+            name, type(error).__name__, error,
+        )  # fmt: skip
 
 
 class _Listening(logging.Handler):
@@ -238,9 +242,8 @@ class _Listening(logging.Handler):
         """Keep a warning, and print it where nobody else would."""
         self._heard.append(Warned(time=record.created, text=record.getMessage()))
         # With any handler installed, Python prints nothing by itself.
-        last = logging.lastResort
-        if last is not None and record.levelno >= last.level and self._is_alone(record.name):
-            last.handle(record)
+        if self._is_alone(record.name):
+            handle_alone(record)
 
     def _is_alone(self, name: str) -> bool:
         """Whether this is the first handler of a logger, and all others are of this kind."""

@@ -6,10 +6,45 @@ from collections.abc import Mapping, Sequence
 from textwrap import fill
 from typing import Any
 
-from pipedream_rt.corrections import Correction
+from pipedream_rt import extras
 from pipedream_rt.schedules import Plan
+from pipedream_rt.stage.correction import Correction
 from pipedream_rt.tracing.summary import WIDTH, bytes_text, table
 from pipedream_rt.transport.shared import SMALLEST
+
+
+class Explanation(str):
+    """What `explain` says, which a notebook shows as a table between paragraphs.
+
+    Attributes:
+        before: The lines above the table.
+        rows: The table, with its head.
+        after: The lines below it.
+        program: What the recorded forward does; empty where nobody has asked.
+    """
+
+    before: Sequence[str]
+    rows: Sequence[tuple[str, ...]]
+    after: Sequence[str]
+    program: str
+
+    @classmethod
+    def of(
+        cls,
+        before: Sequence[str],
+        rows: Sequence[tuple[str, ...]],
+        after: Sequence[str],
+        program: str,
+    ) -> Explanation:
+        """Return the text of these parts, in the width of a terminal."""
+        parts = [*_filled(before), table(rows, WIDTH), *_filled(after), program]
+        made = cls("\n".join(filter(None, parts)))
+        made.before, made.rows, made.after, made.program = before, rows, after, program
+        return made
+
+    def _repr_html_(self) -> str:
+        return str(extras.explanation_html(self.before, self.rows, self.after, self.program))
+
 
 _NO_CODECS: Mapping[tuple[int, int], str] = {}
 
@@ -24,8 +59,8 @@ def explain(
     *,
     verified: str = "",
     places: Sequence[str] = (),
-    endpoints: str = "",
-) -> str:
+    program: str = "",
+) -> Explanation:
     """Return lines about the pipeline, and a table with a row for each stage, or replica."""
     on_devices = any("device_memory_bytes" in counters for counters in statistics)
     rows: list[tuple[str, ...]] = [
@@ -72,15 +107,13 @@ def explain(
     lines += _of_codecs(codecs, statistics)
     lines += _of_script(plan, statistics)
     lines += _of_memory(workers, places)
-    if endpoints:
-        lines.append(endpoints)
-    return "\n".join([*_filled(lines), table(rows, WIDTH), *_filled([verified])])
+    lines = [line for text in lines for line in text.splitlines()]
+    return Explanation.of(lines, rows, [verified] if verified else [], program)
 
 
 def _filled(texts: Sequence[str]) -> list[str]:
     """Wrap texts to the width of a terminal."""
-    lines = "\n".join(texts).splitlines()
-    return [fill(line, WIDTH, subsequent_indent="  ") for line in lines]
+    return [fill(line, WIDTH, subsequent_indent="  ") for line in texts]
 
 
 def _of_memory(workers: Sequence[str], places: Sequence[str]) -> list[str]:

@@ -43,31 +43,57 @@ class BalanceNotice:
 _WAITED = 0.5
 """The pipe sets the pace if the script waits for results for more than this share of the time."""
 
+_ALONE = 0.9
+"""The share of the time in which stages compute for which they have a core, if it is theirs."""
+
 
 class SizeNotice:
-    """Warns once if the pipe sets the pace and one process would be as fast."""
+    """Warns once if the pipe sets the pace and one process would be as fast.
+
+    Where other programs use the cores too, time that passes says nothing of a model, and it is
+    judged by what the processes have had of cores. The workers have so many ``cores`` together, and
+    ``threads`` each.
+    """
 
     def __init__(
-        self, plan: Plan, waited: Callable[[], float], say: Callable[[str], object]
+        self,
+        plan: Plan,
+        waited: Callable[[], float],
+        say: Callable[[str], object],
+        *,
+        cores: int,
+        threads: int = 1,
     ) -> None:
         self._plan, self._waited = plan, waited  # the seconds so far
+        self._cores, self._threads = cores, threads
         self._say: Callable[[str], object] | None = say
-        self._first: tuple[StepResult, float, float] | None = None
+        self._first: tuple[StepResult, float, float, float] | None = None
 
     def __call__(self, result: StepResult) -> None:
         """Look at the next result; results come in order."""
         if self._say is None or result.step < _FROM:
             return
-        now, waited = time.monotonic(), self._waited()
+        now, own, waited = time.monotonic(), time.process_time(), self._waited()
         if self._first is None:
-            self._first = (result, now, waited)
+            self._first = (result, now, own, waited)
             return
-        first, then, before = self._first
+        first, then, own_before, before = self._first
         count, seconds = result.step - first.step, now - then
         if count < _UPDATES or seconds < _BUSY_S:
             return
         say, self._say = self._say, None
         if waited - before > _WAITED * seconds:  # else the loader or the script's loop sets it
-            busy = [b - a for a, b in zip(first.busy_s, result.busy_s, strict=True)]
+            busy = [b - a for a, b in zip(first.processor_s, result.processor_s)]
+            clock = [b - a for a, b in zip(first.busy_s, result.busy_s)]
+            if sum(busy) < _ALONE * sum(clock):
+                seconds = max(self._of_workers(first, result), own - own_before)
             for text in about_size(self._plan, busy, seconds, count * self._plan.per_update):
                 say(text)
+
+    def _of_workers(self, first: StepResult, last: StepResult) -> float:
+        """Return the seconds that the workers need at least, by themselves and on their cores."""
+        each = [0.0] * self._plan.workers
+        for stage, (a, b) in enumerate(zip(first.process_s, last.process_s)):
+            worker = self._plan.worker_of(stage)
+            each[worker] = max(each[worker], b - a)
+        return max(max(each) / self._threads, sum(each) / self._cores)

@@ -31,7 +31,7 @@ class Result(Protocol):
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> Markup:
-    """Return a table with a sentence above it."""
+    """Return a table with words above it."""
     return Markup(_STYLE) + Markup('<div class="pdrt"><p>{}</p>{}</div>').format(
         caption, table(head, rows)
     )
@@ -40,6 +40,16 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> 
 def text_html(text: str) -> Markup:
     """Return a text whose columns stay aligned."""
     return Markup("<pre>{}</pre>").format(text)
+
+
+def explanation_html(
+    before: Sequence[str], rows: Sequence[Sequence[str]], after: Sequence[str], program: str
+) -> Markup:
+    """Return lines, the table that stands between them, and a program if there is one."""
+    head, *stages = rows
+    above, below = (Markup("<br>").join(lines) for lines in (before, after))
+    shown = _table(head, stages, above) + Markup("<p>{}</p>").format(below)
+    return shown + text_html(program) if program else shown
 
 
 def plan_html(plan: Plan) -> Markup:

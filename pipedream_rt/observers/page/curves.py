@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from pipedream_rt.observers.events import Begun
 from pipedream_rt.observers.page.blocks import Panel
 from pipedream_rt.observers.page.charts import Line, Mark, line_chart
 from pipedream_rt.observers.run_record import Bucket, RunRecord
 from pipedream_rt.schema import printable
+from pipedream_rt.tracing.events import Begun
 from pipedream_rt.tracing.summary import (
     seconds_text,
 )
@@ -117,10 +117,12 @@ def _smoothed(points: Sequence[tuple[float, float]]) -> list[Line]:
     """Return the exponential mean of many points as a line; none for few points."""
     if len(points) < _SMOOTHED:
         return []
-    found, mean = [], math.nan
+    found, mean, weight = [], math.nan, 0.0
     for at, value in points:
         if math.isfinite(value):
-            mean = value if math.isnan(mean) else mean + (value - mean) * _SLOWLY
+            # A mean of what there is: the first points would hold the line back at their height.
+            weight += (1 - weight) * _SLOWLY
+            mean = value if math.isnan(mean) else mean + (value - mean) * _SLOWLY / weight
         found.append((at, mean))
     return [Line("training, smoothed", found)]
 

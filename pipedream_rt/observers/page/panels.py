@@ -10,7 +10,6 @@ import numpy as np
 from markupsafe import Markup
 
 from pipedream_rt.errors import PipelineError, TraceError
-from pipedream_rt.observers.events import Begun
 from pipedream_rt.observers.page import blocks
 from pipedream_rt.observers.page.blocks import Panel, known
 from pipedream_rt.observers.page.charts import Line, line_chart, number_text
@@ -20,7 +19,8 @@ from pipedream_rt.observers.run_record import Bucket, RunRecord
 from pipedream_rt.schedules import COORDINATOR, Kind, Plan
 from pipedream_rt.schedules.actions import OF_UPDATES
 from pipedream_rt.simulation.predict import predict, what_if
-from pipedream_rt.tracing.balance import about_balance, about_size, speed_of
+from pipedream_rt.tracing.balance import about_balance, speed_of
+from pipedream_rt.tracing.events import Begun
 from pipedream_rt.tracing.spans import NOBODY
 from pipedream_rt.tracing.summary import (
     PERCENTILES,
@@ -260,10 +260,8 @@ def _advice(record: RunRecord, plan: Plan, trace: Trace | None, live: bool) -> I
         summary = summarize(trace)
     except TraceError:
         return
-    computed = _computed(record)
-    if computed is not None and (small := about_size(plan, *computed)):
+    if "too small for" in said:
         # In so small a run a stage waits for messages, however fast the script loads.
-        yield from () if "too small for" in said else small
         return
     for stage in summary.stages:
         share = stage.waits.get(COORDINATOR, 0.0) / max(summary.makespan, 1e-9)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -15,13 +14,14 @@ from markupsafe import Markup
 
 from pipedream_rt import __version__
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.observers.events import Ended, Event
 from pipedream_rt.observers.page.blocks import Panel
 from pipedream_rt.observers.page.panels import compared, panels, title_of
 from pipedream_rt.observers.run_record import RunRecord
 from pipedream_rt.schema import write_file
+from pipedream_rt.telling import log_of
+from pipedream_rt.tracing.events import Ended, Event
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 
 @functools.cache
@@ -79,7 +79,7 @@ def write_page(path: str | os.PathLike[str], page: str) -> Path:
     """Write a page into a file, which is replaced as a whole, and return its path."""
     path = Path(path)
     try:
-        write_file(path, page.encode())
+        write_file(path, page.encode(errors="backslashreplace"))
     except OSError as error:
         raise ConfigError(f"the report cannot be written to {path}: {error.strerror}") from error
     return path

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedream_rt.codecs.codec import ByteCodec, Sizes, naming, require_parts, require_same
 from pipedream_rt.messages.state_keys import CODECS, StateKey, StepState
 from pipedream_rt.messages.wire import dtype_of, name_of_dtype
 from pipedream_rt.schedules import EdgeKind
 from pipedream_rt.schedules.edges import Edge
+from pipedream_rt.stage.codec import ByteCodec, Sizes, naming, require_parts, require_same
 from pipedream_rt.stage.rules.rule import Context, MicroBatchRule, RuleOption, Update
 from pipedream_rt.stage.values import Outgoing
 

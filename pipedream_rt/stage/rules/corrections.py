@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedream_rt.corrections.correction import Correction, Moment, Named, overrides
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.state_keys import StateKey, StepState, by_name
+from pipedream_rt.stage.correction import Correction, Moment, Named, overrides
 from pipedream_rt.stage.hyper import Hyper
 from pipedream_rt.stage.optimizer import like
 from pipedream_rt.stage.parameters import Adjust, VersionedParameters

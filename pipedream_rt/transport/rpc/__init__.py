@@ -7,9 +7,10 @@ fail with errors. torch RPC by itself aborts a process that runs out of descript
 network, and unpickles what anybody sends. Each file here closes one of these doors:
 
 - `endpoint.py`: starts and stops an endpoint with deadlines, one generation after another;
-- `fence.py`: tries whether strangers can be kept out here, and decides what to do where not;
+- `../fence.py`: filters packets, tries whether that is allowed here, and decides what to do where
+  not; of the core, as it needs no torch RPC;
 - `tunnel.py`: carries TensorPipe's connections over the links, whose ends are admitted members;
 - `listening.py`: holds TensorPipe up at its ``listen`` until the packet filter stands;
-- `descriptors.py`: filters, breaks and closes the sockets that torch has made;
+- `descriptors.py`: finds, breaks and closes the sockets that torch has made;
 - `pickling.py`: signs what is sent, and unpickles nothing else.
 """

@@ -11,21 +11,11 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import NamedTuple
 
-_SO_ATTACH_FILTER = 26
-LOAD_WORD, IF_EQUAL, RETURN = 0x20, 0x15, 0x06
-_LOAD_HALF = 0x28
-"""Opcodes of classic BPF (`linux/filter.h`): load a word, jump if equal, return, load 16 bits."""
-
-_IP_HEADER = 0xFFF00000
-"""SKF_NET_OFF: offsets from here count from the IP header; others from the TCP header."""
-
-_SOURCE_PORT = 0
-_SOURCE_ADDRESS = _IP_HEADER + 12
-_LOOPBACK = 0x7F000001
+from pipedream_rt.transport.fence import copy_of
 
 
 class OwnSocket(NamedTuple):
@@ -42,23 +32,6 @@ class OwnSocket(NamedTuple):
     peer: tuple[str, int] | None
 
 
-Operation: TypeAlias = tuple[int, int, int, int]
-"""Opcode, operations to skip if it holds, operations to skip if not, operand."""
-
-
-@contextmanager
-def for_kernel(program: Sequence[Operation]) -> Iterator[bytes]:
-    """Yield a filter program as a ``sock_fprog``, whose memory lives as long as the block."""
-    code = b"".join(struct.pack("HBBI", *operation) for operation in program)
-    memory = ctypes.create_string_buffer(code)
-    yield struct.pack("@HP", len(program), ctypes.addressof(memory))
-
-
-def _copy_of(fd: int) -> socket.socket:
-    """Return a socket object over a duplicate, so that closing it leaves the library's open."""
-    return socket.socket(fileno=os.dup(fd))
-
-
 def own_sockets() -> Iterator[OwnSocket]:
     """Yield the TCP sockets of this process, whoever made them."""
     for name in os.listdir("/proc/self/fd"):
@@ -66,7 +39,7 @@ def own_sockets() -> Iterator[OwnSocket]:
             fd = int(name)
             if not stat.S_ISSOCK(os.fstat(fd).st_mode):
                 continue
-            with _copy_of(fd) as copy:
+            with copy_of(fd) as copy:
                 if (
                     copy.family not in (socket.AF_INET, socket.AF_INET6)
                     or copy.type is not socket.SOCK_STREAM
@@ -79,25 +52,9 @@ def own_sockets() -> Iterator[OwnSocket]:
                 yield OwnSocket(fd, listens, copy.getsockname()[:2], peer)
 
 
-def accept_only(fd: int, ports: list[int]) -> None:
-    """Have the kernel drop packets to a listening socket, except from some ports of loopback."""
-    # A dropped SYN gets no answer, and torch, which accepts whatever connects, never sees it.
-    program = [
-        (LOAD_WORD, 0, 0, _SOURCE_ADDRESS),
-        (IF_EQUAL, 1, 0, _LOOPBACK),
-        (RETURN, 0, 0, 0),
-        (_LOAD_HALF, 0, 0, _SOURCE_PORT),
-    ]
-    for port in ports:
-        program += [(IF_EQUAL, 0, 1, port), (RETURN, 0, 0, 0xFFFFFFFF)]
-    program.append((RETURN, 0, 0, 0))
-    with _copy_of(fd) as copy, for_kernel(program) as about:
-        copy.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, about)
-
-
 def waiting_at(fd: int) -> int:
     """Return the length of the accept queue of a listening socket."""
-    with _copy_of(fd) as copy:
+    with copy_of(fd) as copy:
         about = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32)
     (waiting,) = struct.unpack_from("@I", about, 24)  # of a listener, `tcpi_unacked`
     return int(waiting)

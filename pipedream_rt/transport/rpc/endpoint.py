@@ -42,16 +42,17 @@ from pipedream_rt.torch_private import (
     init_rpc_states,
     is_rpc_agent_set,
 )
+from pipedream_rt.transport.fence import AgentMode
 from pipedream_rt.transport.group import Group
+from pipedream_rt.transport.interface import StreamTransport
 from pipedream_rt.transport.rpc import listening
-from pipedream_rt.transport.rpc.fence import AgentMode, refusal
 from pipedream_rt.transport.rpc.pickling import allow, install
 from pipedream_rt.transport.rpc.tunnel import Tunnel
 
 _THREADS = 2
 """Threads of the RPC pool. Handlers do not wait, so few are enough."""
 
-_current: Endpoint | None = None
+_current: RPCEndpoint | None = None
 """The open endpoint, for `_part`. At most one, since torch allows one agent per process."""
 
 _changing = threading.Lock()
@@ -83,10 +84,11 @@ class Directory(dist.Store):
         return desired
 
 
-class Endpoint:
+class RPCEndpoint:
     """The endpoint of this process in torch RPC. While one is open, another one is refused."""
 
-    _group: Group  # once it has joined
+    _group: Group  # once it is carried
+    _tunnel: Tunnel
 
     def __init__(self, timeout: timedelta) -> None:
         global _current
@@ -110,9 +112,14 @@ class Endpoint:
         """Let the coordinator make references to parts of a stage: ``part(name)`` returns one."""
         self._parts[address] = part
 
-    def join(self, group: Group, tunnel: Tunnel, mode: AgentMode, deadline: Deadline) -> None:
-        """Join the group. The coordinator returns when it has called every worker."""
+    def carry(self, group: Group, transport: StreamTransport) -> None:
+        """Let a transport carry the connections of the agent, before it connects to anybody."""
         self._group = group
+        self._tunnel = transport.streams = Tunnel(group, transport.send_stream)
+
+    def join(self, mode: AgentMode, deadline: Deadline) -> None:
+        """Join the group. The coordinator returns when it has called every worker."""
+        group, tunnel = self._group, self._tunnel
         callees = group.others if group.rank == 0 else ()
         options = rpc.TensorPipeRpcBackendOptions(
             num_worker_threads=_THREADS,
@@ -158,6 +165,11 @@ class Endpoint:
                     missing=1,
                 ) from error
 
+    def shut(self) -> None:
+        """Listen no more; connections stay."""
+        # A stranger's bytes at TensorPipe's listener would abort the process.
+        self._tunnel.shut()
+
     def reference(self, address: int, part: str) -> rpc.RRef[Any]:
         """Return an RRef to a part of a stage, which the stage's worker owns."""
         # The address as a plain integer: a request may name no class that is not on the allow-list.
@@ -197,28 +209,6 @@ class Endpoint:
         install(None)
         _current = None
         self._life.close()
-
-
-class NoEndpoint:
-    """Stands in for an `Endpoint` where torch RPC is left out. ``why`` goes into the errors."""
-
-    def __init__(self, why: str = "") -> None:
-        self._why = why
-
-    def expose(self, address: int, part: Callable[[str], Any]) -> None:
-        pass
-
-    def join(self, group: Group, tunnel: Tunnel, mode: AgentMode, deadline: Deadline) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def reference(self, address: int, part: str) -> rpc.RRef[Any]:
-        raise ConfigError(refusal(self._why))
-
-    def parameter_references(self, address: int) -> list[rpc.RRef[nn.Parameter]]:
-        raise ConfigError(refusal(self._why))
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import logging
 import os
 import platform
 import select
@@ -22,9 +21,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
-from pipedream_rt.transport.rpc.descriptors import IF_EQUAL, LOAD_WORD, RETURN, for_kernel
+from pipedream_rt.telling import log_of
+from pipedream_rt.transport.fence import IF_EQUAL, LOAD_WORD, RETURN, for_kernel
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 
 class _Machine(NamedTuple):

@@ -15,7 +15,6 @@ Once the coordinator is connected to all agents, neither agents nor gates listen
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import queue
 import re
@@ -31,19 +30,19 @@ from datetime import timedelta
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import TransportError
 from pipedream_rt.lifecycle import Lifecycle, close_in_forked_children, name_this_thread
+from pipedream_rt.telling import log_of
+from pipedream_rt.transport.fence import AgentMode, accept_only, can_filter
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.rpc.descriptors import (
     OwnSocket,
-    accept_only,
     cut_off,
     own_sockets,
     stop_listening,
     waiting_at,
 )
-from pipedream_rt.transport.rpc.fence import AgentMode, can_filter
 from pipedream_rt.transport.wakeup import Alarm
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 _PART = struct.Struct("!IIB")
 """Header of a part of a stream: rank of its opener, its number there, what the part is."""

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from pipedream_rt.cluster.engines import EngineRequest, Node, node_job
+from pipedream_rt.cluster.engines import EngineRequest, Node, elastic, node_job, slurm, why_nodes
 from pipedream_rt.cluster.engines.slurm import expanded
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError
@@ -36,6 +36,28 @@ def test_a_process_that_no_engine_has_started():
         node_job({**STEP, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, EngineRequest())
         is None
     )
+
+
+@pytest.mark.parametrize("left", [{"SLURM_NTASKS": "1"}, {"SLURM_STEP_NUM_TASKS": "1"}])
+def test_a_shell_of_one_task_has_nobody_to_wait_for(left):
+    """Though its variables are those of a session that was left, and not all of a step."""
+    assert node_job({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", **left}, EngineRequest()) is None
+    with pytest.raises(ConfigError, match=r"SLURM_JOB_ID must be .*type: unset SLURM_STEP_ID"):
+        node_job({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"}, EngineRequest())
+
+
+def test_what_has_made_a_process_a_node_is_told_to_who_waits(monkeypatch):
+    for name in (*elastic.VARIABLES, *slurm.VARIABLES):
+        monkeypatch.delenv(name, raising=False)
+    assert why_nodes(os.environ) == ""
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    assert "SLURM_STEP_ID=0, SLURM_STEP_NUM_TASKS=4. If another job has left" in why_nodes(
+        os.environ
+    )
+    for name, value in KUBEFLOW.items():
+        monkeypatch.setenv(name, value)
+    assert why_nodes(os.environ).endswith("type: unset PET_NNODES PET_NODE_RANK PET_MASTER_ADDR")
 
 
 def test_a_task_of_slurm():
@@ -144,39 +166,3 @@ def test_a_folder_that_cannot_be_made(tasks, tmp_path):
     (tmp_path / "shared").write_text("a file")
     with pytest.raises(ConfigError, match="set PIPEDREAM_RT_JOB_FOLDER to a folder"):
         tasks[0].secret(now())
-
-
-def test_a_pod_of_kubeflow():
-    assert node_of(KUBEFLOW) == Node(rank=2, size=4, host="job-node-0-0.job", port=29500)
-    assert node_of({**KUBEFLOW, "PET_NNODES": "4:4", "PET_MASTER_PORT": "7"}).port == 7
-    assert node_of({**KUBEFLOW, **STEP}, nodes=2, rank=1, endpoint="h:5") == Node(
-        rank=1, size=2, host="h", port=5
-    )
-
-
-def test_a_first_node_whose_address_is_of_ipv6():
-    job = node_job({**KUBEFLOW, "PET_MASTER_ADDR": "fd00::1"}, EngineRequest())
-    assert (job.node.host, job.node.port) == ("fd00::1", 29500)
-    assert job.title == "the job of 4 nodes at [fd00::1]:29500"
-
-
-def test_without_a_rank_the_machine_that_has_the_address_is_the_first():
-    assert node_of({}, nodes=2, endpoint="127.0.0.1:5").rank == 0
-    other = node_of({}, nodes=2, endpoint="192.0.2.1:5")
-    assert other.rank == 1
-    assert other.name_of_worker(0).endswith("-0")
-    assert not other.name_of_worker(0).startswith("node-")
-
-
-@pytest.mark.parametrize(
-    ("environment", "words"),
-    [
-        ({"PET_NNODES": "1:4"}, "a job has a fixed number of nodes"),
-        ({"PET_NNODES": "many"}, "PET_NNODES must be a number"),
-        ({"PET_NNODES": "2"}, "give all of them --rdzv-endpoint HOST:PORT"),
-        ({**KUBEFLOW, "PET_NODE_RANK": "4"}, "the rank of this node is 4, and there are 4 nodes"),
-    ],
-)
-def test_variables_of_torchrun_that_make_no_sense(environment, words):
-    with pytest.raises(ConfigError, match=words):
-        node_job(environment, EngineRequest())

@@ -27,6 +27,12 @@ def test_the_arguments_of_a_new_process_image(monkeypatch):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("folder", ["s3://bucket/run", "$NOT_SET/run"])
+def test_no_log_is_no_reason_to_end(folder, caplog):
+    command._write_into(folder, "w.log")
+    assert f"no log can be written to {folder}: " in caplog.text
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

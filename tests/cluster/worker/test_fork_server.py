@@ -5,11 +5,13 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import msgpack
 import pytest
 from support.deadlines import LATEST_S
-from support.nodes import wait_for_end
+from support.nodes import until, wait_for_end
 
 SERVER = """
 import os, random, signal, socket, sys
@@ -127,3 +129,32 @@ def test_a_worker_that_cannot_notice_the_death_of_its_script_is_killed():
     script.kill()
     script.communicate(timeout=LATEST_S)
     wait_for_end((stopped, killed, server))
+
+
+HOLDS = """
+import ctypes, os
+if ctypes.CDLL(None).fork() == 0:  # as a library does, of which Python knows nothing
+    os.close(1)
+    sys.stdin.read()
+    os._exit(0)
+"""
+
+
+@pytest.mark.processes
+def test_a_child_that_holds_all_connections_of_a_dead_script_does_not_keep_its_workers():
+    script, kept, last = SCRIPT.rpartition("sys.stdin")
+    reading, writing = os.pipe()
+    with subprocess.Popen(
+        [sys.executable, "-c", script + HOLDS + kept + last], stdin=reading, stdout=subprocess.PIPE,
+        text=True,
+    ) as process:  # fmt: skip
+        os.close(reading)
+        pids = list(map(int, process.stdout.readline().split()))
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        until(lambda: len(children.read_text().split()) == 2, "the child beside the server")
+        process.kill()
+        process.wait(LATEST_S)
+        began = time.monotonic()
+        wait_for_end(pids)
+        assert time.monotonic() - began < 3  # a child that holds them would do so for longer
+        os.close(writing)

@@ -250,7 +250,7 @@ def test_a_worker_elsewhere_must_be_told_its_interface(monkeypatch):
     """To try it again would change nothing: this is an error of the one who started it."""
     monkeypatch.setattr(process, "interface_of", {"192.0.2.1": "eth7"}.get)
     with closing(Coordinator(inherited=False, local_host="192.0.2.1", host="192.0.2.2")) as made:
-        assert "as --bind eth7" in made.hear("failed")["text"]
+        assert "as --bind eth7" in made.hear("unfit")["text"]
         assert made.worker.result(LATEST_S) == EXIT_FAILED
 
 

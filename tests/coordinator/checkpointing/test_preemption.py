@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from datetime import timedelta
 
 import pytest
@@ -37,6 +38,85 @@ def test_the_signal_is_noted_and_afterwards_handled_as_before(preemption, caplog
     preemption.close()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def on_a_thread(call):
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join(LATEST_S)
+    assert not thread.is_alive()
+
+
+def wakes():
+    """The socket that signals wake, by its number; -1 for none."""
+    signal.set_wakeup_fd(found := signal.set_wakeup_fd(-1))
+    return found
+
+
+def test_a_close_on_another_thread_gives_the_signal_back_and_keeps_nothing(preemption):
+    preemption.watch()
+    on_a_thread(preemption.close)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert wakes() == -1
+    assert not preemption.noted
+    assert "preemption" not in {thread.name for thread in threading.enumerate()}
+
+
+CLOSED_ELSEWHERE = """
+import os, signal, threading
+from datetime import timedelta
+from pipedream_rt.coordinator.checkpointing.preemption import Preemption
+preemption = Preemption(timedelta(hours=1))
+preemption.watch()
+def end():
+    preemption.close()
+    os.kill(os.getpid(), signal.SIGTERM)
+thread = threading.Thread(target=end)
+thread.start()
+thread.join()
+print("it goes on")
+"""
+
+
+def test_sigterm_right_after_a_close_on_another_thread_ends_the_script():
+    """Also where both come to the main thread as one."""
+    ended = subprocess.run(
+        [sys.executable, "-c", CLOSED_ELSEWHERE], capture_output=True, text=True, timeout=LATEST_S
+    )
+    assert (ended.returncode, ended.stdout) == (-signal.SIGTERM, ""), ended.stderr
+
+
+def test_what_a_close_on_another_thread_could_not_restore_the_next_restores(preemption):
+    preemption.watch()
+    came = []
+    signal.signal(signal.SIGTERM, lambda *_: came.append(True))  # the script's own, meanwhile
+    try:
+        on_a_thread(preemption.close)
+        assert not came
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    later = Preemption(timedelta(seconds=LATEST_S))
+    try:
+        later.watch()
+        signal.raise_signal(signal.SIGTERM)
+        assert later.noted
+    finally:
+        later.close()
+    assert wakes() == -1
+
+
+def test_a_socket_that_was_set_meanwhile_stays(preemption):
+    preemption.watch()
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing)
+    try:
+        preemption.close()
+        assert wakes() == writing
+    finally:
+        signal.set_wakeup_fd(-1)
+        os.close(reading)
+        os.close(writing)
 
 
 def test_a_script_that_handles_the_signal_keeps_its_handler(preemption):
@@ -183,7 +263,7 @@ def test_a_forked_child_of_a_watched_script_ends_by_sigterm_alone(tmp_path):
 
 
 @pytest.mark.processes
-def test_ctrl_c_prints_five_lines_at_most(tmp_path):
+def test_ctrl_c_prints_six_lines_at_most(tmp_path):
     process = run_script(tmp_path, tmp_path / "run", 30, "local")
     read_until(process, "waiting")
     process.stdin.write("\n")
@@ -193,4 +273,4 @@ def test_ctrl_c_prints_five_lines_at_most(tmp_path):
     _, errors = process.communicate(timeout=LATEST_S)
     if process.returncode:  # it may have come to its end before
         assert errors.strip().endswith("KeyboardInterrupt")
-        assert len(errors.strip().splitlines()) <= 5, errors
+        assert len(errors.strip().splitlines()) <= 6, errors

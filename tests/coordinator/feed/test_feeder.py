@@ -15,7 +15,17 @@ from support.pinned import Flat as Pipeline
 from torch import nn
 from torch.nn import functional as F
 
-from pipedream_rt import Checkpoints, ConfigError, Recovery
+from pipedream_rt import (
+    Checkpoints,
+    ConfigError,
+    PipelineClosed,
+    PipelineError,
+    Recovery,
+    StageFailed,
+    Training,
+)
+from pipedream_rt.batches.items import Accumulated, batch_of
+from pipedream_rt.coordinator.recovery.feed import Feed
 from pipedream_rt.serial.cluster import SerialCluster
 
 SCHEDULES = ("1f1b", "async-1f1b", "gpipe", "2bw")
@@ -191,6 +201,306 @@ def test_a_bad_metric_is_refused_and_the_pipeline_goes_on(metrics, words):
         list(pipe.train_epoch(data))
 
 
+class FailsInEval(nn.Module):
+    """Passes on what it gets, unless that is marked, in eval mode."""
+
+    def forward(self, x):
+        if not self.training and x[0, 0] == MARK:
+            raise KeyError("marked")
+        return x
+
+
+MARK = 7.0
+
+
+def fails_on_a_mark(output, y):
+    if y[0, 0] == MARK:
+        raise ZeroDivisionError("marked")
+    return F.mse_loss(output, y)
+
+
+def with_failing_layer():
+    torch.manual_seed(3)
+    return nn.Sequential(
+        FailsInEval(), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 8), nn.Linear(8, 8)
+    )
+
+
+def metric_that_fails(output, y):
+    raise ValueError("measured")
+
+
+def marked(data, places, of):
+    """Return mini-batches some of which have a mark, in the input (0) or the target (1)."""
+    made = [tuple(each.clone() for each in pair) for pair in data]
+    for place in places:
+        made[place][of][0, 0] = MARK
+    return made
+
+
+def evaluations_that_fail(pipe, data):
+    """Make them, and check the errors."""
+    of_layer, of_loss = marked(data * 3, (2, 5, 11), 0), marked(data * 3, (4, 5), 1)
+    for evaluate in (
+        lambda: pipe.evaluate(of_layer),
+        lambda: list(pipe.predict(of_layer)),
+        lambda: pipe(of_layer[2][0]),
+    ):
+        with pytest.raises(StageFailed, match=r"stage 0, .*KeyError: 'marked', in layer '0'") as e:
+            evaluate()
+        assert isinstance(e.value.__cause__, KeyError)
+        assert "marked" in e.value.trace
+    with pytest.raises(StageFailed, match=r"stage 2, evaluate \d+: ZeroDivisionError: m") as e:
+        pipe.evaluate(of_loss)
+    assert isinstance(e.value.__cause__, ZeroDivisionError)
+    with pytest.raises(ConfigError, match=r'the metric "bad" must .*ValueError: measured'):
+        pipe.evaluate(data, metrics={"bad": metric_that_fails})
+
+    def loader():
+        yield from data[:3]
+        raise OSError("no more")
+
+    with pytest.raises(OSError, match="no more"):
+        pipe.evaluate(loader())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "workers"),
+    [
+        *((schedule, "serial") for schedule in (*SCHEDULES, "zero-bubble")),
+        *(
+            pytest.param(schedule, "local", marks=pytest.mark.processes)
+            for schedule in SCHEDULES[:3]
+        ),
+    ],
+)
+def test_an_error_in_an_evaluation_ends_the_evaluation_and_not_the_run(schedule, workers):
+    """Training goes on with the same bits as if there had been none."""
+    data = regression(5, samples=6)
+
+    def run(workers, meanwhile):
+        options = {"schedule": schedule, "optimizer": (torch.optim.Adam, {"lr": 0.01})}
+        with open_pipe(with_failing_layer(), fails_on_a_mark, workers=workers, **options) as pipe:
+            results = pipe.train_epoch(data)
+            losses = [next(results).loss]
+            meanwhile(pipe, data)  # others are on their way
+            losses += [result.loss for result in results]
+            meanwhile(pipe, data)
+            losses += [result.loss for result in pipe.train_epoch(data)]
+            assert not pipe.restarts
+            assert not pipe._group.recovery.inbox._waiting
+            return losses, pipe.fingerprint().digest, pipe.evaluate(data)
+
+    assert run(workers, evaluations_that_fail) == run("serial", lambda pipe, data: None)
+
+
+def test_the_first_that_fails_is_the_one_that_is_named():
+    """The others, and those of later micro-batches, never see it."""
+    model = nn.Sequential(nn.Flatten(), FailsInEval(), nn.Linear(8, 8))
+    with open_pipe(model, fails_on_a_mark) as pipe:
+        with pytest.raises(StageFailed) as e:
+            pipe.evaluate(marked(marked(regression(9), (3, 4, 6), 1), (3, 6), 0))
+        assert e.value.stage == 1
+
+
+# -- another loss -----------------------------------------------------------------------------
+
+
+def soft(output, y):
+    """A loss of probabilities, as after a mixup."""
+    return -(y * output.log_softmax(1)).sum(1).mean()
+
+
+def softened(data):
+    return [(x, 0.9 * F.one_hot(y, 5) + 0.02) for x, y in data]
+
+
+def test_an_evaluation_may_have_another_loss_and_changes_no_bit_of_the_training():
+    data = labelled(4, ignored=False)
+    options = {"loss_fn": soft, "schedule": "1f1b"}
+    with open_pipe(classifier(), **options) as pipe:
+        expected = [r.loss for r in pipe.train_epoch(softened(data))]
+        expected += [r.loss for r in pipe.train_epoch(softened(data))]
+        weights = pipe.state_dict()
+    with open_pipe(classifier(), **options) as pipe:
+        losses = [r.loss for r in pipe.train_epoch(softened(data))]
+        of_training = pipe.evaluate(softened(data))
+        found = pipe.evaluate(data, loss_fn=F.cross_entropy, metrics={"mean": mean_of})
+        model = pipe.module().eval()
+        outputs, y = model(torch.cat([x for x, _ in data])), torch.cat([y for _, y in data])
+        assert found["loss"] == pytest.approx(F.cross_entropy(outputs, y).item(), rel=1e-5)
+        assert found["mean"] == pytest.approx(outputs.mean().item(), abs=1e-6)
+        # The loss of training is still that of the others.
+        assert pipe.evaluate(softened(data), loss_fn=soft) == of_training
+        losses += [r.loss for r in pipe.train_epoch(softened(data))]
+        assert_same(pipe.state_dict(), weights)
+    assert losses == expected
+
+
+def test_another_loss_weighs_by_its_own_labels():
+    (x, y), (other, of_other) = labelled(2, ignored=False)
+    y = torch.where(torch.arange(len(y)) == 0, y, -100)  # one label counts
+    with open_pipe(classifier(), soft) as pipe:
+        outputs = pipe.module().eval()(torch.cat([x, other]))
+        plain = F.cross_entropy(outputs, torch.cat([y, of_other])).item()
+        data = [(x, y), (other, of_other)]
+        for loss in (F.cross_entropy, nn.CrossEntropyLoss()):
+            assert pipe.evaluate(data, loss_fn=loss) == pytest.approx(plain, rel=1e-5)
+    weigh = Training(weigh=lambda x, y: (y != -100).sum())
+    with open_pipe(classifier(), soft, training=weigh) as pipe:
+        found = pipe.evaluate(data, loss_fn=lambda o, y: F.cross_entropy(o, y))
+        assert found == pytest.approx(plain, rel=1e-5)
+
+
+class Centres(nn.Module):
+    """A loss with weights of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.centres, self.drop = nn.Parameter(torch.zeros(8)), nn.Dropout(0.5)
+
+    def forward(self, output, y):
+        return F.mse_loss(self.drop(output), y + self.centres)
+
+
+def test_a_loss_that_is_a_module_is_in_eval_mode_and_that_of_training_has_its_trained_weights():
+    loss, data = Centres(), regression(4)
+    with open_pipe(loss_fn=loss) as pipe:
+        list(pipe.train_epoch(data))
+        trained = pipe.evaluate(data)
+        assert pipe.evaluate(data, loss_fn=loss) == trained
+        copy = pipe.loss_module()
+        assert pipe.evaluate(data, loss_fn=copy) == trained
+        other = Centres()
+        assert pipe.evaluate(data, loss_fn=other) == pipe.evaluate(data, loss_fn=F.mse_loss)
+        with pytest.raises(ConfigError, match=r"loss_fn refers to .*centres.*pipe\.module\(\)"):
+            pipe.evaluate(data, loss_fn=lambda o, y: loss(o, y))
+        assert loss.training
+        assert other.training
+
+
+@pytest.mark.parametrize("workers", ["serial", pytest.param("local", marks=pytest.mark.processes)])
+def test_a_pipeline_without_a_loss_evaluates_one_that_is_given(workers):
+    data = regression(3)
+    for optimizer in (None, (torch.optim.SGD, {"lr": 0.1})):
+        options = {"loss_fn": None, "optimizer": optimizer, "schedule": "gpipe", "workers": workers}
+        with open_pipe(**options) as pipe:
+            for output, (_, y) in pipe.outputs(data) if optimizer else ():
+                F.mse_loss(output, y).backward()
+            outputs = zip(pipe.predict(data), data, strict=True)
+            expected = sum(F.mse_loss(output, y).item() for output, (_, y) in outputs) / 3
+            assert pipe.evaluate(data, loss_fn=F.mse_loss) == pytest.approx(expected, rel=1e-5)
+            for output, (_, y) in pipe.outputs(data) if optimizer else ():
+                F.mse_loss(output, y).backward()
+
+
+class OwnLoss(nn.Module):
+    """Computes its loss where it gets labels."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x, labels=None):
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": None if labels is None else F.mse_loss(x, labels), "out": x}
+
+
+def test_a_model_with_a_loss_of_its_own_needs_none_for_another():
+    data = [{"x": x, "labels": y} for x, y in regression(3)]
+
+    def other(output, batch):
+        return F.l1_loss(output["out"], batch["y"])
+
+    bare = [{"x": each["x"], "y": each["labels"]} for each in data]
+    with open_pipe(OwnLoss(), None, example=data[0]) as pipe:
+        outs = [output["out"] for output in pipe.predict(data)]
+        expected = sum(
+            F.l1_loss(out, y).item() for out, (_, y) in zip(outs, regression(3), strict=True)
+        )
+        assert pipe.evaluate(bare, loss_fn=other) == pytest.approx(expected / 3, rel=1e-5)
+        list(pipe.train_epoch(data))
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "words"),
+    [
+        (nn.CrossEntropyLoss, "loss_fn is the class CrossEntropyLoss; give an instance"),
+        (3, "loss_fn must be callable"),
+        (nn.TripletMarginLoss(), "loss_fn takes positive and negative beside the output"),
+        (lambda o, y: o, "must return a tensor with one element"),
+    ],
+    ids=["a class", "no function", "of two targets", "no number"],
+)
+def test_another_loss_that_is_none_is_refused_and_the_run_goes_on(loss_fn, words):
+    with open_pipe() as pipe:
+        with pytest.raises((ConfigError, StageFailed), match=words):
+            pipe.evaluate(regression(2), loss_fn=loss_fn)
+        assert len(list(pipe.train_epoch(regression(2)))) == 2
+
+
+@pytest.mark.processes
+def test_an_evaluation_with_another_loss_survives_a_killed_worker():
+    data = regression(24)
+
+    def run(victim):
+        options = {"max_restarts": 1, "workers": "local" if victim else "serial"}
+        with open_pipe(with_failing_layer(), **options) as pipe:
+            list(pipe.train_epoch(data[:4]))
+            loss = pipe.evaluate(
+                killing(pipe, victim, data), loss_fn=lambda o, y: (o - y).abs().mean()
+            )
+            list(pipe.train_epoch(data[:4]))
+            assert len(pipe.restarts) == bool(victim)
+            return loss, pipe.fingerprint().digest
+
+    assert run("worker-2") == run("")
+
+
+def killing(pipe, victim, data):
+    """Yield the items of an evaluation; before the 16th, kill a worker if one is named."""
+    for i, item in enumerate(data):
+        if victim and i == 15:
+            kill(pipe, victim)
+        yield item
+
+
+@pytest.mark.processes
+def test_a_worker_that_dies_after_an_evaluation_has_failed_is_recovered_from():
+    """What has failed is not fed again, and the evaluation under way is computed again."""
+    data = regression(24)
+
+    def run(victim):
+        options = {"max_restarts": 1, "workers": "local" if victim else "serial"}
+        with open_pipe(with_failing_layer(), fails_on_a_mark, **options) as pipe:
+            losses = [result.loss for result in pipe.train_epoch(data[:4])]
+            for keep in (False, True):
+                with pytest.raises(StageFailed):
+                    pipe.evaluate(marked(data, (5,), 0), keep_buffers=keep)
+            losses.append(pipe.evaluate(killing(pipe, victim, data)))
+            losses += [result.loss for result in pipe.train_epoch(data[:4])]
+            assert len(pipe.restarts) == (1 if victim else 0)
+            return losses, pipe.fingerprint().digest
+
+    assert run("worker-1") == run(None)
+
+
+def test_messages_that_come_in_any_order_do_not_mix_what_has_failed():
+    data = regression(5, samples=6)
+    expected = None
+    for seed in range(8):
+        workers = functools.partial(SerialCluster, shuffle_seed=seed)
+        with open_pipe(with_failing_layer(), fails_on_a_mark, workers=workers) as pipe:
+            list(pipe.train_epoch(data))
+            evaluations_that_fail(pipe, data)
+            list(pipe.train_epoch(data))
+            found = pipe.fingerprint().digest
+        expected = expected or found
+        assert found == expected
+
+
 class Stateful(nn.Module):
     """A layer whose buffer goes on from one mini-batch to the next, in eval mode too."""
 
@@ -239,12 +549,6 @@ def test_a_worker_that_dies_in_an_evaluation_changes_nothing(keep):
     data, train = sequences(24), sequences(4)
 
     def run(victim):
-        def loader():
-            for i, item in enumerate(data):
-                if victim and i == 15:
-                    kill(pipe, victim)
-                yield item
-
         options = {
             "max_restarts": 1,
             "micro_batches": 1,
@@ -252,7 +556,7 @@ def test_a_worker_that_dies_in_an_evaluation_changes_nothing(keep):
         }
         with open_pipe(stateful(), F.mse_loss, **options) as pipe:
             losses = [result.loss for result in pipe.train_epoch(train)]
-            losses.append(pipe.evaluate(loader(), keep_buffers=keep))
+            losses.append(pipe.evaluate(killing(pipe, victim, data), keep_buffers=keep))
             losses += [result.loss for result in pipe.train_epoch(train)]
             assert len(pipe.restarts) == (1 if victim else 0)
             return losses, pipe.fingerprint().digest
@@ -370,7 +674,7 @@ def test_training_needs_a_loss_and_an_optimizer_and_evaluation_a_loss():
     with open_pipe(loss_fn=None, optimizer=None) as pipe:
         with pytest.raises(ConfigError, match="training needs loss_fn and optimizer"):
             pipe.submit(x, y)
-        with pytest.raises(ConfigError, match="evaluate needs a loss: give Pipeline loss_fn"):
+        with pytest.raises(ConfigError, match="evaluate needs a loss: give it loss_fn="):
             pipe.evaluate([(x, y)])
         assert pipe(x).shape == (4, 8)
     with open_pipe() as pipe, torch.no_grad(), pytest.raises(ConfigError, match="no_grad"):
@@ -397,3 +701,105 @@ def test_predictions_that_nobody_takes_leave_nothing_on_its_way():
         assert torch.equal(next(outputs), pipe.module().eval()(data[0]))
         outputs.close()
         assert torch.equal(pipe(data[3]), pipe.module().eval()(data[3]))
+
+
+def test_an_error_of_a_signal_handler_between_two_micro_batches_ends_the_pipeline(monkeypatch):
+    """A mini-batch is then fed in part, which the pipeline says afterwards."""
+    with open_pipe() as pipe:
+        list(pipe.train_epoch(regression(2, samples=6)))
+        send, fed = Feed._send_entry, []
+
+        def late(feed, entry):
+            send(feed, entry)
+            fed.append(entry)
+            if len(fed) == 2:
+                raise TimeoutError  # as a handler would
+
+        monkeypatch.setattr(Feed, "_send_entry", late)
+        with pytest.raises(TimeoutError):
+            list(pipe.train_epoch(regression(2, samples=6)))
+        with pytest.raises(
+            PipelineClosed, match=r"has failed: TimeoutError, .* micro-batch was fed"
+        ):
+            pipe.flush()
+
+
+# -- what is decided at the first mini-batch ------------------------------------------------------
+
+
+def added_up(output, y):
+    return output.pow(2).sum() + y.sum()
+
+
+class Told(nn.Module):
+    """Its own loss: a sum, divided by the total that it is told or by its own number."""
+
+    def __init__(self, heeds=True):
+        super().__init__()
+        self.first, self.second, self.heeds = nn.Linear(8, 8), nn.Linear(8, 8), heeds
+
+    def forward(self, x, labels, num_items_in_batch=None):
+        lost = ((self.second(self.first(x)) - labels) * (labels != -100)).pow(2).sum()
+        heeded = self.heeds and num_items_in_batch is not None
+        return {"loss": lost / (num_items_in_batch if heeded else labels.numel())}
+
+
+class AddsUp(Told):
+    def forward(self, x, labels):
+        return {"loss": added_up(self.second(self.first(x)), labels)}
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["loss function", "loss of the model"])
+def test_an_infinite_first_loss_says_nothing_of_whether_it_is_a_mean(own):
+    data = [(x, y.abs()) for x, y in regression(8)]
+    infinite = [(x, y * math.inf) for x, y in data[:1]]
+    options = {"training": Training(on_nan="ignore"), "stages": 2, "micro_batches": 2}
+    if own:
+        data, infinite = ([{"x": x, "labels": y} for x, y in each] for each in (data, infinite))
+        options |= {"model": AddsUp(), "loss_fn": None, "example": data[0]}
+    else:
+        options |= {"loss_fn": added_up}
+    with open_pipe(**options) as pipe:
+        (first,) = pipe.train_epoch(infinite)
+        assert first.loss == math.inf
+        with pytest.raises(PipelineError, match="the loss is no mean over samples"):
+            list(pipe.train_epoch(data))
+
+
+@pytest.mark.parametrize("heeds", [True, False])
+@pytest.mark.parametrize("label", [math.nan, -100.0], ids=["NaN", "no labels"])
+def test_a_loss_that_says_nothing_does_not_tell_whether_losses_add_up(heeds, label):
+    def part(label=None):
+        x, y = torch.randn(4, 8), torch.randn(4, 8)
+        y = y if label is None else torch.full_like(y, label)
+        return batch_of({"x": x, "labels": y, "num_items_in_batch": torch.tensor(64)})
+
+    example = {"x": torch.randn(4, 8), "labels": torch.randn(4, 8)}
+    with open_pipe(Told(heeds), None, example=example, stages=2, micro_batches=4) as pipe:
+        feeder = pipe._run.feeder
+        nothing = Accumulated((part(label), part(label)), 2)
+        assert feeder._losses_add(nothing)  # as by models that take the total
+        assert feeder._losses_add(Accumulated((part(label), part()), 2)) is heeds
+        assert feeder._losses_add(nothing) is heeds
+        assert feeder.passes == 0
+
+
+class OfSixteen(nn.Module):
+    """A layer that knows how many samples a mini-batch has."""
+
+    def forward(self, x):
+        return x.view(16, 8)
+
+
+@pytest.mark.parametrize("where", ["layer", "loss"])
+def test_an_error_of_a_part_says_how_much_of_the_mini_batch_it_had(where):
+    layers = [nn.Linear(8, 8), OfSixteen() if where == "layer" else nn.Tanh(), nn.Linear(8, 8)]
+    loss_fn = F.mse_loss if where == "layer" else lambda out, y: F.mse_loss(out.view(16, 8), y)
+    x = torch.randn(16, 8)
+    options = {"model": nn.Sequential(*layers), "loss_fn": loss_fn, "schedule": "1f1b"}
+    with (
+        open_pipe(stages=2, micro_batches=8, **options) as pipe,
+        pytest.raises(StageFailed, match="given 2 of the 16 samples of mini-batch 1") as caught,
+    ):
+        list(pipe.train_epoch([(torch.randn(128, 8), torch.randn(128, 8)), (x, x)]))
+    assert 'micro_batches=1, schedule="gpipe" gives layers all of them' in str(caught.value)

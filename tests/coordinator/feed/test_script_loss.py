@@ -11,6 +11,7 @@ from datetime import timedelta
 import pytest
 import torch
 from support.inside import feed_log, kill, script_loss
+from support.late import Late, late_at
 from support.models import OPTIMIZERS, POINTS, batches, kitchen_sink, mlp, regression
 from support.oracle import assert_same, oracle
 from support.outside import train_by_hand, train_joined, train_outputs
@@ -1298,3 +1299,34 @@ def test_a_script_with_a_head_of_its_own_goes_on_from_a_checkpoint(tmp_path, sch
         assert_same(pipe.state_dict(), weights)
     assert found == {step: loss for step, loss in losses.items() if step in found}
     assert_same(second.head.state_dict(), calm.head.state_dict())
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("after", [0, 3, 8])
+def test_a_loop_that_a_signal_handler_has_ended_in_a_wait_trains_on_nothing_more(after):
+    """What is on its way changes no weight, and another loop goes on with what is left."""
+    data, trained = regression(6), []
+
+    def loop(pipe, items):
+        for output, (x, y) in pipe.outputs(items):
+            F.mse_loss(output, y).backward()
+            trained.append((x, y))
+
+    with small(workers="local") as pipe:
+        with late_at(pipe, "_find", after) as came, suppress(Late):
+            loop(pipe, data)
+        assert came
+        loop(pipe, data)
+        found = pipe.state_dict()
+    with small() as calm:
+        loop(calm, trained[:])
+        assert_same(found, calm.state_dict())
+
+
+@pytest.mark.processes
+def test_a_forward_by_hand_that_a_signal_handler_has_ended_says_so_later():
+    with small(workers="local") as pipe:
+        with late_at(pipe, "_find"), pytest.raises(Late):
+            pipe.forward(regression(1)[0][0])
+        with pytest.raises(PipelineClosed, match=r"has failed: Late, which came while"):
+            pipe.forward(regression(1)[0][0])

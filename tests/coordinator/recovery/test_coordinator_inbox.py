@@ -48,6 +48,7 @@ def message(payload, sender=2, generation=GENERATION):
 def failed(error=None, **changes):
     return Failed(
         **{
+            "address": 2,
             "action": "F3",
             "type_name": "KeyError",
             "text": "'x'",

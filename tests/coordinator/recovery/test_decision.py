@@ -1,5 +1,7 @@
 """Which failures a run goes on from, and which micro-batch is poison."""
 
+import errno
+
 import pytest
 from support.faults import of_system
 
@@ -10,10 +12,16 @@ from pipedream_rt import (
     NonFiniteLoss,
     PeerLost,
     PoisonedMicroBatch,
+    RendezvousTimeout,
     StageFailed,
     WorkerLost,
 )
-from pipedream_rt.coordinator.recovery.decision import Failures, action_of, is_passing
+from pipedream_rt.coordinator.recovery.decision import (
+    Failures,
+    action_of,
+    is_passing,
+    is_passing_at_start,
+)
 from pipedream_rt.schedules import Action, plan_for
 
 PLAN = plan_for("async-1f1b", num_stages=4)
@@ -27,6 +35,13 @@ def failed(stage=1, action="F7", cause=None, cls=StageFailed):
 
 def lost(doing="", crashed=True):
     return WorkerLost("it is gone", worker="w", stage=1, doing=doing, crashed=crashed)
+
+
+def unfit():
+    """A worker that has refused to join, as for want of --bind."""
+    error = lost(crashed=False)
+    error.__cause__ = ConfigError("m")
+    return error
 
 
 @pytest.mark.parametrize(
@@ -44,10 +59,46 @@ def lost(doing="", crashed=True):
         (failed(cls=NonFiniteLoss), False),
         (ConfigError("m"), False),
         (KeyError("m"), False),
+        (OSError(errno.EMFILE, "m"), True),
+        (OSError(errno.EAGAIN, "m"), True),
+        (OSError(errno.ENOENT, "m"), False),
+        (MemoryError(), True),
+        (RuntimeError("can't start new thread"), True),
+        (RuntimeError("m"), False),
     ],
 )
 def test_what_fails_again_with_the_same_input_is_not_tried_again(error, passing):
     assert is_passing(error) == passing
+
+
+@pytest.mark.parametrize(
+    ("error", "passing"),
+    [
+        (lost(), True),
+        (PeerLost("m", peer="w"), True),
+        (OSError(errno.ENFILE, "m"), True),
+        (failed(cause=PeerLost("m", peer="w")), True),
+        (failed(cause=OSError(errno.ENOMEM, "m")), True),
+        (failed(), False),
+        (failed(cause=ConfigError("m")), False),
+        (of_system(ConfigError), False),
+        (RendezvousTimeout("m"), False),
+        (KeyError("m"), False),
+        (unfit(), False),
+    ],
+)
+def test_at_the_start_it_is_tried_again_what_others_have_caused(error, passing):
+    """A stage that cannot be built raises again, and who was not started will not come."""
+    assert is_passing_at_start(error) == passing
+
+
+def test_workers_that_all_end_before_anything_was_fed_are_started_three_times():
+    failures = Failures(50, PLAN)
+    failures.note(lost(), range(0))
+    failures.note(lost(crashed=False), range(0))  # from outside
+    failures.note(lost(), range(0))
+    with pytest.raises(WorkerLost):
+        failures.note(lost(), range(0))
 
 
 def test_the_action_of_a_failure():

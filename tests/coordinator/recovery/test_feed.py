@@ -132,7 +132,7 @@ def test_stages_are_told_of_a_program_once_and_a_recovery_is_not():
     feed, sent = feed_of(forwards)
     feed.define()
     assert not sent
-    forwards.definitions.append(b"program 1")
+    forwards.definitions[1] = b"program 1"
     feed.define()
     feed.define()
     assert [payload.name for *_, payload, _ in sent] == [CommandName.DEFINE] * 2  # one a stage
@@ -140,6 +140,51 @@ def test_stages_are_told_of_a_program_once_and_a_recovery_is_not():
     assert feed.again(feed.log.restore_points[0]) == 0
     feed.define()
     assert len(sent) == 2
+
+
+class Forgetting(SequenceForwards):
+    """Forwards that know one program at a time."""
+
+    def unused(self):
+        return [n for n in self.definitions if n + 1 in self.definitions and n not in self.told]
+
+    def drop(self, program):
+        del self.definitions[program]
+
+
+def test_a_forgotten_program_is_kept_as_long_as_a_recovery_may_need_it():
+    forwards = Forgetting()
+    forwards.told = set()
+    feed, sent = feed_of(forwards)
+
+    def define(number):
+        """Return the numbers that the stages are told to forget."""
+        forwards.definitions[number] = str(number).encode()
+        del sent[:]
+        feed.define()
+        forwards.told.update(forwards.definitions.keys() - {number})
+        (_, _, _, payload, tensors), _ = sent
+        new, forgotten = unflatten(payload.structure, tensors)
+        assert new == [str(number).encode()]
+        return forgotten
+
+    def feed_one(number):
+        head = Head(position=feed.position, micro_batch=number, mode=Mode.TRAIN, program=number)
+        value = torch.zeros(2)
+        feed.micro_batch(head, MicroBatch(number, flat_copy(value), flat_copy(value), share=0.5))
+
+    assert define(1) == []
+    feed_one(1)
+    assert define(2) == [1]
+    feed_one(2)
+    assert sorted(forwards.definitions) == [1, 2]
+    # A later generation begins with what the log needs, and is told once more.
+    assert feed.begin(sent) == [b"1", b"2"]
+    assert define(3) == [1, 2]
+    for _ in range(2):  # the run goes back by two restore points at most
+        feed.log.begin(feed.restore_point())
+    assert define(4) == [3]
+    assert sorted(forwards.definitions) == [4]
 
 
 def test_an_error_while_an_item_is_sent_ends_the_feed():

@@ -33,6 +33,9 @@ class Recovery:
         )
         self.inbox = SimpleNamespace(holds=lambda key: key.edge.source != 2)
 
+    def take(self, key, again=False):
+        return self.through(lambda: self.wait(key))
+
     def through(self, ask):
         while True:
             try:

@@ -1,5 +1,7 @@
 """What a failure may and may not do to a run: the parts by themselves, then on workers."""
 
+import contextlib
+import errno
 import functools
 import gc
 import os
@@ -15,6 +17,7 @@ import torch.nn.functional as F
 from support.deadlines import LATEST_S
 from support.faults import FaultySerial, Plan, faulty_sink, of_system
 from support.inside import feed_log, finish_checkpoint, kill, local_workers, recovery
+from support.late import Late, late_at
 from support.models import OPTIMIZERS, POINTS, Raises, batches, kitchen_sink, mlp, regression
 from support.oracle import assert_same
 from support.pinned import Pipeline
@@ -22,9 +25,13 @@ from torch import nn
 
 from pipedream_rt import (
     Checkpoints,
+    ConfigError,
+    PipelineClosed,
     PoisonedMicroBatch,
     StageFailed,
 )
+from pipedream_rt.lifecycle import Life
+from pipedream_rt.messages.message import CommandName
 from pipedream_rt.stage import stage_state
 
 DATA = batches(30, samples=8)
@@ -93,7 +100,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, caplog):
 @pytest.mark.threads
 @pytest.mark.parametrize(
     ("of", "times"),
-    [("checkpoint.reading.open_file", 1), ("coordinator.recovery.recovery.newest_good", 2)],
+    [("checkpoint.reading.open_tensors", 1), ("coordinator.recovery.recovery.newest_good", 2)],
 )
 def test_a_checkpoint_out_of_reach_for_a_moment_is_one_more_failure(
     tmp_path, monkeypatch, of, times
@@ -253,6 +260,75 @@ def test_closing_while_the_workers_are_replaced(tmp_path):
 # -- on processes -------------------------------------------------------------------------------
 
 
+def after_interruptions(pipe, after):
+    """Do all that waits, each time with an error of a signal handler; return how many came."""
+    came, first = 0, DATA[0]
+
+    def epoch():
+        list(pipe.train_epoch(DATA[:8]))
+
+    def step():
+        pending = pipe.submit(first)
+        try:
+            pending.result()
+        except Late:
+            pending.result()  # once more
+            raise
+
+    for use in (
+        epoch, step, pipe.flush, pipe.state_dict, pipe.statistics, lambda: pipe(first[0]),
+        lambda: pipe.evaluate(DATA[:8]), lambda: list(pipe.predict(DATA[:8])), epoch,
+    ):  # fmt: skip
+        begun = pipe.step
+        with late_at(pipe, "_find", after) as times, contextlib.suppress(Late):
+            use()
+        came += len(times)
+        assert pipe.state is Life.OPEN
+        if use is epoch:  # what was not fed
+            list(pipe.train_epoch(DATA[pipe.step - begun : 8]))
+    assert not pipe.restarts
+    return came, pipe.step, pipe.fingerprint().digest, pipe.evaluate(DATA[:8])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("schedule", ["async-1f1b", "1f1b", "gpipe"])
+def test_what_a_signal_handler_raises_in_a_wait_leaves_the_pipeline_open(schedule, caplog):
+    """What was waited for can be waited for again, and the bits are those of a calm run."""
+    calm_run = []
+    for after in (10**6, 0, 2, 7):
+        with open_pipe(workers="local", schedule=schedule) as pipe:
+            came, *found = after_interruptions(pipe, after)
+        calm_run = calm_run or found
+        assert found == calm_run
+        assert came == 0 if after == 10**6 else came >= 4
+        words = "epoch 0 was ended by Late after result"
+        assert (words in caplog.text) is (came > 0)
+        caplog.clear()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("step", "use"),
+    [
+        ("_remove", lambda pipe: list(pipe.train_epoch(DATA[:8]))),
+        ("_remove", lambda pipe: pipe(DATA[0][0])),
+        ("_find", lambda pipe: pipe._group.command(CommandName.TRAINING, (None, False))),
+    ],
+    ids=["a result was taken", "an output was taken", "a command that changes stages"],
+)
+def test_where_a_signal_handler_may_have_lost_something_the_pipeline_says_so(step, use):
+    with open_pipe(workers="local") as pipe:
+        pipe.flush()
+        with late_at(pipe, step), pytest.raises(Late) as e:
+            use(pipe)
+        with pytest.raises(PipelineClosed) as later:
+            pipe.flush()
+    assert later.value.__cause__ is e.value
+    assert str(later.value) == (
+        "the pipeline has failed: Late, which came while the script waited for the stages"
+    )
+
+
 def script(folder, faults, workers):
     """Evaluation, inference, weights loaded, another optimizer, a rate."""
     seen = []
@@ -342,6 +418,42 @@ def test_a_fork_server_that_does_not_answer_is_replaced(number, caplog):
         assert len(pipe.restarts) == 1
     assert found == expected
     assert time.monotonic() - start < LATEST_S
+
+
+SHORTAGES = {
+    "descriptors": ("cluster.local.socket.socketpair", OSError(errno.EMFILE, "none left")),
+    "many descriptors": ("cluster.processes.ensure_descriptors", of_system(ConfigError)),
+    "memory": ("cluster.processes.SocketTransport", MemoryError()),
+    "processes": ("cluster.local.Local.start", OSError(errno.EAGAIN, "none left")),
+    "threads": ("cluster.processes.ThreadPoolExecutor", RuntimeError("can't start new thread")),
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("what", SHORTAGES)
+def test_a_shortage_in_the_script_passes(what, monkeypatch):
+    """Of what workers are started with, when one has to be replaced."""
+    expected, _ = calm(stages=2)
+    name, error = SHORTAGES[what]
+    there, left = pkgutil.resolve_name(f"pipedream_rt.{name}"), []
+
+    def short(*args, **kwargs):
+        if left:
+            raise left.pop()
+        return there(*args, **kwargs)
+
+    monkeypatch.setattr(f"pipedream_rt.{name}", short)
+    with open_pipe(stages=2, workers="local") as pipe:
+        found = []
+        for result in pipe.train_epoch(DATA):
+            found.append(result.loss)
+            if result.step == 7:
+                left.append(error)
+                kill(pipe, "worker-1")
+        assert len(pipe.restarts) == 1
+        assert recovery(pipe)._failures.left == 98
+    assert found == expected
+    assert not left
 
 
 @pytest.mark.processes

@@ -45,6 +45,7 @@ def answering(path, data):
 @pytest.mark.parametrize(
     "answer",
     [b"", b"\xc1", b"\x91" * 3000 + b"\xc0", msgpack.packb([]), msgpack.packb({}),
+     b"\x81\xa8schedule" + b"\x91" * 990 + b"\xc0",
      *(msgpack.packb({**RIGHT, name: wrong}) for name in RIGHT
        for wrong in (None, "\x1b[2J", -1, [], [3], {"a": 1}) if name != "workers" or wrong != []),
      *(msgpack.packb({**RIGHT, "workers": [{**RIGHT["workers"][0], name: wrong}]})

@@ -244,14 +244,13 @@ def test_torch_rpc_can_be_left_out(monkeypatch):
     def nothing(*arguments, **options):
         raise AssertionError("torch RPC was used")
 
-    monkeypatch.setattr("pipedream_rt.transport.rpc.endpoint.Endpoint.__init__", nothing)
+    monkeypatch.setattr("pipedream_rt.transport.rpc.endpoint.RPCEndpoint.__init__", nothing)
     monkeypatch.setattr("pipedream_rt.transport.limits.can_reach_itself", nothing)
     with open_pipe(workers="local") as first, open_pipe(workers="local") as second:
         for pipe in (first, second):
             assert len(list(pipe.train_epoch(regression(4)))) == 4
             x = inputs(pipe)
             for stage in pipe.stages:
-                assert "no endpoints of torch RPC: PIPEDREAM_RT_RPC=off" in pipe.explain()
                 assert stage.rref.owner_name() == stage.worker
                 x = stage.rref.rpc_sync().forward(x)
                 with pytest.raises(ConfigError, match="PIPEDREAM_RT_RPC=off leaves it out"):

@@ -165,19 +165,20 @@ def test_a_script_that_goes_on_adds_to_its_record(tmp_path):
     assert [*record.steps][-1].last.step == 11 or record.begun.step >= 10
 
 
-def test_an_observer_that_raises_is_told_no_more(caplog):
+@pytest.mark.parametrize("error", [OSError("the disk is full"), SystemExit("the disk is full")])
+def test_an_observer_that_raises_is_told_no_more(caplog, error):
     told, others = [], []
 
     def broken(event):
         told.append(event)
         if isinstance(event, Stepped):
-            raise OSError("the disk is full")
+            raise error
 
     with pipeline(observe=Observe(to=[broken, others.append])) as pipe:
         list(pipe.train_epoch(DATA[:4]))
     assert len(of(Stepped, told)) == 1
     assert len(of(Stepped, others)) == 4
-    assert "OSError: the disk is full; it is told no more" in caplog.text
+    assert f"{type(error).__name__}: the disk is full; it is told no more" in caplog.text
     assert any("disk is full" in event.text for event in of(Warned, others))
 
 

@@ -17,10 +17,10 @@ def plan(schedule="async-1f1b", per_update=None, stages=4, **options):
     return plan_for(schedule, num_stages=stages, per_update=per_update, **options)
 
 
-def result(step, *busy_s):
+def result(step, *busy_s, processor_s=(), process_s=()):
     return StepResult(
         step=step, loss=0.0, losses=(0.0,), versions=(0,) * len(busy_s), staleness=0,
-        busy_s=busy_s, fingerprint=None,
+        busy_s=busy_s, processor_s=processor_s, process_s=process_s, fingerprint=None,
     )  # fmt: skip
 
 
@@ -92,21 +92,31 @@ def test_what_one_process_would_do_as_fast_is_too_small():
 
 
 class Time:
-    now = 0.0
+    now = own = 0.0
 
     @classmethod
     def monotonic(cls):
         return cls.now
 
+    @classmethod
+    def process_time(cls):
+        return cls.own * cls.now
 
-def size_told(monkeypatch, busy, waited, steps=40):
-    """What is told of a run in which each update takes 0.1 s."""
+
+def size_told(
+    monkeypatch, busy, waited, steps=40, *, shared=1.0, takes=1.0, own=0.1, cores=2, threads=1
+):
+    """What is told of a run in which each update takes 0.1 s, on cores that are shared so much."""
     monkeypatch.setattr(balance_module, "time", Time)
+    monkeypatch.setattr(Time, "own", own)
     said = []
-    size = SizeNotice(plan(stages=2), lambda: waited * Time.now, said.append)
+    size = SizeNotice(
+        plan(stages=2), lambda: waited * Time.now, said.append, cores=cores, threads=threads
+    )
     for step in range(steps):
         Time.now = 0.1 * step
-        size(result(step, busy * Time.now, busy * Time.now))
+        computed, clock, process = ((each * Time.now,) * 2 for each in (busy, busy * shared, takes))
+        size(result(step, *clock, processor_s=computed, process_s=process))
     return said
 
 
@@ -116,3 +126,18 @@ def test_it_is_told_once_where_the_pipe_sets_the_pace(monkeypatch):
     assert size_told(monkeypatch, 0.25, 0.9, steps=12) == []  # not long enough
     assert size_told(monkeypatch, 0.25, 0.3) == []  # the loader does
     assert size_told(monkeypatch, 0.8, 0.9) == []
+
+
+def test_a_run_that_waits_while_others_use_the_cores_is_not_told_that_it_is_too_small(monkeypatch):
+    assert size_told(monkeypatch, 0.25, 0.9, takes=0.3, shared=1.5) == []
+    (said,) = size_told(monkeypatch, 0.25, 0.9, takes=0.3)
+    assert "at least 2.0 times as fast" in said
+    # Here the script has no pause, whoever uses the cores.
+    (said,) = size_told(monkeypatch, 0.25, 0.9, takes=0.3, own=0.6, shared=1.5)
+    assert "at least 1.2 times as fast" in said
+
+
+def test_workers_that_share_cores_take_the_time_of_all_and_threads_theirs(monkeypatch):
+    (said,) = size_told(monkeypatch, 0.25, 0.9, takes=0.3, shared=2.0, cores=1)
+    assert "at least 1.2 times as fast" in said
+    assert size_told(monkeypatch, 0.25, 0.9, takes=0.9, shared=2.0, cores=4, threads=2) == []

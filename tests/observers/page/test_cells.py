@@ -7,7 +7,13 @@ from types import SimpleNamespace
 import pytest
 from support.recorded import plan_of, traced
 
-from pipedream_rt.observers.page.cells import plan_html, result_html, text_html, trace_html
+from pipedream_rt.observers.page.cells import (
+    explanation_html,
+    plan_html,
+    result_html,
+    text_html,
+    trace_html,
+)
 
 
 def rows(html):
@@ -35,6 +41,16 @@ def test_a_plan_has_a_row_for_each_replica_with_its_layers_and_bounds():
 def test_a_plan_without_a_model_and_with_an_unknown_schedule_is_shown():
     plan = dataclasses.replace(plan_of(2), recipe=None, name="my own")
     assert rows(plan_html(plan))[1] == ["1", "1", "", *["&lt;= ?"] * 3]
+
+
+def test_an_explanation_is_a_table_between_paragraphs():
+    table = [("stage", "layers"), ("0", "<a>..b"), ("1", "c")]
+    html = explanation_html(["1f1b & more", "cut"], table, ["verified"], "")
+    assert rows(html) == [["0", "&lt;a&gt;..b"], ["1", "c"]]
+    above, _, below = str(html).partition("<thead>")
+    assert "<p>1f1b &amp; more<br>cut</p>" in above
+    assert below.endswith("<p>verified</p>")
+    assert str(explanation_html([], table, [], "x < y")).endswith("<pre>x &lt; y</pre>")
 
 
 def test_a_result_has_its_numbers():

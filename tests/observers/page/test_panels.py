@@ -83,14 +83,18 @@ def test_the_head_has_the_command_the_commit_and_the_cores():
     assert "<p>process 1 on elsewhere, begun" in head.body
 
 
-def test_the_speed_over_one_process_is_told_and_that_a_run_is_too_small():
+def test_the_speed_over_one_process_is_told_and_that_a_run_is_too_small_where_it_was_warned_of():
     events = [begun(), *(stepped(i) for i in range(60))]  # of 0.1 s each stage computes 0.05
     head, *rest = panels(record_of(events))
     assert "1.50 times one process, at most" in str(head.body)
     assert "too small" not in str(rest[0].body)
     small = [begun(), *(stepped(i, busy=(0.02 * i,) * 3) for i in range(60))]
     ended = Ended(time=1007.0, step=60, stages=(), trace=traced())
+    # How long it took says nothing of a model where other programs use the cores too.
     head, advice, *_ = panels(record_of([*small, ended]))
     assert "0.60 times one process" in str(head.body)
+    assert "too small" not in str(advice.body)
+    warned = Warned(time=1001.0, text="too small for 3 workers: all stages together...")
+    head, advice, *_ = panels(record_of([*small, warned, ended]))
     assert "too small for 3 workers" in str(advice.body)
     assert "num_workers" not in str(advice.body)

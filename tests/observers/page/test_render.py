@@ -8,7 +8,7 @@ import pytest
 from support.recorded import begun, record_of, stepped, whole_run
 
 from pipedream_rt import ConfigError
-from pipedream_rt.observers.page.render import page_of, report_of, write_report
+from pipedream_rt.observers.page.render import page_of, report_of, write_page, write_report
 
 _VOID = {"meta", "link", "br", "line", "path", "polygon", "rect"}
 
@@ -99,3 +99,8 @@ def test_a_report_is_written_or_refused(tmp_path):
 def test_a_live_page_may_ask_its_server_alone():
     assert "connect-src 'self'" in page_of("x", [], live=True)
     assert "connect-src 'none'" in page_of("x", [])
+
+
+def test_a_name_that_is_no_text_is_written_as_a_page_can_have_it(tmp_path):
+    path = write_page(tmp_path / "page.html", page_of("caf\udce9", []))
+    assert "caf\\udce9" in path.read_text()

@@ -8,6 +8,7 @@ import socket
 import pytest
 from support.deadlines import LATEST_S
 
+from pipedream_rt.transport.fence import accept_only
 from pipedream_rt.transport.rpc import descriptors
 
 
@@ -42,7 +43,7 @@ def test_tcp_sockets_of_this_process_are_found_and_stay_open(listener):
 def test_only_the_callers_of_a_port_reach_a_listener(listener):
     with socket.socket() as member, socket.socket() as stranger:
         member.bind(("127.0.0.1", 0))
-        descriptors.accept_only(listener.fileno(), [1, member.getsockname()[1]])
+        accept_only(listener.fileno(), [1, member.getsockname()[1]])
         stranger.setblocking(False)
         assert stranger.connect_ex(listener.getsockname()) == errno.EINPROGRESS
         member.settimeout(LATEST_S)
@@ -59,7 +60,7 @@ def test_of_another_address_of_this_machine_nobody_is_accepted():
     with socket.create_server(("0.0.0.0", 0)) as listener, socket.socket() as caller:
         caller.bind(("127.0.0.2", 0))
         address = "127.0.0.1", listener.getsockname()[1]
-        descriptors.accept_only(listener.fileno(), [caller.getsockname()[1]])
+        accept_only(listener.fileno(), [caller.getsockname()[1]])
         caller.setblocking(False)
         assert caller.connect_ex(address) == errno.EINPROGRESS
         assert descriptors.waiting_at(listener.fileno()) == 0

@@ -6,10 +6,12 @@ import pytest
 
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, PipelineError
+from pipedream_rt.transport.fence import NoEndpoint
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.rpc import endpoint
-from pipedream_rt.transport.rpc.endpoint import Directory, Endpoint, NoEndpoint
+from pipedream_rt.transport.rpc.endpoint import Directory, RPCEndpoint
 from pipedream_rt.transport.rpc.pickling import install
+from pipedream_rt.transport.sockets import SocketTransport
 
 GROUP = Group(generation=1, rank=0, names=("coordinator", "w0"), hosts=(1, 1), key=b"k" * 32)
 SOON = timedelta(seconds=20)
@@ -31,33 +33,36 @@ class Ports:
 def refused():
     """Whether another endpoint is refused, by the words that it is refused with."""
     with pytest.raises(ConfigError, match="has an open pipeline on worker processes"):
-        Endpoint(SOON)
+        RPCEndpoint(SOON)
     return True
 
 
 def test_one_endpoint_in_a_process():
-    first = Endpoint(SOON)
+    first = RPCEndpoint(SOON)
     try:
         assert refused()
     finally:
         first.close()
-    Endpoint(SOON).close()
+    RPCEndpoint(SOON).close()
 
 
 def test_an_endpoint_that_is_closed_twice_leaves_the_next_one_alone():
-    first = Endpoint(SOON)
+    first = RPCEndpoint(SOON)
     first.close()
-    second = Endpoint(SOON)
+    second = RPCEndpoint(SOON)
     first.close()
     assert refused()
     second.close()
 
 
 def test_no_agent_stays_behind_where_it_was_closed_before_it_joined():
-    made = Endpoint(SOON)
+    made = RPCEndpoint(SOON)
+    transport = SocketTransport(GROUP)
+    made.carry(GROUP, transport)
     made.close()
     with pytest.raises(PipelineError, match="was closed while it joined the group"):
-        made.join(GROUP, Ports(), "fenced", Deadline(SOON))
+        made.join("fenced", Deadline(SOON))
+    transport.close()
     install(None)
 
 
@@ -65,11 +70,11 @@ def test_the_agent_of_somebody_else_is_left_alone(monkeypatch):
     """That of a script, where the pipeline has none in the end."""
     monkeypatch.setattr(endpoint, "is_rpc_agent_set", lambda: True)
     monkeypatch.setattr(endpoint.rpc, "shutdown", pytest.fail)
-    Endpoint(SOON).close()
+    RPCEndpoint(SOON).close()
 
 
 def test_parts_are_asked_of_the_stage_that_was_exposed():
-    made = Endpoint(SOON)
+    made = RPCEndpoint(SOON)
     try:
         for address in (3, 4):
             made.expose(address, lambda name, address=address: (address, name))

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
+from pipedream_rt.transport.fence import accept_only
 from pipedream_rt.transport.rpc import listening
-from pipedream_rt.transport.rpc.descriptors import accept_only
 
 
 @pytest.fixture

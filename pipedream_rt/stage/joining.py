@@ -11,6 +11,8 @@ from torch import Tensor
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.tree import Structure, Value, own, places
 
+_ONE = 'micro_batches=1, schedule="gpipe"'
+
 
 class Part(NamedTuple):
     """The output of a micro-batch.
@@ -25,10 +27,13 @@ class Part(NamedTuple):
     value: Value
 
 
-def joined(parts: Sequence[Part]) -> tuple[Structure, list[Tensor], list[bool]]:
+def joined(
+    parts: Sequence[Part], what: str = "output"
+) -> tuple[Structure, list[Tensor], list[bool]]:
     """Return the output of a whole mini-batch: structure, tensors, and which ask for a gradient.
 
-    Tensors are joined along their first dimension, which counts samples. They are the caller's own.
+    Tensors are joined along their first dimension, which counts samples; those that are the same in
+    all parts may have none. They are the caller's own. ``what`` it is, in errors.
     """
     first = parts[0].value
     if len(parts) == 1:
@@ -37,29 +42,33 @@ def joined(parts: Sequence[Part]) -> tuple[Structure, list[Tensor], list[bool]]:
     for part in parts[1:]:
         if part.value.structure != first.structure:
             raise ConfigError(
-                f"the outputs of the micro-batches {parts[0].number} and {part.number} are not of "
+                f"the {what}s of the micro-batches {parts[0].number} and {part.number} are not of "
                 "one form, or hold plain values that differ, so they cannot be joined to that of "
-                "the mini-batch: let the model return tensors of (samples, ...) alone, or give "
-                "micro_batches=1"
+                f"the mini-batch: let it be tensors of (samples, ...) alone, or give {_ONE}"
             )
     tensors = []
     for i in range(len(first.tensors)):
         pieces = [part.value.tensors[i] for part in parts]
+        counts = all(p.dim() and len(p) == part.samples for part, p in zip(parts, pieces))
+        asked = any(part.value.requires_grad[i] for part in parts)
+        if not (counts or asked) and all(torch.equal(piece, pieces[0]) for piece in pieces):
+            tensors.append(own(pieces[0], copy=True))  # as a temperature
+            continue
         for part, piece in zip(parts, pieces, strict=True):
             if not piece.dim() or len(piece) != part.samples:
                 raise ConfigError(
-                    f"output{_at(named[i])} of a micro-batch of {part.samples} samples has "
+                    f"{what}{_at(named[i])} of a micro-batch of {part.samples} samples has "
                     f"the shape {tuple(piece.shape)}, and only tensors of (samples, ...) can be "
-                    "joined to the output of the mini-batch: return such tensors, or give "
-                    "micro_batches=1, with which nothing is joined"
+                    f"joined to the {what} of the mini-batch: let it be such tensors, or give "
+                    f"{_ONE}, with which nothing is joined"
                 )
         others = {(piece.shape[1:], piece.dtype) for piece in pieces}
         if len(others) > 1:
             shapes = ", ".join(str(tuple(piece.shape)) for piece in pieces)
             raise ConfigError(
-                f"output{_at(named[i])} of the micro-batches has the shapes {shapes}, which "
+                f"{what}{_at(named[i])} of the micro-batches has the shapes {shapes}, which "
                 "cannot be joined to that of the mini-batch: pad it to one length, or give "
-                "micro_batches=1, with which nothing is joined"
+                f"{_ONE}, with which nothing is joined"
             )
         tensors.append(torch.cat([piece.detach() for piece in pieces]))
     flags = zip(*(part.value.requires_grad for part in parts), strict=True)
@@ -94,3 +103,13 @@ def _asked(part: Part, gradients: Sequence[Tensor | None]) -> list[Tensor | None
 def _at(name: str) -> str:
     """Return the place of a tensor in an output, for an error."""
     return f"[{name!r}]" if name else ""
+
+
+def summed(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Return the sum of two gradients, of which each may be missing."""
+    return other if one is None else one if other is None else one + other
+
+
+def dense_of(gradient: Tensor) -> Tensor:
+    """Return a gradient as the stages take it: one of sparse rows becomes a dense one."""
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()

@@ -1,4 +1,4 @@
-"""References to modules, parameters and optimizers on the workers, and the pipeline's optimizer."""
+"""The trainable parameters of a pipeline, which live on workers, and the optimizer over them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from pipedream_rt.cluster.interface import Reference
+from pipedream_rt import extras
+from pipedream_rt.cluster.interface import Cluster, Reference
 from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
 from pipedream_rt.coordinator.feed.feeder import Feeder
 from pipedream_rt.coordinator.recovery.feed_log import Role
 from pipedream_rt.coordinator.recovery.group import WorkerGroup
-from pipedream_rt.coordinator.references.stage_reference import StageReference, refuse_left_out
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.messages.message import CommandName
@@ -24,7 +24,12 @@ from pipedream_rt.models import dumps
 from pipedream_rt.schedules import Plan
 from pipedream_rt.stage.hyper import Hyper
 from pipedream_rt.stage.optimizer import OptimizerSpec
-from pipedream_rt.transport.rpc.fence import refusal
+from pipedream_rt.transport.fence import refusal
+
+
+def worker_of(stage: int, group: WorkerGroup) -> str:
+    """Return the name of the worker that hosts a stage in this generation."""
+    return group.cluster.names[group.plan.worker_of(group.plan.address_of(stage))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +49,19 @@ class StageHandle:
     @property
     def worker(self) -> str:
         """Name of the worker that hosts the stage in this generation."""
-        return StageReference(self.index, self._group, self._feeder).owner_name()
+        return worker_of(self.index, self._group)
 
     @property
-    def rref(self) -> StageReference:
+    def rref(self) -> extras.StageReference:
         """A reference to the stage's module, through which its methods are called."""
         self._group.life.check()
-        return StageReference(self.index, self._group, self._feeder)
+        return extras.StageReference(self.index, self._group, self._feeder)
+
+
+def refuse_left_out(cluster: Cluster) -> None:
+    """Refuse what needs torch RPC."""
+    if cluster.without_rpc:
+        raise ConfigError(refusal(cluster.without_rpc))
 
 
 class _Nowhere:
@@ -69,8 +80,8 @@ class _Nowhere:
         return str(self.to_here())
 
 
-class References:
-    """The references of a pipeline, and the optimizer over them."""
+class Parameters:
+    """The parameters of a pipeline: a reference to each, and the optimizer over these."""
 
     def __init__(
         self,

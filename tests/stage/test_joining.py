@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from pipedream_rt import ConfigError
-from pipedream_rt.batches.joining import Part, joined
 from pipedream_rt.messages.tree import Value, flatten, unflatten
+from pipedream_rt.stage.joining import Part, joined
 
 
 def part(number, value, asks=None, samples=2):

@@ -15,7 +15,7 @@ from pipedream_rt.corrections import (
     StalenessRate,
     WeightPrediction,
 )
-from pipedream_rt.corrections.correction import (
+from pipedream_rt.stage.correction import (
     HOOKS,
     Moment,
     overrides,

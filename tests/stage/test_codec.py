@@ -12,8 +12,8 @@ from pipedream_rt.codecs import (
     OutsideGraph,
     TopK,
 )
-from pipedream_rt.codecs.codec import require_same, try_out
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.stage.codec import require_same, try_out
 
 SHAPES = [(1, 1), (4, 32), (2, 3, 64), (5, 7, 2, 9)]
 BYTES = [

@@ -10,16 +10,19 @@ Imports no torch, because the doctor and a worker that has just started ask too.
 
 from __future__ import annotations
 
+import ctypes
 import errno
-import logging
+import os
 import socket
-from collections.abc import Mapping
-from typing import Literal, TypeAlias
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NoReturn, TypeAlias
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.transport.rpc.descriptors import accept_only
+from pipedream_rt.telling import log_of
 
-_log = logging.getLogger(__name__)
+_log = log_of(__name__)
 
 Wish: TypeAlias = Literal["auto", "on", "off"]
 """What the user wants: ``auto`` has agents where all have a fence, ``on`` also without one."""
@@ -51,6 +54,52 @@ _TRY_S = 5.0
 
 _SHORT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 """Errors of a shortage, which say nothing about what this process is allowed to do."""
+
+
+_SO_ATTACH_FILTER = 26
+LOAD_WORD, IF_EQUAL, RETURN = 0x20, 0x15, 0x06
+_LOAD_HALF = 0x28
+"""Opcodes of classic BPF (`linux/filter.h`): load a word, jump if equal, return, load 16 bits."""
+
+_IP_HEADER = 0xFFF00000
+"""SKF_NET_OFF: offsets from here count from the IP header; others from the TCP header."""
+
+_SOURCE_PORT = 0
+_SOURCE_ADDRESS = _IP_HEADER + 12
+_LOOPBACK = 0x7F000001
+
+
+Operation: TypeAlias = tuple[int, int, int, int]
+"""Opcode, operations to skip if it holds, operations to skip if not, operand."""
+
+
+@contextmanager
+def for_kernel(program: Sequence[Operation]) -> Iterator[bytes]:
+    """Yield a filter program as a ``sock_fprog``, whose memory lives as long as the block."""
+    code = b"".join(struct.pack("HBBI", *operation) for operation in program)
+    memory = ctypes.create_string_buffer(code)
+    yield struct.pack("@HP", len(program), ctypes.addressof(memory))
+
+
+def copy_of(fd: int) -> socket.socket:
+    """Return a socket object over a duplicate, so that closing it leaves the library's open."""
+    return socket.socket(fileno=os.dup(fd))
+
+
+def accept_only(fd: int, ports: list[int]) -> None:
+    """Have the kernel drop packets to a listening socket, except from some ports of loopback."""
+    # A dropped SYN gets no answer, and torch, which accepts whatever connects, never sees it.
+    program = [
+        (LOAD_WORD, 0, 0, _SOURCE_ADDRESS),
+        (IF_EQUAL, 1, 0, _LOOPBACK),
+        (RETURN, 0, 0, 0),
+        (_LOAD_HALF, 0, 0, _SOURCE_PORT),
+    ]
+    for port in ports:
+        program += [(IF_EQUAL, 0, 1, port), (RETURN, 0, 0, 0xFFFFFFFF)]
+    program.append((RETURN, 0, 0, 0))
+    with copy_of(fd) as copy, for_kernel(program) as about:
+        copy.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, about)
 
 
 def can_filter() -> bool:
@@ -110,20 +159,6 @@ def why_left_out(wish: Wish, obstacles: Mapping[str, Obstacle]) -> str:
     return f"nothing would keep strangers from it at {where}: {what}; {remedy}"
 
 
-def in_words(wish: Wish, obstacles: Mapping[str, Obstacle]) -> str:
-    """Return what `Pipeline.explain` says of torch RPC."""
-    match decided(wish, obstacles):
-        case "off":
-            left_out = why_left_out(wish, obstacles)
-            return f"the workers are no endpoints of torch RPC: {left_out}"
-        case "open":
-            where, first = _named(obstacles)
-            what = OBSTACLES[first][0]
-            return f"the workers are endpoints of torch RPC, without a fence at {where}: {what}"
-        case _:
-            return "the workers are endpoints of torch RPC"
-
-
 def refusal(left_out: str) -> str:
     """Return the text of the error for calls that need torch RPC where it was left out."""
     return (
@@ -133,26 +168,51 @@ def refusal(left_out: str) -> str:
     )
 
 
+class NoEndpoint:
+    """Stands in for an `Endpoint` where torch RPC is left out. ``why`` goes into the errors."""
+
+    def __init__(self, why: str = "") -> None:
+        self._why = why
+
+    def expose(self, address: int, part: Callable[[str], Any]) -> None:
+        pass
+
+    def carry(self, group: object, transport: object) -> None:
+        pass
+
+    def join(self, mode: AgentMode, deadline: object) -> None:
+        pass
+
+    def shut(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def reference(self, address: int, part: str) -> NoReturn:
+        raise ConfigError(refusal(self._why))
+
+    def parameter_references(self, address: int) -> NoReturn:
+        raise ConfigError(refusal(self._why))
+
+
 def tell(wish: Wish, obstacles: Mapping[str, Obstacle]) -> None:
-    """Log once that agents are left out, or run without a fence."""
-    mode = decided(wish, obstacles)
-    if mode == "fenced" or wish == "off" or mode in _told:
+    """Warn once of agents without a fence; that there are none is told to who needs them."""
+    global _told
+    if _told or decided(wish, obstacles) != "open":
         return
-    _told.add(mode)
-    if mode == "off":
-        _log.info("%s", in_words(wish, obstacles))
-    else:
-        _log.warning(
-            "PIPEDREAM_RT_RPC=on: torch RPC has no fence at %s. While a group forms (some 30 ms, "
-            "at the start and in each recovery) whoever can connect to 127.0.0.1 there can end the "
-            "process, and run torch's operators in it, which read and write files; afterwards "
-            "nothing listens",
-            _named(obstacles)[0],
-        )
+    _told = True
+    _log.warning(
+        "PIPEDREAM_RT_RPC=on: torch RPC has no fence at %s. While a group forms (some 30 ms, "
+        "at the start and in each recovery) whoever can connect to 127.0.0.1 there can end the "
+        "process, and run torch's operators in it, which read and write files; afterwards "
+        "nothing listens",
+        _named(obstacles)[0],
+    )
 
 
-_told: set[AgentMode] = set()
-"""What this process has logged. Otherwise each generation and each pipeline would log it again."""
+_told = False
+"""Whether this process has said it. Otherwise each generation and pipeline would say it again."""
 
 
 def _named(obstacles: Mapping[str, Obstacle]) -> tuple[str, Obstacle]:

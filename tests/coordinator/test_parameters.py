@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pipedream_rt.coordinator.references.references import refuse_not_stepped_once
+from pipedream_rt.coordinator.parameters import refuse_not_stepped_once
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.schedules import plan_for
 from pipedream_rt.stage.optimizer import GroupSpec, OptimizerSpec

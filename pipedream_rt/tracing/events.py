@@ -193,8 +193,8 @@ class Ended:
 Event: TypeAlias = Begun | Stepped | Evaluated | Saved | Recovered | Warned | Ended
 
 Observer: TypeAlias = Callable[[Event], object]
-"""Any function of one event. If it raises, the error is logged and it is not called again; the run
-goes on."""
+"""Any function of one event. If it raises, an error or `SystemExit`, that is logged and it is not
+called again; the run goes on."""
 
 
 _NAMES = {kind.__name__.lower(): kind for kind in Event.__args__}

@@ -9,7 +9,7 @@ from support.recorded import begun, stepped, whole_run
 
 from pipedream_rt import TraceError
 from pipedream_rt.observers import Ended, Evaluated, Stepped
-from pipedream_rt.observers.events import packed, unpacked
+from pipedream_rt.tracing.events import packed, unpacked
 
 
 @pytest.mark.parametrize("event", whole_run(3), ids=lambda event: type(event).__name__)

@@ -1,0 +1,13 @@
+"""Of what the last stage computes the loss."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class OfLoss(Enum):
+    """Of what the last stage computes the loss."""
+
+    PARTS = "of each micro-batch"
+    WHOLE = "of the whole mini-batch"
+    DECIDE = "of the whole, unless it is a weighed mean of those of micro-batches"
