@@ -342,7 +342,7 @@ class Pipeline:
         self._group.life.check()
         if (found := self._run.script_loss) is not None:
             return found
-        if self._job.optimizer is None:
+        if self._job.reading.optimizer is None:
             raise ConfigError(f"{what} trains the model, so Pipeline needs an optimizer")
         raise ConfigError(
             f"{what} is for a loss that the script computes, and this pipeline has one on its last "
@@ -1011,13 +1011,13 @@ class Pipeline:
                         self._job.chosen,
                         self._job.alternative,
                         forwards.how,
-                        self._job.balance,
+                        self._job.reading.split.how,
                         self._why,
                     ),
                 )
             ),
-            self._job.corrections,
-            self._job.codecs.texts(),
+            self._job.decisions.corrections,
+            self._job.decisions.codecs.texts(),
             verified=extras.explained(self._job),
             places=self._group.cluster.places,
             program=forwards.program() if program else "",

@@ -96,7 +96,7 @@ def start(job: Job, publisher: extras.EventPublisher | None) -> WorkerGroup:
             job.plan,
             functools.partial(_start_cluster, job=job.without_start_data, generations=generations),
             list(job.specs),
-            job.forwards,
+            job.reading.forwards,
             job.options.recovery.answer,
             Failures(most, job.plan),
         )
@@ -113,7 +113,7 @@ def _start_cluster(
     recovery = job.options.recovery
     spec = ClusterSpec(
         plan=job.plan,
-        assignment=job.assignment,
+        assignment=job.decisions.assignment,
         receive=receive,
         fail=fail,
         generation=generation,
@@ -138,15 +138,15 @@ def attach(job: Job, group: WorkerGroup, publisher: extras.EventPublisher | None
         watch.append(publisher.came)
     feeder = Feeder(
         group,
-        forwards=job.forwards,
+        forwards=job.reading.forwards,
         credits=job.credits,
-        has_loss=job.loss_fn is not None,
-        settings=job.settings,
-        weighing=job.weighing,
-        items=job.items,
+        has_loss=job.reading.loss_fn is not None,
+        settings=job.decisions.settings,
+        weighing=job.reading.weighing,
+        items=job.reading.items,
         weights=functools.partial(weights_of, job.model),
         pairs=functools.partial(needs_pairs, job.model.whole),
-        of_loss=job.of_loss,
+        of_loss=job.decisions.of_loss,
         check_loss=0 if job.plan.loss_in_script else options.training.check_loss,
         recorder=recorder,
         fingerprint_every=options.observe.fingerprint_every,
@@ -181,7 +181,7 @@ def attach(job: Job, group: WorkerGroup, publisher: extras.EventPublisher | None
             _identity,
             job.without_start_data,
             feeder,
-            name_of_loss(job.loss_fn),
+            name_of_loss(job.reading.loss_fn),
         ),
         preemption,
         ScriptSettings(group, feeder, job.script_values),
@@ -189,13 +189,13 @@ def attach(job: Job, group: WorkerGroup, publisher: extras.EventPublisher | None
     if preemption is not None:
         group.recovery.before_workers_end.append(preemption.close)
         preemption.watch()
-    if job.optimizer is not None:
-        parameters.use(parameters.build_optimizer(*job.optimizer))
+    if job.reading.optimizer is not None:
+        parameters.use(parameters.build_optimizer(*job.reading.optimizer))
         parameters.scatter_optimizer_state(optimizer_state(job.brought))
     if kept is not None and kept.resume:
         run_state.resume(require_acceptable(kept.accept))
     if publisher is not None:
-        publisher.begin(group, options, feeder.step, feeder.credits, job.forwards.how)
+        publisher.begin(group, options, feeder.step, feeder.credits, job.reading.forwards.how)
     return Run(
         feeder=feeder,
         epochs=epochs,
@@ -213,10 +213,10 @@ def notices_of(job: Job) -> list[str]:
         return []
     options, said = job.options, list(job.notices)
     if (cores := cores_for(options.workers)) > 0:
-        said += about_cores(job.assignment.most, options.layout.threads, cores)
+        said += about_cores(job.decisions.assignment.most, options.layout.threads, cores)
     if options.workers != "serial":
-        said += about_process_group(job.model, job.plan.layers, job.loss_fn)
-    said += about_workers(job.assignment.most, workers_of_run(options.workers))
+        said += about_process_group(job.model, job.plan.layers, job.reading.loss_fn)
+    said += about_workers(job.decisions.assignment.most, workers_of_run(options.workers))
     return said
 
 
@@ -243,7 +243,7 @@ def _first(job: Job) -> Callable[[Batch, int], object]:
 def _say_of_first(batch: Batch, count: int, job: Job) -> None:
     """Warn of what the first mini-batch shows."""
     samples, modules = samples_of(batch), dict(job.model.modules)
-    if job.of_loss is not OfLoss.PARTS:
+    if job.decisions.of_loss is not OfLoss.PARTS:
         modules.pop(LOSS_LAYER, None)  # it may see the whole mini-batch
     if samples:
         for text in about_micro_batches(modules, samples, count, is_marked(batch)):
@@ -258,8 +258,10 @@ def _identity(job: Job, feeder: Feeder, loss: str) -> Identity:
         seed=job.options.seed,
         threads=job.options.layout.threads,
         loss=loss,
-        corrections=names_of(job.corrections),
-        codecs=[f"{b} -> {e}: {text}" for (b, e), text in job.codecs.texts(names_of).items()],
+        corrections=names_of(job.decisions.corrections),
+        codecs=[
+            f"{b} -> {e}: {text}" for (b, e), text in job.decisions.codecs.texts(names_of).items()
+        ],
     )
     if optimizer is None:
         return identity

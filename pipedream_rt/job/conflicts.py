@@ -60,7 +60,7 @@ class Facts:
     plan: Plan
     model: ModelFacts = ModelFacts()
     training: Training = field(default_factory=Training)
-    corrections: Sequence[Correction] = ()
+    corrections: tuple[Correction, ...] = ()
     feeds_back: bool = False
     proved: bool = False
 

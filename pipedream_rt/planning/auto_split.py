@@ -165,7 +165,7 @@ def _may_replicate(model: UnsplitModel, options: Options) -> bool:
             model=facts_of_model(model.modules, model.parameters),
             training=options.training,
             # Those of "auto" are looked at later.
-            corrections=given if isinstance(given, list | tuple) else (),
+            corrections=tuple(given) if isinstance(given, list | tuple) else (),
         )
     )
 

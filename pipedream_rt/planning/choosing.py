@@ -8,14 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from pipedream_rt.batches.weighing import Weighing
 from pipedream_rt.cluster.generations import leave_to_rank_0, numbers_of_workers
 from pipedream_rt.coordinator.script_environment import resolved
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.defaults import of_loss_by, with_schedule
 from pipedream_rt.job.options import Layout, Options
+from pipedream_rt.job.reading import Request, requested, split_of
 from pipedream_rt.job.requirements import refuse_unknown
-from pipedream_rt.job.splitting import ForwardOptions, items_of, split_model
 from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.messages.of_loss import OfLoss
 from pipedream_rt.planning.auto_split import choose_stages
@@ -85,15 +84,14 @@ def choose(model: nn.Module | Iterable[nn.Module], **options: Any) -> Choice:
 def with_stages_chosen(model: UnsplitModel, options: Options) -> tuple[Options, str]:
     """Choose the stages by measuring the layers; say also why."""
     # What the job would refuse in any case is refused before anything is measured.
-    Weighing(options.training.weigh, options.loss_fn)
-    model.pretrained(options.layout.weights)
+    request = requested(model, options)
     # Under torchrun, processes of other ranks become workers here and do not return.
     leave_to_rank_0(options.workers, options.layout.threads)
     numbers, made = numbers_of_workers(options.workers), optimizer_choice(options.optimizer)
     kind = None if made is None else made[0]
     # One that is of the whole mini-batch, or may be, unless the model computes it itself.
     whole = options.loss_fn is None or of_loss_by(options, kind) is not OfLoss.PARTS
-    of_all = kind is not None and whole and not _owns_loss(model, options)
+    of_all = kind is not None and whole and not _owns_loss(request)
     most, modules = max(numbers, default=1), model.modules.values()
     scheduled = with_schedule(options, kind, most, modules, of_all)
     chosen = choose_stages(model, scheduled, numbers)
@@ -104,13 +102,7 @@ def with_stages_chosen(model: UnsplitModel, options: Options) -> tuple[Options, 
     return replace(options, stages=chosen.stages, layout=layout), chosen.why
 
 
-def _owns_loss(model: UnsplitModel, options: Options) -> bool:
+def _owns_loss(request: Request) -> bool:
     """Whether a model computes the loss itself, from what the example gives it."""
-    forward = ForwardOptions(
-        trains=True,
-        may_own_loss=options.loss_fn is None,
-        loss_fn=options.loss_fn,
-        autocast=options.training.autocast,
-    )
-    items = items_of(model, options.loss_fn, options.prepare)
-    return split_model(model, 1, options.example, forward, items).forwards.own_loss
+    whole = request._replace(options=replace(request.options, stages=1))
+    return split_of(whole).forwards.own_loss

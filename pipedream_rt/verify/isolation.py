@@ -57,7 +57,7 @@ class Shared:
 
     def __init__(self, job: Job) -> None:
         self._threads = job.options.layout.threads
-        optimizer = job.optimizer and job.optimizer.optimizer_class
+        optimizer = job.reading.optimizer and job.reading.optimizer.optimizer_class
         roots = [("", root) for root in (job.model.whole, job.options.loss_fn, optimizer)]
         parcel = Parcel(roots, weights_in([job.model.whole]))
         # What travels is a copy already.

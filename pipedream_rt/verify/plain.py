@@ -222,7 +222,7 @@ class PlainTraining:
         self.job, self._copies, self._model = job, copies, copies.model
         self._loss = copies.loss_fn
         if self._loss is None:  # the model's, or the script's, of which the gradients are known
-            self._loss = own_loss if job.forwards.own_loss else GivenGradients()
+            self._loss = own_loss if job.reading.forwards.own_loss else GivenGradients()
         self._by_stage = names
         self._trained = {
             copies.model.names[id(p)]: p
@@ -233,7 +233,7 @@ class PlainTraining:
         self._optimizer = self._built(parts)
         whole = self._model.whole
         self._layers = self._model.sequence or {
-            name: whole.get_submodule(name) for name in job.forwards.layers
+            name: whole.get_submodule(name) for name in job.reading.forwards.layers
         }
         self._given = {} if self._model.sequence is not None else without_cache(self._model.whole)
         spared = weights_in(copies.model.modules.values())
@@ -553,7 +553,7 @@ class PlainTraining:
 
 def rounding_in(job: Job) -> float:
     """Return the share of a loss or a gradient that may be rounding."""
-    dtypes = {p.dtype for p in job.model.parameters.values()} | {job.forwards.dtype}
+    dtypes = {p.dtype for p in job.model.parameters.values()} | {job.reading.forwards.dtype}
     if job.options.training.autocast is not None:
         dtypes.add(job.options.training.autocast)
     return max(map(rounding_of, dtypes))

@@ -88,10 +88,10 @@ def verified(
     """Compare stages with plain PyTorch on the first mini-batches of a loader."""
     require_loader(loader, "verify")
     optimizer, job = run.feeder.optimizer, with_stand_in(_decided(job, run))
-    if job.loss_fn is None or optimizer is None:
+    if job.reading.loss_fn is None or optimizer is None:
         raise ConfigError("verify trains copies, so Pipeline needs loss_fn and optimizer")
     items = looking(loader, steps)
-    batches = [job.items.batch(item, prepare_item) for item in items]
+    batches = [job.reading.items.batch(item, prepare_item) for item in items]
     if not batches:
         raise ConfigError("the loader given to verify yielded nothing")
     state = run.run_state.gathered()  # flushes, so not in the block, which puts back
@@ -151,7 +151,8 @@ def beside(
 
 def _decided(job: Job, run: Run) -> Job:
     """Return a job as the mini-batches so far have decided it."""
-    return replace(job, of_loss=run.feeder.decision.of_loss)
+    decisions = replace(job.decisions, of_loss=run.feeder.decision.of_loss)
+    return replace(job, decisions=decisions)
 
 
 def _both(
@@ -269,7 +270,7 @@ def _with_workers(
     feeder.passes = passes
     apart_by = abs(own - theirs) / max(abs(own), abs(theirs), 1e-30)
     # Codecs on the workers change the loss; here there are none.
-    if not math.isfinite(own) or apart_by <= rounding_in(job) or job.codecs.of_graph:
+    if not math.isfinite(own) or apart_by <= rounding_in(job) or job.decisions.codecs.of_graph:
         return replace(found, values=found.values + math.isfinite(own))
     return replace(
         found,
@@ -422,7 +423,11 @@ class Watching:
             return
         said = "{} differs by {:.2g}. {}".format(*text)
         # A loss on the last stage is compared there.
-        if self._job.cut_unasked and cutting is not None and (in_script or not cutting.loss):
+        if (
+            self._job.decisions.left_out.micro_batches
+            and cutting is not None
+            and (in_script or not cutting.loss)
+        ):
             raise ConfigError(
                 f"{said}. To train on micro-batches all the same, as plain PyTorch does where it "
                 f"accumulates gradients, give micro_batches={self._job.plan.per_update}"
@@ -480,18 +485,20 @@ class Watching:
     ) -> tuple[Seen, Cutting | None]:
         """Train on the first mini-batch in plain PyTorch, until it is late."""
         job = self._job
-        assert job.optimizer is not None
+        assert job.reading.optimizer is not None
         assert self._at_first is not None
         with self._shared.apart():
             self._at_first.put_back()
             copies, names = copies_of(job, None), names_by_stage(job)
-            plain = PlainTraining(job, copies, job.optimizer, names, budget_of(job))
+            plain = PlainTraining(job, copies, job.reading.optimizer, names, budget_of(job))
             if nudged:
                 plain.nudge()
             plain.drop_gradients()
             plain.set_mode(self._run.feeder.training)
             before = drawn_outside()
-            seen = plain.step(0, cut, steps_that_draw(job.forwards), self._hyper[0], late=late)
+            seen = plain.step(
+                0, cut, steps_that_draw(job.reading.forwards), self._hyper[0], late=late
+            )
             if drawn_outside() != before:
                 raise ConfigError(
                     "the model, loss or optimizer draws random numbers of Python or NumPy, which "
@@ -559,13 +566,15 @@ def _steps_plainly(job: Job) -> bool:
     clip = training.clip
     estimates = clip is not None and clip.of_model and plan.norms == "estimated"
     scales = scale_of(training) is not None
-    others = job.corrections or job.options.layout.codecs is not None or plan.replicated
+    others = job.decisions.corrections or job.options.layout.codecs is not None or plan.replicated
     return not (estimates or scales or others)
 
 
 def watching(job: Job, run: Run, asked: int) -> Watching | None:
     """Return what verifies the first mini-batches of a run; None if nothing does."""
-    trains = (job.loss_fn is not None or job.plan.loss_in_script) and job.optimizer is not None
+    trains = (
+        job.reading.loss_fn is not None or job.plan.loss_in_script
+    ) and job.reading.optimizer is not None
     if trains and (asked or not why_not(job)):
         return Watching(job, run, asked)
     return None
@@ -584,7 +593,7 @@ def why_not(job: Job) -> str:
     if job.options.layout.codecs is not None:
         return "as codecs change values"
     modules = (m for part in model.modules.values() for m in part.modules())
-    if any(map(communicates, (*modules, job.loss_fn))):
+    if any(map(communicates, (*modules, job.reading.loss_fn))):
         return "as its layers communicate with other processes"
     return ""
 

@@ -71,4 +71,9 @@ def with_stand_in(job: Job) -> Job:
     if not job.plan.loss_in_script:
         return job
     loss_fn = MeanOfOutputs()
-    return replace(job, loss_fn=loss_fn, options=replace(job.options, loss_fn=loss_fn))
+    options = replace(job.options, loss_fn=loss_fn)
+    return replace(
+        job,
+        reading=replace(job.reading, loss_fn=loss_fn),
+        decisions=replace(job.decisions, options=options),
+    )

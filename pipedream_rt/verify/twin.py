@@ -36,21 +36,18 @@ class Twin:
     """
 
     def __init__(self, job: Job, copies: Copies, batch: Batch) -> None:
-        assert job.optimizer is not None
-        self.parts: OptimizerParts = job.optimizer
+        assert job.reading.optimizer is not None
+        self.parts: OptimizerParts = job.reading.optimizer
         options, self.left_out = _plain_options(job, copies, batch)
         made = prepare(copies.model, options)
-        # Its notices are left out: those of the job itself were given.
         made = replace(
             made,
-            optimizer=job.optimizer,
+            reading=replace(made.reading, optimizer=job.reading.optimizer),
+            decisions=replace(made.decisions, of_loss=job.decisions.of_loss),
             given=GivenOptimizer(None),
             brought={},
-            of_loss=job.of_loss,
-            chosen="",
-            notices=[],
         )
-        self.forwards = made.forwards
+        self.forwards = made.reading.forwards
         self._plan, self._group = made.plan, start(made, None)
         with self._group.life.guard("it was opened"):
             self._run = attach(made, self._group, None)
@@ -153,16 +150,16 @@ def _plain_options(job: Job, copies: Copies, batch: Batch) -> tuple[Options, lis
         job.options.layout,
         job.plan,
     )
-    assert job.optimizer is not None
+    assert job.reading.optimizer is not None
     # The names are bound by a default: a closure would see those of the last group.
     rules: Any = [
         (lambda name, parameter, mine=frozenset(names): name in mine, of_group)
-        for names, of_group in job.optimizer.groups
+        for names, of_group in job.reading.optimizer.groups
     ]
     left_out = [
         text
         for text, there in (
-            ("corrections for staleness", bool(job.corrections)),
+            ("corrections for staleness", bool(job.decisions.corrections)),
             ("codecs", layout.codecs is not None),
             ("replicas", plan.replicated),
             ("the average of weights", training.ema is not None),
@@ -177,7 +174,7 @@ def _plain_options(job: Job, copies: Copies, batch: Batch) -> tuple[Options, lis
         options,
         loss_fn=copies.loss_fn,
         example=example,
-        optimizer=(job.optimizer.optimizer_class, job.optimizer.kwargs, rules),
+        optimizer=(job.reading.optimizer.optimizer_class, job.reading.optimizer.kwargs, rules),
         schedule=options.schedule if plan.flushes else "1f1b",
         micro_batches=plan.per_update,
         corrections=(),

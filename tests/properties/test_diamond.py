@@ -25,7 +25,7 @@ def pipeline(monkeypatch):
     """Opens pipelines over the diamond; everything but the plan is as users have it."""
 
     def opened(k=1, **kwargs):
-        monkeypatch.setattr("pipedream_rt.job.job._plan_of", lambda *_: diamond.plan(k))
+        monkeypatch.setattr("pipedream_rt.job.decisions._plan_of", lambda *_: diamond.plan(k))
         defaults = {"loss_fn": F.mse_loss, "optimizer": OPTIMIZERS["adamw"], "micro_batches": k}
         return Pipeline(diamond.model(), **{**defaults, **kwargs})
 

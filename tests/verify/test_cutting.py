@@ -26,11 +26,11 @@ def job_of(model, loss_fn=F.mse_loss):
 
 
 def training_of(job):
-    return PlainTraining(job, copies_of(job, None), job.optimizer, names_by_stage(job))
+    return PlainTraining(job, copies_of(job, None), job.reading.optimizer, names_by_stage(job))
 
 
 def cut_for(job):
-    return Cutter(job.forwards, job.weighing, job.plan.per_update).cut(BATCH, True)
+    return Cutter(job.reading.forwards, job.reading.weighing, job.plan.per_update).cut(BATCH, True)
 
 
 class Noise(nn.Linear):

@@ -33,15 +33,15 @@ def job_of(model=None, loss_fn=F.mse_loss, **options):
 
 
 def training_of(job):
-    return PlainTraining(job, copies_of(job, None), job.optimizer, names_by_stage(job))
+    return PlainTraining(job, copies_of(job, None), job.reading.optimizer, names_by_stage(job))
 
 
 def cut_for(job, batch=BATCH):
-    return Cutter(job.forwards, job.weighing, job.plan.per_update).cut(batch, True)
+    return Cutter(job.reading.forwards, job.reading.weighing, job.plan.per_update).cut(batch, True)
 
 
 def no_hyper(job):
-    return [{} for _ in job.optimizer.groups]
+    return [{} for _ in job.reading.optimizer.groups]
 
 
 def test_a_forward_or_a_loss_that_changes_a_mini_batch_in_place_changes_copies():
@@ -221,14 +221,16 @@ def test_it_steps_with_other_gradients_and_takes_other_weights():
 def test_of_a_large_model_some_parameters_are_stepped():
     job = job_of()
     budget = 4 * 4 * 4 + 4 * 4  # of all there are twice as many bytes
-    plain = PlainTraining(job, copies_of(job, None), job.optimizer, names_by_stage(job), budget)
+    plain = PlainTraining(
+        job, copies_of(job, None), job.reading.optimizer, names_by_stage(job), budget
+    )
     assert plain.stepped == {"0.bias", "2.bias"}
     plain.drop_gradients()
     seen = plain.step(0, cut_for(job), {}, no_hyper(job))
     for kind in ("gradient", "state"):
         assert {place.name for place in seen if place.kind == kind} == plain.stepped
     job = job_of(training=Training(clip=Clip(norm=1.0)))
-    plain = PlainTraining(job, copies_of(job, None), job.optimizer, names_by_stage(job), 1)
+    plain = PlainTraining(job, copies_of(job, None), job.reading.optimizer, names_by_stage(job), 1)
     assert len(plain.stepped) == 1  # the smallest, which takes more
     plain.drop_gradients()  # so that the norm is not known
     seen = plain.step(0, cut_for(job), {}, no_hyper(job))
