@@ -26,7 +26,8 @@ from pipedream_rt.devices.randomness import (
     set_random_state,
 )
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.models.preserving_state import drawn_outside, kept_outside
+from pipedream_rt.models.mark import mark_of_draws_outside
+from pipedream_rt.models.preserving_state import kept_outside
 from pipedream_rt.models.shipping import classes_kept, copying
 from pipedream_rt.telling import log_of
 
@@ -131,7 +132,7 @@ def _has_indices(loader: Any) -> bool:
 def _again(loader: Any, taken: list[_Item], items: Iterator[Any]) -> Iterator[Any]:
     """Yield the items that were taken out, as if they were drawn now, and then the others."""
     for number, (item, before, after) in enumerate(taken):
-        is_as_then = not has_drawn(before[0]) and drawn_outside() == before[1]
+        is_as_then = not has_drawn(before[0]) and mark_of_draws_outside() == before[1]
         if is_as_then:
             _set_state(after)
         # iter(DataLoader) draws a seed. Drawn here too, else later numbers would differ.
@@ -144,7 +145,7 @@ def _again(loader: Any, taken: list[_Item], items: Iterator[Any]) -> Iterator[An
 
 def _state() -> tuple[Any, ...]:
     """Return the state of all random generators of this process."""
-    return random_state(), drawn_outside(), random.getstate(), np.random.get_state()
+    return random_state(), mark_of_draws_outside(), random.getstate(), np.random.get_state()
 
 
 def _set_state(state: tuple[Any, ...]) -> None:

@@ -6,11 +6,13 @@ import select
 import socket
 import ssl
 import threading
+from contextlib import nullcontext
 from datetime import timedelta
 
-from pipedream_rt.cluster.records import HEAD, LARGEST, Record, length_of, packed, unpacked
+from pipedream_rt.cluster.framing import CHUNK, Framing
+from pipedream_rt.cluster.records import LARGEST, Record
 from pipedream_rt.deadline import Deadline
-from pipedream_rt.errors import MessageTimeout, PeerLost, TransportError
+from pipedream_rt.errors import MessageTimeout
 from pipedream_rt.lifecycle import close_in_forked_children
 from pipedream_rt.transport.tcp import set_timeout
 from pipedream_rt.transport.tls import TlsEngine, problem_of_tls
@@ -38,9 +40,6 @@ LIFE_OVER = 76
 """Result of a worker's life, to the process that forked it, if the script has ended well for good:
 that process exits with 0."""
 
-_CHUNK = 1 << 16
-"""Bytes that are read at a time."""
-
 _SEND_TIMEOUT = timedelta(seconds=10)
 """After which an end that reads nothing counts as gone."""
 
@@ -64,13 +63,15 @@ class Control:
     ) -> None:
         connection.setblocking(False)
         close_in_forked_children(connection)
-        self.peer = peer
         self.inherited = inherited
         self.local_host = local_host
         self._socket = connection
-        self._engine: TlsEngine | None = None
-        self._buffer = bytearray()  # what was read and, where that is needed, decrypted
+        self._framing = Framing(peer, LARGEST)
         self._lock = threading.Lock()  # of what is sent, and of the engine
+
+    @property
+    def peer(self) -> str:
+        return self._framing.peer
 
     def fileno(self) -> int:
         """Descriptor of the socket, for selectors."""
@@ -79,7 +80,7 @@ class Control:
     def encrypt(self, context: ssl.SSLContext, deadline: Deadline) -> None:
         """Encrypt the connection as the end that calls; the other end knows the secret then."""
         # Refused by the other end, this one hears of it at its first read only (TLS 1.3).
-        engine = self._engine = TlsEngine(context, called=False)
+        engine = self._framing.engine = TlsEngine(context, called=False)
         while not self._shakes_hands(engine):
             if not self._wait(select.POLLIN, deadline):
                 raise MessageTimeout(
@@ -87,10 +88,7 @@ class Control:
                     f"{deadline.timeout and deadline.timeout.total_seconds():g} s; it may be "
                     "another program, or stopped"
                 )
-            data = self._socket.recv(_CHUNK)
-            if not data:
-                raise PeerLost(f"{self.peer} closed the connection", peer=self.peer)
-            engine.take(data)
+            self._framing.take(self._socket.recv(CHUNK))
 
     def _shakes_hands(self, engine: TlsEngine) -> bool:
         """Go on with the handshake; return whether it is done."""
@@ -103,20 +101,17 @@ class Control:
         """Have the kernel end the connection if the other machine confirms nothing for so long."""
         # It counts what was sent and not acknowledged. The kernel of a stopped process still
         # acknowledges; such a process is noticed by the heartbeat.
-        if self._engine is not None:
+        if self._framing.engine is not None:
             set_timeout(self._socket, seconds)
 
     def send(self, record: Record) -> None:
         """Send a record."""
-        data, deadline = packed(record), Deadline(_SEND_TIMEOUT)
+        deadline = Deadline(_SEND_TIMEOUT)
         with self._lock:
-            if self._engine is not None:
-                try:
-                    self._engine.write(data)
-                except ssl.SSLError as error:
-                    why = problem_of_tls(error)
-                    raise PeerLost(f"{self.peer} is gone: {why}", peer=self.peer) from error
-                data = self._engine.sealed()
+            try:
+                data = self._framing.sealed(record)
+            except ssl.SSLError as error:
+                raise self._framing.gone(problem_of_tls(error)) from error
             self._write(data, deadline)
 
     def _write(self, data: bytes, deadline: Deadline) -> None:
@@ -131,47 +126,30 @@ class Control:
                         text = f"it read nothing for {_SEND_TIMEOUT.seconds} s"
                         raise TimeoutError(text) from None
         except (OSError, ValueError) as error:
-            raise PeerLost(f"{self.peer} is gone: {error}", peer=self.peer) from error
+            raise self._framing.gone(error) from error
 
     def receive(self, deadline: Deadline) -> Record:
         """Wait for a record."""
         try:
-            head = self._exactly(HEAD.size, deadline)
-            length = length_of(head, LARGEST, self.peer)
-            data = self._exactly(HEAD.size + length, deadline)[HEAD.size :]
-        except ssl.SSLError as error:
-            raise TransportError(
-                f"{self.peer} has ended the encryption: {problem_of_tls(error)}"
-            ) from error
+            while self._framing.lacking:
+                if not self._wait(select.POLLIN, deadline):
+                    raise MessageTimeout(f"nothing came from {self.peer} in time")
+                self._read()
         except (OSError, ValueError) as error:
-            raise PeerLost(f"{self.peer} is gone: {error}", peer=self.peer) from error
-        del self._buffer[: HEAD.size + length]
-        return unpacked(data, self.peer)
-
-    def _exactly(self, count: int, deadline: Deadline) -> bytes:
-        """Wait until so many bytes are in the buffer; return them, and leave them there."""
-        while len(self._buffer) < count:
-            if not self._wait(select.POLLIN, deadline):
-                raise MessageTimeout(f"nothing came from {self.peer} in time")
-            self._read()
-        return bytes(self._buffer[:count])
+            raise self._framing.gone(error) from error
+        return self._framing.record()
 
     def _read(self) -> None:
-        """Read what has come into the buffer."""
+        """Read what has come, and decrypt all of it, so that `has_come` knows of it."""
         try:
-            data = self._socket.recv(_CHUNK)
+            data = self._socket.recv(CHUNK)
         except BlockingIOError:
             return
-        if not data:
-            raise PeerLost(f"{self.peer} closed the connection", peer=self.peer)
-        if self._engine is None:
-            self._buffer += data
-            return
-        room = memoryview(bytearray(_CHUNK))
-        with self._lock:
-            self._engine.take(data)
-            while count := self._engine.read_into(room):
-                self._buffer += room[:count]
+        # A sender holds the lock while it waits, and the other end may wait for this one to read.
+        with self._lock if data and self._framing.engine is not None else nullcontext():
+            self._framing.take(data)
+            while self._framing.open(CHUNK):
+                pass
 
     def _wait(self, event: int, deadline: Deadline) -> bool:
         """Wait until the socket is ready; return whether it is in time."""
@@ -181,7 +159,7 @@ class Control:
 
     def has_come(self) -> bool:
         """Whether there is anything to receive, if only the end of the connection."""
-        return bool(self._buffer) or self._wait(select.POLLIN, Deadline(timedelta(0)))
+        return self._framing.has_begun or self._wait(select.POLLIN, Deadline(timedelta(0)))
 
     def close(self) -> None:
         """Close the connection. Idempotent."""

@@ -11,21 +11,11 @@ import asyncio
 import socket
 import ssl
 
-from pipedream_rt.cluster.records import (
-    HEAD,
-    LARGEST,
-    LARGEST_AT_FIRST,
-    Record,
-    length_of,
-    packed,
-    unpacked,
-)
-from pipedream_rt.errors import PeerLost, TransportError
+from pipedream_rt.cluster.framing import CHUNK, Framing
+from pipedream_rt.cluster.records import LARGEST, LARGEST_AT_FIRST, Record
+from pipedream_rt.errors import TransportError
 from pipedream_rt.lifecycle import close_in_forked_children
 from pipedream_rt.transport.tls import TlsEngine, problem_of_tls
-
-_CHUNK = 1 << 16
-"""Bytes that are read at a time of an encrypted connection."""
 
 
 class Stream:
@@ -36,17 +26,14 @@ class Stream:
         engine: Encrypts it; None if the connection stays within the machine.
         local_host: Numeric address of this end; empty if the connection stays within the machine.
         remote_host: Numeric address of the other end, as this end sees it; empty as above.
-        largest: Limit of a record in bytes, which is small until the peer is admitted.
     """
 
     def __init__(self, connection: socket.socket, peer: str) -> None:
         connection.setblocking(False)
         close_in_forked_children(connection)
         self._socket = connection
-        self.peer = peer
-        self.engine: TlsEngine | None = None
+        self._framing = Framing(peer, LARGEST_AT_FIRST)
         self.local_host = self.remote_host = ""
-        self.largest = LARGEST_AT_FIRST
         self._loop = asyncio.get_running_loop()
         self._unsent = bytearray()
         self._writing: asyncio.Future[None] | None = None  # while the socket takes no more
@@ -55,6 +42,18 @@ class Stream:
     @property
     def socket(self) -> socket.socket:
         return self._socket
+
+    @property
+    def engine(self) -> TlsEngine | None:
+        return self._framing.engine
+
+    @property
+    def peer(self) -> str:
+        return self._framing.peer
+
+    @peer.setter
+    def peer(self, name: str) -> None:
+        self._framing.peer = name
 
     @property
     def is_over(self) -> bool:
@@ -74,18 +73,18 @@ class Stream:
 
     def admit(self, peer: str) -> None:
         """Note who is at the other end, which may send large records from now on."""
-        self.peer, self.largest = peer, LARGEST
+        self._framing.peer, self._framing.largest = peer, LARGEST
 
     async def encrypt(self, context: ssl.SSLContext, called: bool) -> None:
         """Shake hands; afterwards both ends have proved that they know the job's secret."""
-        engine = self.engine = TlsEngine(context, called)
+        engine = self._framing.engine = TlsEngine(context, called)
         try:
             if self._socket.family != socket.AF_UNIX:
                 self.local_host = str(self._socket.getsockname()[0])
                 self.remote_host = str(self._socket.getpeername()[0])
             while not engine.shake_hands():
                 await self._write(engine.sealed())
-                engine.take(await self._some(_CHUNK))
+                self._framing.take(await self._some(CHUNK))
             await self._write(engine.sealed())
         except ssl.SSLError as error:
             # What ends the connection is told to the other end (TLS alert), as far as it listens.
@@ -97,19 +96,19 @@ class Stream:
 
     async def read(self) -> Record:
         """Wait for a record."""
-        length = length_of(await self._exactly(HEAD.size), self.largest, self.peer)
-        return unpacked(await self._exactly(length), self.peer)
+        framing = self._framing
+        while lacking := framing.lacking:
+            if not framing.open(lacking):
+                # No more than the record lacks: what is behind it may be for the transport.
+                framing.take(await self._some(lacking if framing.engine is None else CHUNK))
+        return framing.record()
 
     def send(self, record: Record) -> None:
         """Send a record, or as much of it as the socket takes now; the rest follows by itself."""
-        data = packed(record)
-        if self.engine is not None:
-            try:
-                self.engine.write(data)
-            except ssl.SSLError:  # it has ended, which whoever reads the connection meets too
-                return
-            data = self.engine.sealed()
-        self._unsent += data
+        try:
+            self._unsent += self._framing.sealed(record)
+        except ssl.SSLError:  # it has ended, which whoever reads the connection meets too
+            return
         if self._writing is None:
             self._flush()
 
@@ -146,38 +145,15 @@ class Stream:
         self._flush()
         await self.sent()
 
-    async def _exactly(self, count: int) -> bytes:
-        """Read so many bytes and no more: what is behind them may be for the transport."""
-        got = bytearray()
-        while len(got) < count:
-            if self.engine is None:
-                got += await self._some(count - len(got))
-                continue
-            room = memoryview(bytearray(count - len(got)))
-            try:
-                came = self.engine.read_into(room)
-                if not came:
-                    self.engine.take(await self._some(_CHUNK))
-            except ssl.SSLError as error:
-                raise TransportError(
-                    f"{self.peer} has ended the encryption: {problem_of_tls(error)}"
-                ) from error
-            got += room[:came]
-        return bytes(got)
-
     async def _some(self, most: int) -> bytes:
-        """Wait for bytes, and read at most so many."""
+        """Wait for bytes, and read at most so many; none at the end of the connection."""
         while True:
             try:
-                data = self._socket.recv(most)
+                return self._socket.recv(most)
             except BlockingIOError:
                 await self._readable()
-                continue
             except OSError as error:
-                raise PeerLost(f"{self.peer} is gone: {error}", peer=self.peer) from error
-            if not data:
-                raise PeerLost(f"{self.peer} closed the connection", peer=self.peer)
-            return data
+                raise self._framing.gone(error) from error
 
     async def _readable(self) -> None:
         """Wait until the socket can be read, or is closed here."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.unsplit_model import UnsplitModel
-from pipedream_rt.models.holders import fingerprint, touched
+from pipedream_rt.models.mark import mark_of_content, mark_of_memory
 from pipedream_rt.models.preserving_state import modules_inside
 from pipedream_rt.models.tensors import gradient_hooks, is_away, named_tensors
 from pipedream_rt.telling import log_of
@@ -51,7 +51,7 @@ class OwnModel:
             if isinstance(m, NormWithBuffers)
             for n, _ in m.named_buffers(where, recurse=False)
         }
-        self._at_first = {name: fingerprint(tensor) for name, tensor in self._tensors}
+        self._at_first = {name: mark_of_content(tensor) for name, tensor in self._tensors}
         self._given = {name: {mark} for name, mark in self._at_first.items()}
         self._places = [place for name, m in modules.items() for place in _places(name, m)]
         self._hooks = [held for m in modules.values() for held in _hooks(m.modules())]
@@ -60,7 +60,7 @@ class OwnModel:
             self._watch_layers(given, modules_inside(model.sequence))
         self._count = self._hooks_now()
         self._has_told = False
-        self._known = {name: touched(t) for name, t in self._tensors if is_away(t)}
+        self._known = {name: mark_of_memory(t) for name, t in self._tensors if is_away(t)}
 
     def _watch_layers(self, sequence: nn.Module, inside: Set[int]) -> None:
         """Watch a sequence and those in it too; `inside` has the ``id`` of modules in a layer."""
@@ -83,12 +83,12 @@ class OwnModel:
             return
         for name, value in state.items():
             if isinstance(value, Tensor) and name in self._given:
-                self._given[name].add(fingerprint(value))
+                self._given[name].add(mark_of_content(value))
 
     @property
     def has_moved(self) -> bool:
         """Whether the script has other weights than at the start."""
-        return any(fingerprint(t) != self._at_first[name] for name, t in self._tensors)
+        return any(mark_of_content(t) != self._at_first[name] for name, t in self._tensors)
 
     @property
     def versioned(self) -> list[Tensor]:
@@ -121,13 +121,13 @@ class OwnModel:
                 continue
             # To read values of an accelerator would wait for it.
             away = isinstance(now, Tensor) and is_away(now)
-            if away and self._known.get(name) == touched(now):
+            if away and self._known.get(name) == mark_of_memory(now):
                 continue
-            mark = fingerprint(now) if isinstance(now, Tensor) else None
+            mark = mark_of_content(now) if isinstance(now, Tensor) else None
             if mark not in self._given[name] and not self._moves(name):
                 return name, now is not value
             if away:
-                self._known[name] = touched(now)
+                self._known[name] = mark_of_memory(now)
         return None
 
     def _moves(self, name: str) -> bool:

@@ -9,31 +9,22 @@ from __future__ import annotations
 
 import functools
 import itertools
-import random
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from operator import attrgetter, getitem, is_
+from operator import getitem, is_
 from types import FunctionType
 from typing import Any, TypeAlias
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from pipedream_rt.models.code import is_installed
-from pipedream_rt.models.tensors import is_away
+from pipedream_rt.models.mark import mark_of_value, mark_of_writes
 
 Given: TypeAlias = list[Any]
 """A value that the script has changed: the number of its holder, its key there, its packed form."""
 
 PLAIN = (type(None), bool, int, float, str)
 """The values that travel when the script changes them."""
-
-WITH_STATE = (
-    Tensor, torch.Generator, np.ndarray, np.random.Generator, np.random.RandomState,
-    random.Random, itertools.count,
-)  # fmt: skip
-"""Objects whose changes show in no attribute."""
 
 OF_MODULES = {*vars(nn.Module())}
 """The attributes that every module has for torch: its mode, its parts, its hooks."""
@@ -80,7 +71,7 @@ class Holder:
             except ValueError:  # the cell is empty
                 return {}
         if kind == "state":
-            return {"": state_of(value)}
+            return {"": mark_of_value(value)}
         if kind in ("dict", "list"):
             if len(value) > MOST:
                 return {LENGTH: len(value)}
@@ -166,7 +157,7 @@ class Look:
         self._seen = [*map(getitem, self._maps, self._keys)]
         self._sizes = [held for held, _ in self._lengths]
         self._total = sum(map(len, self._sizes))
-        self._versions = [*map(_VERSION, self._tensors)]
+        self._writes = mark_of_writes(self._tensors)
 
     def _watch(self, holder: Holder, value: Any) -> None:
         """Watch a holder in the cheapest way for its kind."""
@@ -209,7 +200,7 @@ class Look:
     @property
     def has_written(self) -> bool:
         """Whether somebody has written into one of the tensors."""
-        return [*map(_VERSION, self._tensors)] != self._versions
+        return mark_of_writes(self._tensors) != self._writes
 
     def changed(self) -> list[Holder]:
         """Return the holders that may hold something else than when they were noted."""
@@ -231,7 +222,7 @@ class Look:
         for holder in holders:
             if holder in self._others:
                 self._others[holder] = self._of_other(holder)
-        self._versions = [*map(_VERSION, self._tensors)]
+        self._writes = mark_of_writes(self._tensors)
 
 
 def _holds(holder: Holder, seen: Any) -> bool:
@@ -249,66 +240,6 @@ def _holds(holder: Holder, seen: Any) -> bool:
 def _entries(held: dict[Any, Any] | list[Any]) -> Iterable[Any]:
     """Return what is in a container: of a dict the keys, and then the values."""
     return itertools.chain(held, dict.values(held)) if isinstance(held, dict) else held
-
-
-_VERSION = attrgetter("_version")
-
-
-def state_of(value: Any) -> Any:
-    """Return what differs after an object of `WITH_STATE` was changed."""
-    match value:
-        case Tensor():
-            # To read values of an accelerator would wait for it.
-            return touched(value) if is_away(value) else fingerprint(value)
-        case torch.Generator():
-            return bytes(value.get_state())
-        case np.ndarray():
-            if value.dtype.hasobject:
-                return value.shape, repr(value)
-            flat = value.reshape(-1) if value.size <= _OF_TENSOR else value.flat
-            return value.shape, flat[:: 1 + value.size // _OF_TENSOR].tobytes()
-        case np.random.Generator():
-            return repr(value.bit_generator.state)
-        case np.random.RandomState():
-            return repr(value.get_state(legacy=True))
-        case random.Random():
-            return repr(value.getstate())
-    return repr(value)
-
-
-_OF_TENSOR = 4096
-"""Of larger tensors and arrays, about so many elements count, evenly spread."""
-
-
-def touched(tensor: Tensor) -> tuple[int, int]:
-    """Return what differs once a tensor was written to, or given other memory, as torch counts."""
-    return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()
-
-
-def fingerprint(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what differs once the values of a tensor were changed; of a large one, in a sample."""
-    kind = str(tensor.dtype), tuple(tensor.shape)
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        return (*kind, 0 if tensor.is_inference() else tensor._version)
-    try:
-        return (*kind, hash(_sample(tensor)))
-    except RuntimeError:  # a subclass without memory of its own
-        return kind
-
-
-def _sample(tensor: Tensor) -> bytes:
-    """Return the bytes of some elements of a tensor."""
-    with torch.no_grad():
-        some = tensor.detach()
-        if some.numel() > 4 * _OF_TENSOR:
-            # Over its memory, whatever the order of its dimensions: nothing is copied as a whole.
-            pairs = zip(some.shape, some.stride(), strict=True)
-            reach = 1 + sum((n - 1) * stride for n, stride in pairs)
-            step = 1 + reach // _OF_TENSOR
-            some = some.as_strided((1 + (reach - 1) // step,), (step,))
-        some = some.cpu() if is_away(some) else some
-        some = some.resolve_conj().resolve_neg().contiguous().reshape(-1)
-        return some.view(torch.uint8).numpy().tobytes()
 
 
 def attributes_of(value: Any) -> Mapping[str, Any]:

@@ -11,15 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from pipedream_rt.models.mark import writes_of
 from pipedream_rt.models.program import found, replaced
 from pipedream_rt.models.settings import autocasts
 from pipedream_rt.models.tensors import memory_of
 from pipedream_rt.torch_private import NormWithBuffers
-
-
-def changes_of(tensor: Tensor) -> int:
-    """Return how often a tensor was changed in place; 0 for inference tensors."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 class NotDense(Exception):
@@ -109,7 +105,7 @@ def _run_on(
     taken = list(copies.values())
     buffers = {name: copied(t) for name, t in layer.named_buffers()}
     weights = {name: copied(t) for name, t in layer.named_parameters()}
-    before = {id(made): changes_of(made) for _, made in copies.values()}
+    before = {id(made): writes_of(made) for _, made in copies.values()}
     with torch.no_grad(), around():
         result = functional_call(layer, {**weights, **buffers}, args, kwargs)
     returned = {id(made) for _, made in taken}
@@ -154,8 +150,8 @@ def _run_on(
     )
     return Shaped(
         replaced(result, (Tensor,), zeros),
-        [tensor for tensor, made in taken if changes_of(made) != before[id(made)]],
-        [n for n, b in buffers.items() if changes_of(b) != before[id(b)] or n in counting],
+        [tensor for tensor, made in taken if writes_of(made) != before[id(made)]],
+        [n for n, b in buffers.items() if writes_of(b) != before[id(b)] or n in counting],
         views,
     )
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.models.code_reading import names_used
-from pipedream_rt.models.preserving_state import drawn_outside
+from pipedream_rt.models.mark import mark_of_draws_outside
 
 
 class LayerSpec:
@@ -145,9 +145,9 @@ class Blueprint:
 @contextmanager
 def _drawing_nothing(name: str) -> Iterator[None]:
     """Refuse a factory that draws random numbers of Python or NumPy in the body."""
-    before = drawn_outside()
+    before = mark_of_draws_outside()
     yield
-    if before != drawn_outside():
+    if before != mark_of_draws_outside():
         raise ConfigError(
             f"the factory of layer {name} draws random numbers of Python or NumPy, and each worker "
             "that builds the layer would draw others; draw them with torch, which is seeded there, "

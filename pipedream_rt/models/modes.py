@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
 from pipedream_rt.errors import ConfigError
+from pipedream_rt.models.mark import mark_of_modules
 
 _METHODS = ("train", "eval")
 
@@ -64,37 +65,23 @@ def modes_of(model: nn.Module, layers: Iterable[nn.Module]) -> Modes:
     if not own:
         return Modes()
     with _as_they_were(model), _setting_flags(whole):
-        before = _state(apart)
+        before = mark_of_modules(apart)
         model.train()
         in_training = tuple(n for n, m in model.named_modules() if not m.training)
         model.eval()
         in_eval = tuple(n for n, m in model.named_modules() if m.training)
         model.train()
-        after = _state(apart)
-    keys = [*before, *(key for key in after if key not in before)]
-    if changed := [key for key in keys if before.get(key, _state) != after.get(key, _state)]:
+        after = mark_of_modules(apart)
+    if parted := {key for key, _ in before.items() ^ after.items()}:
+        first = next(key for key in {**before, **after} if key in parted)
         name, module = own[0]
         raise ConfigError(
             f"{name or 'the model'}, a {type(module).__name__}, has a method "
             f"{own_methods(module, nn.Module, _METHODS)[0]}() of its own that changes "
-            f"{changed[0]!r}, and it is taken apart into layers, so that no stage would call it; "
+            f"{first!r}, and it is taken apart into layers, so that no stage would call it; "
             "put it on a layer, which stays whole"
         )
     return Modes(in_training, in_eval)
-
-
-def _state(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Any]:
-    """Return what differs after modules were changed in more than their modes."""
-    found: dict[str, Any] = {}
-    for name, module in modules:
-        for key, value in vars(module).items():
-            if key in ("_parameters", "_buffers"):
-                for short, tensor in value.items():
-                    mark = None if tensor is None else (id(tensor), tensor._version)
-                    found[f"{name}.{short}".strip(".")] = mark
-            elif key not in ("training", "_modules"):
-                found[f"{name}.{key}".strip(".")] = id(value)
-    return found
 
 
 @contextmanager

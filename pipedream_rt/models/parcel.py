@@ -3,8 +3,8 @@
 A *parcel* is what the script packs for a stage. The stage has a copy of it, or its own of what is
 pickled by name, so a value that the script changes later reaches the stage only if it travels. The
 walk goes through a parcel as pickling does, and on into the globals, modules, classes and methods
-that its code names. It gives each *place* a *mark*: two walks give the same mark where nothing was
-changed. Whatever kind of object holds a value, it has a place, so no list says what is watched.
+that its code names. It gives each *place* a mark (`mark.py`), which of a plain value is its text.
+Whatever kind of object holds a value, it has a place, so no list says what is watched.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from inspect import getattr_static
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -31,17 +31,8 @@ from torch import nn
 
 from pipedream_rt.models.code import is_by_name, is_installed, named_by, written_at
 from pipedream_rt.models.code_reading import ENTRY, functions_called, methods_named, names_in
-from pipedream_rt.models.holders import (
-    GONE,
-    MOST,
-    WITH_STATE,
-    Holder,
-    slots_of,
-    state_of,
-)
-
-Mark: TypeAlias = Any
-"""What differs once the value at a place was changed: of plain values their text."""
+from pipedream_rt.models.holders import GONE, MOST, Holder, slots_of
+from pipedream_rt.models.mark import WITH_STATE, Mark, mark_of_code, mark_of_value
 
 _ATOMS = {
     type(None), bool, int, float, complex, range, slice, type(Ellipsis),
@@ -245,7 +236,7 @@ class _Walk:
         self.marks[place] = (cls.__qualname__, "")
         if isinstance(value, WITH_STATE):
             self._hold(place, value, "state")
-            self.marks[place] = state_of(value)
+            self.marks[place] = mark_of_value(value)
         elif isinstance(value, type):
             self._class(place, value)
         elif isinstance(value, FunctionType):
@@ -359,7 +350,7 @@ class _Walk:
             return
         by_name, where = is_by_name(function), self._parcel.name(place)
         names = names_in(function.__code__)
-        self.marks[place] = _mark_of(function.__code__)
+        self.marks[place] = mark_of_code(function.__code__)
         if self._first:  # what is found later is not gone into
             self._parcel.named |= names.loaded | names.globals
             self._parcel.stored |= names.stored
@@ -452,13 +443,6 @@ def _named(function: FunctionType) -> str:
     return function.__qualname__.replace("<locals>.", "")
 
 
-@functools.lru_cache(maxsize=4096)
-def _mark_of(code: CodeType) -> Mark:
-    """Return what differs between functions that do something else, wherever they were written."""
-    constants = [_mark_of(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
-    return "code", code.co_code, code.co_names, code.co_freevars, tuple(constants)
-
-
 def _reduced(value: Any) -> Any:
     """Return as what an object is pickled, if not by its attributes: parts, or one mark.
 
@@ -516,7 +500,7 @@ def same_code(one: Any, other: Any) -> bool:
         isinstance(one, FunctionType)
         and isinstance(other, FunctionType)
         and one.__closure__ is other.__closure__ is None
-        and _mark_of(one.__code__) == _mark_of(other.__code__)
+        and mark_of_code(one.__code__) == mark_of_code(other.__code__)
     )
 
 

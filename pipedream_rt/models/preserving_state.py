@@ -111,17 +111,6 @@ def refill(container: Any, content: Any) -> None:
     (container.update if hasattr(container, "update") else container.extend)(content)
 
 
-def drawn_outside() -> tuple[Any, ...]:
-    """Return what differs after Python or NumPy has drawn random numbers."""
-    # As text: the state of NumPy has an array in it, which == would compare by element.
-    return random.getstate(), str(np.random.get_state())
-
-
-def draws_outside() -> tuple[int, int]:
-    """Return how far Python and NumPy have drawn of the random numbers that they have at hand."""
-    return random.getstate()[1][-1], np.random.get_state(legacy=False)["state"]["pos"]
-
-
 def refusal_of_draws(where: str = "") -> ConfigError:
     """Return the error about random numbers that a forward draws outside of torch."""
     return ConfigError(

@@ -38,14 +38,14 @@ from pipedream_rt.models.kept import (
     leaves_of,
     refuse_kept_values,
 )
-from pipedream_rt.models.layer_shapes import NotDense, changes_of, shapes_of, valued
+from pipedream_rt.models.layer_shapes import NotDense, shapes_of, valued
+from pipedream_rt.models.mark import quick_mark_of_draws_outside, writes_of
 from pipedream_rt.models.modes import Modes
 from pipedream_rt.models.preserving_state import (
     MANUAL,
     Left,
     as_it_was,
     called_with,
-    draws_outside,
     line_now,
     mode_set,
     refusal,
@@ -529,7 +529,7 @@ class _ForwardRecorder(TorchFunctionMode):
         tensors = list({id(t): t for t in _tensors_in((args, kwargs))}.values())
         called_with = replaced((args, kwargs), (Tensor,), own)
         # The version counter shows which tensors the function changes, whatever its name says.
-        versions = [changes_of(copies.get(id(t), t)) for t in tensors]
+        versions = [writes_of(copies.get(id(t), t)) for t in tensors]
         self.drew = self.sized = False
         self.paused += 1
         try:
@@ -542,7 +542,7 @@ class _ForwardRecorder(TorchFunctionMode):
         changed = [
             t
             for t, before in zip(tensors, versions, strict=True)
-            if changes_of(copies.get(id(t), t)) != before
+            if writes_of(copies.get(id(t), t)) != before
         ]
         depends |= _SIZED if self.sized or name in _SIZING else 0
         results = _tensors_in(result)
@@ -615,7 +615,7 @@ class _ForwardRecorder(TorchFunctionMode):
     ) -> None:
         """Add a step, and give its results their slots."""
         self._refuse_foreign(given)
-        if draws_outside() != self._drawn:
+        if quick_mark_of_draws_outside() != self._drawn:
             raise refusal_of_draws(f"before {line_now()} ")
         if not isinstance(target, str):
             self._objects_in(given)  # refuses what cannot be pickled; of layers that was done
@@ -939,7 +939,7 @@ class _ForwardRecorder(TorchFunctionMode):
         )
         self._before = self._surroundings()
         self._kernels = settings_of_devices()
-        self._drawn = draws_outside()
+        self._drawn = quick_mark_of_draws_outside()
 
     def _surroundings(self) -> TorchContexts:
         """Return what is on around the function or layer that is called now."""

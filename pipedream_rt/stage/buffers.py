@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from pipedream_rt.devices import HOST, Device
+from pipedream_rt.models.mark import Mark, mark_of_tensor
 from pipedream_rt.torch_private import NormWithBuffers
 
 
@@ -100,18 +101,17 @@ class ForwardBuffers:
         if others:
             for number in self._changing:
                 self._replace(self._slots[number])
-        before = [self._state(slots) for slots in self._slots]
+        before = [self._mark(slots) for slots in self._slots]
         yield
         for number, slots in enumerate(self._slots):
-            if self._state(slots) != before[number]:
+            if self._mark(slots) != before[number]:
                 self._changing.add(number)
 
     @staticmethod
-    def _state(slots: list[tuple[nn.Module, str]]) -> tuple[int, int]:
-        """Return what differs once a buffer was changed in place or replaced."""
+    def _mark(slots: list[tuple[nn.Module, str]]) -> Mark:
+        """Return the mark of what the first of its places holds."""
         owner, name = slots[0]
-        buffer = owner._buffers.get(name)
-        return (0, 0) if buffer is None else (id(buffer), buffer._version)
+        return mark_of_tensor(owner._buffers.get(name))
 
     @staticmethod
     def _replace(slots: list[tuple[nn.Module, str]]) -> None:

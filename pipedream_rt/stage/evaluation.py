@@ -21,6 +21,7 @@ from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.tree import Value, unflatten
 from pipedream_rt.models import dumps, loads
 from pipedream_rt.models.holders import Holder
+from pipedream_rt.models.mark import mark_of_tensor, mark_of_tensors
 from pipedream_rt.models.modes import Modes
 from pipedream_rt.models.parcel import Parcel
 from pipedream_rt.models.shipping import Range, alias, why_unpicklable
@@ -100,11 +101,11 @@ class _Kept:
     def __init__(self, buffer: Tensor | None) -> None:
         self._buffer = buffer
         self._copy = None if buffer is None else buffer.clone()
-        self._version = 0 if buffer is None else buffer._version
+        self._mark = mark_of_tensor(buffer)
 
     def put_back(self) -> Tensor | None:
         """Return the buffer with the values that it had."""
-        if self._buffer is not None and self._buffer._version != self._version:
+        if self._buffer is not None and mark_of_tensor(self._buffer) != self._mark:
             assert self._copy is not None
             self._buffer.copy_(self._copy)
         return self._buffer
@@ -159,9 +160,9 @@ class EvaluationBuffers:
                 self._kept[number] = [dict(owner._buffers) for owner in owners]
                 return
             # Until a pass changes a buffer, the evaluation needs none of its own.
-            before = [_marks(owner) for owner in owners]
+            before = [mark_of_tensors(owner._buffers.items()) for owner in owners]
             yield
-            if [_marks(owner) for owner in owners] != before:
+            if [mark_of_tensors(owner._buffers.items()) for owner in owners] != before:
                 # Clones, since `same_buffers` puts the old values back into these very tensors.
                 copies: dict[int, Tensor | None] = {}  # a buffer may belong to two modules
                 self._kept[number] = [
@@ -171,14 +172,6 @@ class EvaluationBuffers:
                     }
                     for owner in owners
                 ]
-
-
-def _marks(owner: nn.Module) -> dict[str, tuple[int, int] | None]:
-    """Return by name what differs once a buffer was changed in place or replaced."""
-    return {
-        name: None if buffer is None else (id(buffer), buffer._version)
-        for name, buffer in owner._buffers.items()
-    }
 
 
 # -- metrics, and the loss of an evaluation -------------------------------------------------------

@@ -11,6 +11,7 @@ from torch import nn
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.tree import Value, places
+from pipedream_rt.models.mark import Mark, mark_of_tensors, mark_of_writes
 from pipedream_rt.stage.buffers import buffer_slots, names_of_buffers
 from pipedream_rt.stage.parameters import same
 from pipedream_rt.stage.script_values import GivenValues
@@ -85,10 +86,9 @@ class Guards:
                     f"it a {kind} before the pipeline starts"
                 )
 
-    def _marks_of_shared(self) -> dict[str, tuple[int, int]]:
-        """Return by name of each shared buffer what differs once it was changed or replaced."""
-        buffers = {name: self._module.get_buffer(name) for name in self._shared}
-        return {name: (id(buffer), buffer._version) for name, buffer in buffers.items()}
+    def _marks_of_shared(self) -> dict[str, Mark]:
+        """Return by name the mark of each shared buffer."""
+        return mark_of_tensors((name, self._module.get_buffer(name)) for name in self._shared)
 
     @contextmanager
     def refusing_changes(self, what: str) -> Iterator[None]:
@@ -160,11 +160,11 @@ def telling_changed_inputs(given: Value | None) -> Iterator[None]:
     if given is None:
         yield
         return
-    before = [tensor._version for tensor in given.tensors]
+    before = mark_of_writes(given.tensors)
     yield
-    names = places(given.structure)
-    for number, (tensor, version) in enumerate(zip(given.tensors, before, strict=True)):
-        if tensor._version != version:
+    names, after = places(given.structure), mark_of_writes(given.tensors)
+    for number, (one, other) in enumerate(zip(before, after, strict=True)):
+        if one != other:
             _log.warning(
                 "the forward changes the tensor%s of the mini-batch in place. Here it is a copy, "
                 "so the loader's own tensor stays as it is, also when the loader yields it again; "

@@ -29,6 +29,7 @@ from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.snapshot import Snapshot, fitting, replica_name
 from pipedream_rt.messages.state_keys import OF_REPLICAS
 from pipedream_rt.messages.tree import flatten
+from pipedream_rt.models.mark import Mark, mark_of_tensors
 from pipedream_rt.stage import stage_state
 from pipedream_rt.stage.stage import Stage
 
@@ -102,15 +103,14 @@ class StageSaver:
     @contextmanager
     def watching_buffers(self) -> Iterator[None]:
         """Give up a checkpoint that waits for its update if a backward, the body, sets buffers."""
-        saving, before = self.saving, self._buffers_now()
+        saving, before = self.saving, self._mark_of_buffers()
         yield
-        if saving is not None and before != self._buffers_now():
+        if saving is not None and before != self._mark_of_buffers():
             self.saving = None
             self._tell(saving.position, _CHANGED_IN_BACKWARD)
 
-    def _buffers_now(self) -> list[tuple[str, int, int]]:
-        """Return what differs once a buffer was changed in place or replaced."""
-        return [(n, id(b), b._version) for n, b in self._stage.module.named_buffers()]
+    def _mark_of_buffers(self) -> Mark:
+        return mark_of_tensors(self._stage.module.named_buffers())
 
     @torch.no_grad()
     def save_if_due(self) -> None:

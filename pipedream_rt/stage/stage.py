@@ -317,7 +317,7 @@ class Stage:
         return self._in_flight[micro_batch].said
 
     def _read_by(self, micro_batch: int) -> tuple[int, int, int]:
-        """Return what differs for another mini-batch, or for other weights that are read."""
+        """Return the mark of the mini-batch and the weights that a micro-batch reads."""
         leaves = self.parameters.leaves(micro_batch)
         return micro_batch // self.plan.per_update, self.version_of(micro_batch), id(leaves)
 

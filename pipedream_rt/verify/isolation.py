@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import math
-import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,30 +25,17 @@ from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.job import Job
 from pipedream_rt.models.code import is_installed
 from pipedream_rt.models.holders import PLAIN, Holder, attributes_of
+from pipedream_rt.models.mark import GENERATORS, mark_of_tensor, mark_of_value, state_of
 from pipedream_rt.models.parcel import Parcel, weights_in
-from pipedream_rt.models.preserving_state import (
-    drawing_alone,
-    drawn_outside,
-    kept_outside,
-    refill,
-)
+from pipedream_rt.models.preserving_state import drawing_alone, kept_outside, refill
 from pipedream_rt.torch_private import preserve_version_counter
 from pipedream_rt.verify.compare import MOST, sampled
 
 LIMIT = 64 << 20
 """Bytes of tensors that are copied to be put back, at most."""
 
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-
 _CONSTANT = (*PLAIN, bytes, type, FunctionType, ModuleType, torch.dtype, torch.device)
 """Nothing of these is put back: they do not change."""
-
-
-def drawn(generators: Iterable[Any] = ()) -> tuple[Any, ...]:
-    """Return the states of random generators: they differ once numbers were drawn."""
-    states = (_state_of(each)[1] for each in generators)
-    own = (s.numpy().tobytes() if isinstance(s, Tensor) else str(s) for s in states)
-    return torch.get_rng_state().numpy().tobytes(), *drawn_outside(), *own
 
 
 class Shared:
@@ -135,8 +121,8 @@ class Kept:
                 self._count(value.nbytes)
                 if value.flags.writeable:
                     undo = partial(np.copyto, value, value.copy())
-            case _ if isinstance(value, _GENERATORS):
-                set_state, state = _state_of(value)
+            case _ if isinstance(value, GENERATORS):
+                set_state, state = state_of(value)
                 undo = partial(set_state, state)
             case dict():
                 undo = partial(refill, value, dict(value))
@@ -166,8 +152,8 @@ class Kept:
             return None
         self._count(tensor.nbytes)
         self.tensors.append(tensor)
-        version, before = tensor._version, tensor.detach().clone()
-        return lambda: None if tensor._version == version else tensor.detach().copy_(before)
+        mark, before = mark_of_tensor(tensor), tensor.detach().clone()
+        return lambda: None if mark_of_tensor(tensor) == mark else tensor.detach().copy_(before)
 
     def _count(self, size: int) -> None:
         """Count bytes that are copied."""
@@ -187,20 +173,7 @@ def held_by(holders: Iterable[Holder]) -> dict[str, Any]:
 def generators_in(holders: Iterable[Holder]) -> list[Any]:
     """Return the random generators that holders are or hold."""
     values = (v for h in holders for v in (h.value, *h.raw().values()))
-    return [value for value in values if isinstance(value, _GENERATORS)]
-
-
-def _state_of(generator: Any) -> tuple[Callable[[Any], object], Any]:
-    """Return what sets the state of a random generator, and its state."""
-    match generator:
-        case torch.Generator():
-            return generator.set_state, generator.get_state()
-        case np.random.Generator():
-            bits = generator.bit_generator
-            return partial(setattr, bits, "state"), bits.state
-        case np.random.RandomState():
-            return generator.set_state, generator.get_state()
-    return generator.setstate, generator.getstate()
+    return [value for value in values if isinstance(value, GENERATORS)]
 
 
 def _of_file(file: Any) -> Callable[[], object]:
@@ -224,8 +197,8 @@ def _comparable(value: Any, depth: int = 3) -> Any:
         return None if value.is_meta else sampled(value)
     if isinstance(value, np.ndarray):
         return value.tobytes() if value.nbytes <= MOST else value.shape
-    if isinstance(value, _GENERATORS):
-        return drawn([value])[-1]
+    if isinstance(value, GENERATORS):
+        return mark_of_value(value)
     if isinstance(value, PLAIN) or not depth:
         return value if isinstance(value, PLAIN) else None
     if isinstance(value, list | tuple | set | deque):

@@ -26,6 +26,7 @@ from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.lifecycle import is_of_a_handler
 from pipedream_rt.messages.tree import Value, flat_copy, own, unflatten
 from pipedream_rt.models import dumps, loads
+from pipedream_rt.models.mark import Mark, mark_of_draws
 from pipedream_rt.models.parcel import Parcel, weights_in
 from pipedream_rt.models.program import found, replaced
 from pipedream_rt.models.tensors import gradient_hooks, home_of, own_buffers
@@ -37,7 +38,7 @@ from pipedream_rt.stage.seeds import layer_seed
 from pipedream_rt.stage.spec import LossFunction, own_loss, total_of
 from pipedream_rt.stage.whole_loss import Met, WholeLoss
 from pipedream_rt.verify.compare import Place, Seen, apart, sampled
-from pipedream_rt.verify.isolation import Kept, drawn, generators_in, held_by
+from pipedream_rt.verify.isolation import Kept, generators_in, held_by
 from pipedream_rt.verify.stand_in import GivenGradients
 
 
@@ -487,9 +488,9 @@ class PlainTraining:
             name: sampled(b) for name, b in buffers if isinstance(b, Tensor)
         }
 
-    def drawn(self) -> tuple[Any, ...]:
-        """Return what differs once random numbers were drawn."""
-        return drawn(self._generators)
+    def drawn(self) -> Mark:
+        """Return the mark of the random numbers that were drawn."""
+        return mark_of_draws(self._generators)
 
     @property
     def left_out(self) -> set[str]:

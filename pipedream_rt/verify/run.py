@@ -29,7 +29,7 @@ from pipedream_rt.job.rules import scale_of
 from pipedream_rt.lifecycle import is_of_a_handler
 from pipedream_rt.messages.tree import Value, flat_copy
 from pipedream_rt.models.communication import communicates
-from pipedream_rt.models.preserving_state import drawn_outside
+from pipedream_rt.models.mark import mark_of_draws_outside
 from pipedream_rt.schedules import Plan
 from pipedream_rt.stage.hyper import Hyper
 from pipedream_rt.telling import log_of, note, say
@@ -495,11 +495,11 @@ class Watching:
                 plain.nudge()
             plain.drop_gradients()
             plain.set_mode(self._run.feeder.training)
-            before = drawn_outside()
+            before = mark_of_draws_outside()
             seen = plain.step(
                 0, cut, steps_that_draw(job.reading.forwards), self._hyper[0], late=late
             )
-            if drawn_outside() != before:
+            if mark_of_draws_outside() != before:
                 raise ConfigError(
                     "the model, loss or optimizer draws random numbers of Python or NumPy, which "
                     "are not seeded per layer; draw them with torch, which is"

@@ -174,6 +174,20 @@ def test_threads_that_send_at_once_do_not_mix_their_records(loop, encrypted):
 
 @pytest.mark.threads
 @both
+def test_who_reads_does_not_wait_for_a_sender_that_waits(loop, encrypted):
+    """The other end may wait for this one to read; the engine alone is of one thread at a time."""
+    with ends(loop, encrypted) as (worker, stream):
+        if not encrypted:
+            in_loop(loop, stream.send, BEAT)
+            with worker._lock:  # as a sender has
+                assert worker.receive(soon()) == BEAT
+        in_loop(loop, stream.close)
+        with worker._lock, pytest.raises(PeerLost, match="the coordinator closed the connection"):
+            worker.receive(soon())
+
+
+@pytest.mark.threads
+@both
 def test_records_that_come_at_once_are_read_one_by_one(loop, encrypted):
     async def write():
         for i in range(3):
@@ -190,7 +204,7 @@ def test_records_that_come_at_once_are_read_one_by_one(loop, encrypted):
 @both
 def test_only_members_may_send_large_records(loop, encrypted):
     with ends(loop, encrypted) as (worker, stream):
-        stream.largest = LARGEST_AT_FIRST
+        stream._framing.largest = LARGEST_AT_FIRST
         worker.send({"type": "failed", "text": "x" * LARGEST_AT_FIRST})
         with pytest.raises(TransportError, match=r"the worker sent a record of .* at most 4096"):
             loop.run(stream.read())

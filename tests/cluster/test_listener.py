@@ -311,8 +311,8 @@ def test_what_a_stranger_sends_ends_the_stranger_alone(loop, door, calls, caplog
         if encrypted:
             stranger = calls()
             with stranger._lock:
-                stranger._engine.write(junk)
-                stranger._write(stranger._engine.sealed(), soon())
+                stranger._framing.engine.write(junk)
+                stranger._write(stranger._framing.engine.sealed(), soon())
             with pytest.raises(TransportError):
                 hang_up(stranger)
         else:
@@ -345,8 +345,8 @@ def test_a_hello_that_comes_in_parts_is_waited_for(calls):
     worker, data = calls(), framed(hello("w"))
     for part in (data[:3], data[3:50], data[50:]):
         with worker._lock:
-            worker._engine.write(part)
-            worker._write(worker._engine.sealed(), soon())
+            worker._framing.engine.write(part)
+            worker._write(worker._framing.engine.sealed(), soon())
     assert worker.receive(soon())["type"] == "admitted"
 
 

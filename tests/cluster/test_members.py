@@ -6,7 +6,7 @@ import pytest
 from support.callers import ready
 from support.deadlines import LATEST_S
 
-from pipedream_rt.cluster import stream as stream_module
+from pipedream_rt.cluster import framing as framing_module
 from pipedream_rt.cluster.control import Control
 from pipedream_rt.cluster.doors import DoorAddress
 from pipedream_rt.cluster.members import JoiningFailed, Member, WorkerSlot, natural
@@ -130,7 +130,7 @@ def test_whatever_a_decoder_raises_ends_the_connection(monkeypatch):
 
     @living
     async def run(here, worker):
-        monkeypatch.setattr(stream_module, "unpacked", recurses)
+        monkeypatch.setattr(framing_module, "unpacked", recurses)
         worker.send({"type": "doing", "action": "B1"})
         await changed(here, lambda: here.ended is not None)
         assert str(here.ended).startswith("what worker 'w1' sent cannot be read: RecursionError(")

@@ -13,13 +13,13 @@ from torch import nn
 
 from pipedream_rt.errors import ConfigError, PipelineError
 from pipedream_rt.models import preserving_state
+from pipedream_rt.models.mark import mark_of_draws_outside
 from pipedream_rt.models.modes import Modes
 from pipedream_rt.models.preserving_state import (
     Left,
     as_it_was,
     called_with,
     drawing_alone,
-    drawn_outside,
     kept_outside,
     mode_set,
     modules_inside,
@@ -178,12 +178,12 @@ def test_modes_are_set_without_a_call_of_train_and_put_back():
 
 
 def test_random_numbers_outside_of_torch_go_on_as_before():
-    before = drawn_outside()
+    before = mark_of_draws_outside()
     with kept_outside():
         random.random()
         np.random.rand()
-        assert drawn_outside() != before
-    assert drawn_outside() == before
+        assert mark_of_draws_outside() != before
+    assert mark_of_draws_outside() == before
 
 
 @pytest.mark.parametrize("kind", [list, set, dict.fromkeys])

@@ -67,7 +67,7 @@ def test_fuzz_of_the_control_connection():
         with left:
             left.sendall(draw.randbytes(draw.randrange(1, 600)))
         assert came_over(control) == []
-        assert len(control._buffer) < 1 << 13
+        assert len(control._framing._came) < 1 << 13
         control.close()
 
 
@@ -98,7 +98,7 @@ def test_fuzz_of_an_encrypted_control_connection(attack, most):
     for _ in range(50):
         left, right = socket.socketpair()
         control = Control(right, "a coordinator")
-        control._engine, other = shaken()
+        control._framing.engine, other = shaken()
         other.write(framed(JOINED))
         with left:
             left.sendall(attack(other.sealed(), draw))

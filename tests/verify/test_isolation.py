@@ -14,7 +14,7 @@ from pipedream_rt.job.job import prepare
 from pipedream_rt.job.options import Layout, Options
 from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.verify import isolation
-from pipedream_rt.verify.isolation import Shared, drawn
+from pipedream_rt.verify.isolation import Shared
 
 
 class Counter:
@@ -160,15 +160,3 @@ def test_what_is_kept_can_be_put_back_more_than_once():
             change()
             kept.put_back()
             assert state() == before
-
-
-@pytest.mark.parametrize(
-    "draws",
-    [torch.rand, np.random.rand, lambda n: random.random()],
-    ids=["torch", "numpy", "python"],
-)
-def test_whether_numbers_were_drawn_can_be_seen(draws):
-    before = drawn()
-    assert drawn() == before
-    draws(1)
-    assert drawn() != before

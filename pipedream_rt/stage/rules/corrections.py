@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.state_keys import StateKey, StepState, by_name
+from pipedream_rt.models.mark import Mark, mark_of_tensors
 from pipedream_rt.stage.correction import Correction, Moment, Named, overrides
 from pipedream_rt.stage.hyper import Hyper
 from pipedream_rt.stage.optimizer import like
@@ -172,7 +173,7 @@ class Corrections(UpdateRule, MicroBatchRule):
                         group[name] = value
 
     def _refuse_a_second_change(
-        self, group: Hyper, became: Hyper, was: Hyper, marks: dict[str, int]
+        self, group: Hyper, became: Hyper, was: Hyper, marks: dict[str, Mark]
     ) -> None:
         """Refuse a step that changes an option which corrections have changed for it alone."""
         now = _marks(group)
@@ -353,6 +354,6 @@ def _equal(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def _marks(options: Hyper) -> dict[str, int]:
-    """Return, by name, what changes when a tensor option is changed in place."""
-    return {name: v._version for name, v in options.items() if isinstance(v, Tensor)}
+def _marks(options: Hyper) -> dict[str, Mark]:
+    """Return by name the mark of each option that is a tensor."""
+    return mark_of_tensors((n, v) for n, v in options.items() if isinstance(v, Tensor))
