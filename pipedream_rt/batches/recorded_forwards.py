@@ -44,19 +44,20 @@ from pipedream_rt.telling import log_of
 _log = log_of(__name__)
 
 _MOST = 1024
-"""Programs of a model that are known at a time, beside those of the example, and kinds of inputs:
-the one that was followed longest ago is forgotten, and recorded again when it is needed."""
+"""The most programs of a model that are known at a time, beside those of the example; also the most
+kinds of inputs. The one that was followed longest ago is forgotten, and recorded again when
+needed."""
 
 _FIRST = 3
 """How many programs are recorded before one for any sizes is made of them."""
 
 _ATTEMPTS = 4
-"""How often that is tried for inputs of one kind: sizes may part the ways of a forward."""
+"""How often that is tried for inputs of one kind: a forward may branch on sizes."""
 
 
 @dataclass(slots=True)
 class _Kind:
-    """Inputs of one kind, whatever their sizes are.
+    """Inputs that differ in nothing but their sizes.
 
     Attributes:
         examples: The shapes and the programs that were recorded last.
@@ -252,7 +253,7 @@ class RecordedForwards:
     def _recorded(
         self, inputs: Value, mode: Mode, training: bool | None
     ) -> tuple[int, Program, tuple[int, ...]]:
-        """Record the forward of inputs, for which there is no program."""
+        """Record the forward of inputs that have no program yet."""
         args, kwargs = unflatten(inputs.structure, inputs.tensors)
         batch = Batch(args, kwargs, None)
         program = self.record(batch, mode, training)
@@ -297,7 +298,7 @@ class RecordedForwards:
             self._uses[number] = key
 
     def _kind(self, key: bytes) -> _Kind:
-        """Return the inputs of one kind, as those that are used last."""
+        """Return the kind with a key, and note it as the one used last."""
         kind = self._kinds[key] = self._kinds.pop(key, _Kind())
         if len(self._kinds) > _MOST:
             del self._kinds[next(iter(self._kinds))]
@@ -332,7 +333,7 @@ class RecordedForwards:
         return gone
 
     def _forget(self, number: int) -> None:
-        """Let no inputs follow a program from now on."""
+        """Have later inputs follow other programs than this one."""
         key = self._uses.pop(number)
         self._gone.append(number)
         self._countings.pop(number, None)

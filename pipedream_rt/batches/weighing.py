@@ -33,7 +33,8 @@ class Weighing:
 
     Attributes:
         is_given: Whether the user has given a function.
-        counts: Whether a batch is to be looked at; else its labels count, as the model tells.
+        counts: Whether `counted` has to look at a batch; else the labels count that the model
+            names.
     """
 
     def __init__(self, weigh: Weigh | None, loss_fn: object = None) -> None:
@@ -48,11 +49,11 @@ class Weighing:
         self.counts = self.is_given or self._counted is not None
 
     def for_loss(self, loss_fn: object) -> Weighing:
-        """Return what weighs batches for another loss; the user's function holds for it too."""
+        """Return the weighing for another loss; the user's function holds for it too."""
         return Weighing(self._weigh, loss_fn)
 
     def counted(self, batch: Batch, labels: int | None) -> float | None:
-        """Return what a micro-batch or a mini-batch weighs; None for its number of samples."""
+        """Return the weight of a micro-batch or a mini-batch; None for its number of samples."""
         if self._weigh is None:
             if labels is None and self._counted is not None:
                 return self._counted(batch.target)
@@ -84,7 +85,7 @@ def is_known_mean(loss_fn: object) -> bool:
 
 
 def _counted_by(loss_fn: object) -> _Counted | None:
-    """Return what counts the labels of a cross entropy of torch; None for any other loss."""
+    """Return a counter of the labels of a cross entropy of torch; None for any other loss."""
     if type(loss_fn) in (nn.CrossEntropyLoss, nn.NLLLoss):
         given = {name: getattr(loss_fn, name) for name in ("weight", "ignore_index", "reduction")}
     elif isinstance(loss_fn, functools.partial) and loss_fn.func in CROSS_ENTROPIES:
@@ -134,7 +135,7 @@ def shares_of(weights: Sequence[float], samples: Sequence[int]) -> list[float]:
 
 
 class Samples:
-    """Refuses to weigh mini-batches by samples where it is not clear what counts them."""
+    """Refuses to weigh mini-batches by samples where the number of samples is ambiguous."""
 
     def __init__(self) -> None:
         self._first: tuple[int, int] | None = None

@@ -28,8 +28,8 @@ class Wanted(NamedTuple):
 
     Attributes:
         instead: Alternative keys. Of ``key`` and these, exactly one will arrive.
-        also: Keys of messages to take if they are there and none of those is.
-        wanted: Whether to take a message that is there under a key of ``also``.
+        also: Further keys. Their messages are taken only while none of the others is there.
+        wanted: Whether to take such a message.
     """
 
     key: Key
@@ -88,7 +88,7 @@ class Inbox:
     Attributes:
         awaited: The keys that the taker waits for now.
         arrived_ns: When the message that was taken last arrived, on ``time.monotonic_ns``.
-        recent: The last ten things that the taker has done, for a stall report.
+        recent: The last ten actions of the taker, for a stall report.
         titles: Names addresses in texts; a plan also names replicas.
     """
 
@@ -247,7 +247,8 @@ class Inbox:
 
     def reopen(self, generation: int) -> None:
         """Open the inbox for a new generation after a failure. On the taker's thread."""
-        # What waits comes again. What was taken is still known, and dropped when it comes again.
+        # All that waits is sent again. A message that was taken is known, and dropped when it
+        # comes.
         with self._lock:
             self._generation = generation
             self._waiting.clear()

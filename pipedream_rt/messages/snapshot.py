@@ -39,7 +39,7 @@ class Snapshot:
 
 
 class Wanted(NamedTuple):
-    """What of a checkpoint a stage takes, whose bounds may differ from those of who wrote it.
+    """The part of a checkpoint that a stage takes; the stages that wrote it may have other bounds.
 
     Attributes:
         weights: Keys of its state dict, all of which must be there.
@@ -64,12 +64,12 @@ def replica_name(replica: int, count: int) -> str:
 
 
 UNFIT = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""Errors that the contents of a checkpoint of something else lead to."""
+"""The errors that follow from a checkpoint of another model or version."""
 
 
 @contextmanager
 def fitting(source: object) -> Iterator[None]:
-    """Turn errors of the body, which uses what was read, into an error about where it is from."""
+    """Turn such an error of the body, which uses what was read, into one that names the source."""
     try:
         yield
     except PipelineError:

@@ -44,7 +44,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 ENTRY = "[]"
-"""Stands, among what code stores, for the entries of a container."""
+"""Stands for the entries of a container among the names that code stores."""
 
 _KINDS = {
     "LOAD_GLOBAL": "globals", "LOAD_NAME": "globals",

@@ -27,7 +27,7 @@ class NotDense(Exception):
 
 
 class Shaped(NamedTuple):
-    """What a layer has made of tensors without values.
+    """The results of a layer that was called with tensors without values.
 
     Attributes:
         result: What it has returned, with zeros in the place of tensors.

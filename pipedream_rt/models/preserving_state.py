@@ -1,4 +1,4 @@
-"""Calling a user's model to look at it, and leaving it and its surroundings as they were."""
+"""Calls a user's model to look at it, and leaves it, and all around it, as it was."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def drawn_outside() -> tuple[Any, ...]:
 
 
 def draws_outside() -> tuple[int, int]:
-    """Return how far Python and NumPy have drawn of the random numbers that they have at hand."""
+    """Return how many random numbers Python and NumPy have drawn from their present blocks."""
     return random.getstate()[1][-1], np.random.get_state(legacy=False)["state"]["pos"]
 
 
@@ -241,8 +241,8 @@ def as_it_was(
     """Restore the model and the random generators after the body.
 
     Refuse a body that has changed modules outside of the layers, has seeded torch, or has drawn
-    random numbers of Python or NumPy. With ``left``, changes of attributes are noted there instead,
-    and ``before`` has those with which the body begins.
+    random numbers of Python or NumPy. With ``left``, changes of attributes are noted there instead;
+    ``before`` has those that the body begins with.
     """
     with drawing_alone():
         noted = Left() if left is None else left

@@ -77,7 +77,7 @@ class CacheRef:
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """Stands for a number that a micro-batch brings, computed of the sizes of its inputs."""
+    """Stands for a number that a micro-batch brings, computed from the sizes of its inputs."""
 
     index: int
 

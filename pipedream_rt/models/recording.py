@@ -104,7 +104,7 @@ _PLACES = {"data_ptr", "storage", "untyped_storage", "is_set_to"}
 
 
 class _Tag:
-    """What is known of a tensor that the forward has seen.
+    """The facts about a tensor that the forward has seen.
 
     Attributes:
         depends: Flags, such as `_BATCH`.
@@ -139,11 +139,11 @@ def record(
 
     With ``symbols``, sizes of the inputs and what is computed of them become numbers of it.
 
-    ``read`` gets what the forward reads of modules, by the name of each and the attribute: a
-    program has read it once. The model is afterwards as it was. The objects in ``carried`` are as
-    after this forward, with tensors without values. ``kept`` has what earlier forwards have left.
-    ``work`` gets the work of each layer with what follows it up to the next one, by its name, as
-    `work_of` counts it.
+    ``read`` gets the values that the forward reads of modules, by the names of module and
+    attribute: a program has read them once. The model is afterwards as it was. The objects in
+    ``carried`` are as after this forward, with tensors without values. ``kept`` has the state that
+    earlier forwards have left. ``work`` gets, by the name of a layer, its work and that of the
+    steps up to the next layer, as `work_of` counts it.
     """
 
     def call(before: Left | None, tells: bool = True) -> tuple[Program, _ForwardRecorder, Left]:
@@ -262,8 +262,8 @@ class _ForwardRecorder(TorchFunctionMode):
         sized: Whether it has made a shape that depends on values; `_Watch` sets it.
         all_names: The names of all modules, by ``id``.
         values: The attributes of modules that the forward itself reads, by ``id`` and key.
-        does: If it ``tells``, what goes by more than the inputs: calls with the content of what
-            they take, values that are read, and the result.
+        does: If it ``tells``, all that depends on more than the inputs: calls with the content of
+            their arguments, values that are read, and the result.
     """
 
     def __init__(
@@ -280,7 +280,7 @@ class _ForwardRecorder(TorchFunctionMode):
         super().__init__()
         self.does: list[Any] = []
         self._tells = tells
-        self._order: dict[int, int] = {}  # of the slots that go by more than the inputs
+        self._order: dict[int, int] = {}  # of the slots that depend on more than inputs
         self.work = work
         self._worked = 0  # by the layer that runs
         self._works = False  # whether one does, and not what is done for its shapes
@@ -423,14 +423,14 @@ class _ForwardRecorder(TorchFunctionMode):
         return replaced(value, kinds, stand_in), depends, after
 
     def goes_by_shapes(self, tensor: Tensor) -> bool:
-        """Whether a tensor goes by the shapes of the inputs alone."""
+        """Whether a tensor depends on the shapes of the inputs alone."""
         tag = self.tag_of(tensor)
         made = tag is not None or self._maker_of(tensor) is not None
         known = tag is not None and not tag.depends
         return not tensor.requires_grad and (known or not made)
 
     def _told(self, value: Any) -> str:
-        """Return the content of a value, with numbers for what goes by more than the inputs."""
+        """Return the content of a value, with numbers for what depends on more than the inputs."""
         if not self._tells:
             return ""
 
@@ -495,7 +495,7 @@ class _ForwardRecorder(TorchFunctionMode):
     def _tells_shape(
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], fact: Any
     ) -> None:
-        """Note or refuse that the forward reads a shape, if it depends on values."""
+        """Note or refuse a read of a shape that depends on values."""
         tag = self.tag_of(args[0]) if args and isinstance(args[0], Tensor) else None
         if tag is not None and tag.depends & _SIZED:
             given, depends, after = self._seen((args, kwargs))
@@ -559,7 +559,7 @@ class _ForwardRecorder(TorchFunctionMode):
     def _reads(
         self, func: Any, name: str, given: Any, depends: int, after: set[int], value: Any
     ) -> None:
-        """Note or refuse that the forward reads values of tensors, on which its way may depend."""
+        """Note or refuse a read of values of tensors: the forward may branch on them."""
         if not depends:
             return
         if "nested_tensor" in name:
@@ -942,7 +942,7 @@ class _ForwardRecorder(TorchFunctionMode):
         self._drawn = draws_outside()
 
     def _surroundings(self) -> TorchContexts:
-        """Return what is on around the function or layer that is called now."""
+        """Return the contexts around the function or layer that is called now."""
         self.paused += 1  # some readers call functions of torch
         try:
             return surroundings_now(self._ours)
@@ -989,7 +989,6 @@ class _Sparse:
         self._kind, self._parts = kind, parts
 
     def made(self) -> Tensor:
-        """Return the sparse tensor."""
         return sparse_of(self._kind, self._parts)
 
 

@@ -22,7 +22,7 @@ Layers: TypeAlias = dict[str, nn.Module]
 
 Inner: TypeAlias = Mapping[str, str]
 """The layers at which no stage can begin, each with a buffer that layers before it and layers from
-it on change: two stages would each have a copy of it."""
+it on change. Two stages would each have a copy of that buffer."""
 
 NO_INNER: Inner = {}
 
@@ -88,11 +88,9 @@ class FunctionLayer(nn.Module):
         self.function = function
 
     def forward(self, *args: Any) -> Any:
-        """Call the function."""
         return self.function(*args)
 
     def extra_repr(self) -> str:
-        """Return the name of the function."""
         return getattr(self.function, "__qualname__", None) or repr(self.function)
 
 
@@ -203,9 +201,8 @@ def split_points(
     """Return the index of the first layer of every stage, rising from 0.
 
     ``stages`` is their number, to balance the ``work`` of the layers, or else parameters; or the
-    first layer of every stage but the
-    first, by name, or by the index or name of an element. ``elements`` is None if they are the
-    layers.
+    first layer of every stage but the first, by name, or by the index or name of an element.
+    ``elements`` is None if they are the layers.
     """
     names = list(layers)
     if not isinstance(stages, int):

@@ -51,7 +51,7 @@ _READERS: dict[str, Callable[[], Any]] = {
 
 
 def surroundings_now(but: Collection[object]) -> TorchContexts:
-    """Return what is on in this thread, but for the modes in ``but``."""
+    """Return the contexts that are on in this thread, but for the modes in ``but``."""
     modes = [
         *function_modes(),
         *dispatch_modes(),

@@ -176,7 +176,7 @@ class Execution:
                 self.waiting.append(Waiting(worker, address, action, need))
 
     def _rows(self, ways: _Channels, action: Action, address: Address) -> _EdgeRules:
-        """Return the rows of an action, apart by whether their number is the action's index."""
+        """Split the rows of an action: numbered by its index, or by a count of their own."""
         needs, gives = self._plan.rows(action, address)
         return _EdgeRules(
             needs=tuple(ways[row] for row in needs if row.number is None),
@@ -186,7 +186,7 @@ class Execution:
         )
 
     def _flushed(self, row: EdgeRule, update: int) -> bool:
-        """Whether a flush comes before the micro-batch that an update would peek at."""
+        """Whether a flush comes first, so that there is no micro-batch to peek at."""
         assert row.number is not None
         after = bisect_right(self._bounds, update * self._plan.per_update)
         return row.number(update) >= self._bounds[after]

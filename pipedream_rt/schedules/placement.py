@@ -212,7 +212,7 @@ class Placement:
         return self.shape.first_own(address, micro_batch)
 
     def next_of_stage(self, address: Address, next_own: int, update: int) -> int:
-        """Return the oldest micro-batch that may still read a version, after a replica's update.
+        """Return the oldest micro-batch that may still read a version once a replica has updated.
 
         ``next_own`` is the next forward of the replica itself.
         """
