@@ -253,7 +253,7 @@ class Leaving:
     """A message on its way out.
 
     Attributes:
-        failed: Called with what the check of a late loss raises.
+        failed: Called with the error that the check of a late loss raises.
         payload: Its payload, whose loss may be `DeferredScalar`.
         tensors: Copies of its tensors on the host; one more, the last, for a loss that is late.
         copied: The event after which the copies are there; None if there are none.

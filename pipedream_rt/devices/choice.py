@@ -13,10 +13,10 @@ from pipedream_rt.models.tensors import accelerator_here
 
 
 class OwnDevice(NamedTuple):
-    """What a process was told of the device that it computes on, when it was started.
+    """The device that a process was told at its start.
 
     Attributes:
-        name: The device, which overrides what a pipeline says; None for what that says.
+        name: The device, in the place of the pipeline's choice; None for that choice.
         number: The number of this process among those of its machine: where the name of a device
             has no number, it picks one of several.
     """
@@ -79,7 +79,7 @@ def _there() -> str:
 
 
 def module_in_use(unknown: bool) -> Any:
-    """Return torch's module for the accelerator in use; one that cannot say so, if `unknown`."""
+    """Return torch's module for the accelerator in use; `unknown` is for one that cannot say so."""
     kind = accelerator_here()
     if kind is None:
         return None
@@ -102,7 +102,7 @@ def device_for(
     Args:
         devices: By worker of the plan, the name of its device; empty for the host.
         worker: Index of the worker.
-        own: What this process was told.
+        own: The device that this process was told.
         addresses: By worker of the plan, the addresses that it hosts.
         threaded: Whether an accelerator sends messages by a thread of its own; else by the thread
             that computes.

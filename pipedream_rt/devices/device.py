@@ -24,7 +24,7 @@ class DeferredScalar(NamedTuple):
 
     Attributes:
         value: The tensor with the number, on the device.
-        check: Called with the number once it is known; what it raises ends the worker.
+        check: Called with the number once it is known; an error of it ends the worker.
     """
 
     value: Tensor
@@ -93,7 +93,8 @@ class Device(Protocol):
 
         Args:
             send: Hands messages to the transport, with tensors in the memory of the host.
-            failed: Called with what a check of a `DeferredScalar` raises, from any thread.
+            failed: Called with the error that a check of a `DeferredScalar` raises, from any
+                thread.
         """
 
     def copied(self, tensor: Tensor) -> Tensor:

@@ -137,11 +137,10 @@ class EvaluationBuffers:
         return number in self._kept
 
     def end(self, number: int) -> None:
-        """Forget the buffers of an evaluation."""
         self._kept.pop(number, None)
 
     def of(self, number: int, kept: bool) -> AbstractContextManager[None]:
-        """Return the context of a pass of an evaluation, or by itself for number 0."""
+        """Return the context of a pass of evaluation `number`; 0 is for a pass by itself."""
         if kept:  # the stage's own buffers are to change
             return nullcontext()
         return self._going_on(number) if number else same_buffers(self._module)
@@ -185,12 +184,12 @@ def _marks(owner: nn.Module) -> dict[str, tuple[int, int] | None]:
 
 
 class Functions(NamedTuple):
-    """What the stage that computes the loss is sent with a micro-batch, ready to be called.
+    """The functions that come with a micro-batch to the stage of the loss, ready to be called.
 
     Attributes:
-        loss_fn: What is computed in the place of the loss of training; None for that.
-        metrics: What is computed beside it, by name.
-        holders: What holds the values that each of them reads, by its name; the loss is ``"loss"``.
+        loss_fn: The loss in the place of that of training; None for that of training.
+        metrics: The metrics that are computed beside it, by name.
+        holders: By name of each, the holders of the values that it reads; the loss is ``"loss"``.
     """
 
     loss_fn: LossFunction | None
@@ -198,7 +197,7 @@ class Functions(NamedTuple):
     holders: dict[str, list[Holder]]
 
     def changed_by(self, name: str) -> str:
-        """Return what a function has changed, in words; "" for nothing."""
+        """Name the value that a function has changed; "" for none."""
         holders = self.holders[name]
         found = [holder.called(key) for holder in holders for key, *_ in holder.changes()]
         return found[0] if found else ""
@@ -214,8 +213,8 @@ def packed_metrics(
 ) -> bytes:
     """Return metrics, and the loss of an evaluation, pickled for the stage that computes the loss.
 
-    They are empty if there is neither. ``weights`` has, by ``id``, where each weight of the model
-    lies, and its name: a function that holds one would see that of the script.
+    They are empty if there is neither. ``weights`` has, by ``id``, the memory and the name of each
+    weight of the model: a function that holds one would see the script's copy.
     """
     named = [*metrics.items()] if isinstance(metrics, Mapping) else [(0, metrics)]
     for name, metric in named:

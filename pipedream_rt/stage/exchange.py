@@ -129,7 +129,7 @@ class Exchange:
         return (*(Key(edge, turn) for edge in self._next_from), Key(self._commands, turn))
 
     def has_peeked(self, row: EdgeRule, index: int) -> bool:
-        """Whether the micro-batch is here that an action must look at without taking it."""
+        """Whether the micro-batch has come that an action looks at without taking it."""
         # The last forward, if none was taken ahead; those of one replica are `replicas` apart.
         newest = self.stage.next_forward
         if self.ahead is None:
@@ -153,7 +153,7 @@ class Exchange:
                 yield Key(edge, number, self.restores)
 
     def _up_to(self, row: EdgeRule, index: int, done: dict[Edge, int]) -> Sequence[int]:
-        """Return the numbers, of updates or versions, up to a row's last that are not `done`."""
+        """Return the numbers up to a row's last, of updates or versions, that are not `done`."""
         if row.number is None:
             return (index,)
         edge, last = row.edge, row.number(index)

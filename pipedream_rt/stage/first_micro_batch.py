@@ -1,12 +1,12 @@
-"""Tells modules that ask for it whether a micro-batch is the first one to read its weights.
+"""Tells those modules that ask whether a micro-batch is the first to read its weights.
 
 Modules of Transformer Engine take ``is_first_microbatch``: if True, they cast their weights, and
 keep the result in the place of the one before; if False, they use what they have kept; if None,
 they cast and keep nothing. Their backward reads what their forward has used. So in a pipeline:
 
-- True is said for the first micro-batch of a mini-batch that reads a weight version, and False for
-  those that read the same one after it;
-- while a micro-batch in flight still needs what is kept, others of another version are told None.
+- the first micro-batch of a mini-batch that reads a weight version gets True, and later ones that
+  read the same version get False;
+- while a micro-batch in flight still needs the kept weights, those of another version get None.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class FirstMicroBatch:
 
     def __init__(self, module: nn.Module) -> None:
         self._said: bool | None = None
-        # Of the weights whose casts the modules keep, what `read_by` returned; and by micro-batch.
+        # What `read_by` returned for the weights whose casts the modules keep; and by micro-batch.
         self._kept: object = None
         self._in_flight: dict[int, object] = {}
         asking = [each for each in module.modules() if _asks(each)]

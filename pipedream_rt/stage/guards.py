@@ -113,7 +113,7 @@ class Guards:
 
     @contextmanager
     def refusing_others(self) -> Iterator[None]:
-        """Refuse, and undo, that the body replaces modules, or parameters or their ``data``."""
+        """Undo and refuse replaced modules, parameters or ``data`` of parameters in the body."""
         slots_of: list[tuple[Any, dict[str, Any]]] = [
             (slots, dict(slots))
             for owner in self._module.modules()
@@ -146,7 +146,7 @@ class Guards:
 
 
 def _kinds(module: nn.Module) -> dict[str, str]:
-    """Return by name whether it is a parameter, a frozen parameter or a buffer."""
+    """Return the kind of each tensor by name: a parameter, a frozen parameter or a buffer."""
     found = {
         name: "parameter" if p.requires_grad else "frozen parameter"
         for name, p in module.named_parameters()

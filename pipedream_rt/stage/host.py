@@ -213,7 +213,7 @@ class StageHost:
         self.inbox.close(error)
 
     def _failed(self, error: BaseException) -> Failed:
-        """Return an error of the present action as data, with itself if it pickles."""
+        """Return an error of the present action as data, with its pickle if there can be one."""
         index, action = self._doing.stage, str(self._doing.action)
         if isinstance(error, NonFiniteLoss):  # of a forward that may be a while ago
             action = error.action

@@ -112,8 +112,8 @@ class Loop:
         self._worker = worker
         self._inbox = inbox
         self._options = options
-        # What waits for a backward may wait for the script, which thinks as long as it likes. That
-        # a worker hangs, the coordinator finds out.
+        # A wait for a backward may be one for the script, which takes as long as it likes. The
+        # coordinator finds out that a worker hangs.
         self._patience = None if self._plan.loss_in_script else options.timeout
         self._free_ns = time.monotonic_ns()  # when the last span ended
         # When the last message of the present action arrived (`time.monotonic_ns`), and from where.
@@ -126,7 +126,7 @@ class Loop:
         self.doing = Doing(stages[0].address)
 
     def run(self) -> Steps[None]:
-        """Do the actions of the order, without end; yield what is waited for, get the message."""
+        """Do the actions of the order, without end; yield each `Wanted`, and get its message."""
         while True:
             yield from self._run_until_flush()
 
@@ -436,7 +436,7 @@ class Loop:
             self._record(kind, hosted, position, version, start, begin)
 
     def _pass(self, hosted: Exchange, head: Head, messages: Sequence[Message]) -> None:
-        """Pass a micro-batch of evaluation or inference through a stage, or what ended that."""
+        """Pass a micro-batch that does not train, or the error that ended it, through a stage."""
         stage, failed = hosted.stage, failed_of(messages)
         made: list[Value] | float | DeferredScalar | None = None
         metrics: dict[str, float | str] = {}
@@ -460,7 +460,7 @@ class Loop:
     def _passed(
         stage: Stage, head: Head, inputs: Sequence[Value], messages: Sequence[Message]
     ) -> tuple[list[Value] | float | DeferredScalar, dict[str, float | str]]:
-        """Return what a stage makes of a micro-batch that does not train, and the metrics."""
+        """Return a stage's result for a micro-batch that does not train, and the metrics."""
         if head.mode.evaluates:
             target, beside = target_of(messages)
             return stage.passes.evaluate(

@@ -104,7 +104,7 @@ class StageOptimizer:
         return self.torch_optimizer.param_groups
 
     def prepare(self, hyper: list[Hyper]) -> torch.optim.Optimizer | None:
-        """Set what the script has changed, by group of the whole model; return what steps."""
+        """Set the script's hyper-parameters, by group of the model; return the torch optimizer."""
         if self.torch_optimizer is None:
             return None
         for i, (number, group) in enumerate(zip(self._group_numbers, self._groups, strict=True)):

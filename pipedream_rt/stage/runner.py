@@ -232,7 +232,7 @@ class Runner:
     ) -> tuple[Tensor, dict[str, float]]:
         """Compute the loss that is trained on, and its named parts, which are only reported.
 
-        ``other`` is what an evaluation computes in its place.
+        ``other`` is the loss of an evaluation.
         """
         loss_fn = other or self.loss_fn
         assert loss_fn is not None

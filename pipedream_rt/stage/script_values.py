@@ -1,4 +1,4 @@
-"""The script's values that a stage has copies of: each micro-batch sees those it was fed with."""
+"""A stage's copies of values of the script: a micro-batch sees the values it was fed with."""
 
 from __future__ import annotations
 

@@ -17,9 +17,9 @@ Some graphs cannot be cut in this way:
 
 - If no input asks for a gradient, the second half does everything.
 - The first half computes everything, and the second only adds the weights' gradients to the pending
-  update, if a weight is used several times; if a node of the path that has weights is an autograd
-  Function in Python, as in compiled layers, which computes all its gradients whenever it runs and
-  may not run twice; or if the path has a reentrant checkpoint.
+  update, in three cases. A weight is used several times. A node of the path that has weights is an
+  autograd Function in Python, as in compiled layers: it computes all its gradients whenever it
+  runs, and may not run twice. Or the path has a reentrant checkpoint.
 - A backward that draws random numbers both on the path and off it is refused, because cut in two it
   would draw them in another order.
 
@@ -49,7 +49,7 @@ Gradients = tuple[Tensor | None, ...]
 
 @dataclass(slots=True)
 class _Replay:
-    """The gradients that came to a node in the first half, which it gets again in the second.
+    """The gradients that came to a node in the first half; it gets them again in the second.
 
     Attributes:
         came: The gradients, by output of the node; None until some came.

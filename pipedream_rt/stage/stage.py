@@ -294,7 +294,7 @@ class Stage:
     def _around_forward(
         self, micro_batch: int, inputs: Sequence[Value]
     ) -> AbstractContextManager[object]:
-        """Return what some stages, and some micro-batches, need around a forward."""
+        """Return the contexts that some stages, and some micro-batches, need around a forward."""
         looks = self.guards.always or not micro_batch & (micro_batch - 1)  # 0, 1, 2, 4, 8, ...
         if not (looks or self._has_buffers or self._asks_first):
             return _NOTHING

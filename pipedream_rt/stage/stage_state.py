@@ -114,7 +114,7 @@ def completed(stage: Stage, begun: Snapshot, copy: Copy) -> Snapshot:
 
 
 def wanted(stage: Stage) -> Wanted:
-    """Return what a stage takes of a checkpoint."""
+    """Return the parts of a checkpoint that a stage takes."""
     slots, state = buffer_slots(stage.module), stage.module.state_dict()
     replica = stage.plan.replica_of(stage.address)
     return Wanted(

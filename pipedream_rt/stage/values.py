@@ -64,7 +64,7 @@ def trail_of(inputs: Sequence[Message]) -> list[Passed]:
 
 
 def failed_of(inputs: Sequence[Message]) -> Failed | None:
-    """Return what an earlier stage has raised in a pass; of several, that of the first input."""
+    """Return the error of an earlier stage in a pass; of several, that of the first input."""
     payloads = (m.payload for m in inputs if isinstance(m.payload, Activation))
     return next((each.failed for each in payloads if each.failed is not None), None)
 

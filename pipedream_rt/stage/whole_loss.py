@@ -31,7 +31,7 @@ class Met(NamedTuple):
     Attributes:
         output: What the model has returned, in the graph of autograd.
         value: The same as a value.
-        share: What it weighs in the mini-batch, with that as 1.
+        share: Its weight, with that of the mini-batch as 1.
     """
 
     number: int
@@ -51,7 +51,7 @@ class Met(NamedTuple):
 
 
 class LossOfUpdate(NamedTuple):
-    """What is sent of the loss of an update, with its last micro-batch that has samples.
+    """The loss of an update, sent with its last micro-batch that has samples.
 
     Attributes:
         loss: The loss of the whole; None where it was computed of each micro-batch.
@@ -68,7 +68,7 @@ class WholeLoss:
     """The micro-batches of an update until its loss is computed, and then their gradients.
 
     Attributes:
-        met: Those that were forward.
+        met: Those whose forward is done.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class WholeLoss:
         self._gradients: dict[int, Gradients] = {}
 
     def verdict(self, loss_fn: LossFunction) -> Verdict:
-        """Return what is found of a loss by these micro-batches."""
+        """Return the verdict on a loss by these micro-batches."""
         compared = [
             Compared(
                 unflatten(each.value.structure, [t.detach() for t in each.value.tensors]),

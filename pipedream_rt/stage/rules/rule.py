@@ -69,7 +69,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What rules know of the stage that they belong to.
+    """The facts that rules know about their stage.
 
     Attributes:
         numbers: By name, the place of each trainable parameter of the stage in the unsplit model.
@@ -149,7 +149,7 @@ class RuleOption:
     """An option of the pipeline of which each stage makes a rule. It is pickled for the workers.
 
     Attributes:
-        called: What messages call the user's objects in it.
+        called: The name of the user's objects in it, for messages.
     """
 
     __slots__ = ()
@@ -169,7 +169,7 @@ class RuleOption:
 
 
 class UpdateRule(Rule):
-    """What changes updates. The methods are called in this order, each for all rules in turn."""
+    """A rule that changes updates. Each method is called for all rules in turn, in this order."""
 
     def collect(self, update: Update) -> Outgoing:
         """Complete or measure the gradients of an update, at its step; return what is sent."""
@@ -201,7 +201,7 @@ class UpdateRule(Rule):
 
 
 class MicroBatchRule(Rule):
-    """What acts within a micro-batch, before its update exists."""
+    """A rule that acts within a micro-batch, before its update exists."""
 
     def loss(self, update: int, loss: Tensor) -> Tensor:
         """Return the changed loss of a micro-batch, just before its backward."""
@@ -212,7 +212,7 @@ class MicroBatchRule(Rule):
         return []
 
     def adjust(self, micro_batch: int) -> Adjust | None:
-        """Return what changes the gradients of a micro-batch before they are added up, if any."""
+        """Return a function that changes a micro-batch's gradients before they are added up."""
         return None
 
     def ended(self, micro_batch: int) -> Outgoing:

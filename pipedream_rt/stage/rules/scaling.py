@@ -41,9 +41,9 @@ class LossScale(RuleOption):
 
     Attributes:
         init_scale: The first scale.
-        growth_factor: What the scale is multiplied by after ``growth_interval`` updates in a row
-            without a skip.
-        backoff_factor: What the scale is multiplied by after an update that was skipped.
+        growth_factor: The factor of the scale after ``growth_interval`` updates in a row without a
+            skip.
+        backoff_factor: The factor of the scale after an update that was skipped.
         growth_interval: The number of updates without a skip after which the scale grows.
 
     Raises:

@@ -41,7 +41,7 @@ Norms: TypeAlias = dict[int, Tensor]
 """Norms of gradients, by `place`."""
 
 NOT_FINITE = -1
-"""The `place` of a number that is no norm: it is not zero if a gradient is not finite."""
+"""The slot of a flag among the norms: it is not zero if a gradient is not finite."""
 
 _KEY = StateKey("totals", path=("totals",))
 
