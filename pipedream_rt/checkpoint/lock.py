@@ -123,7 +123,7 @@ def restore_replaced_if_idle(root: Path) -> None:
 
 
 def _write_owner(held: _Held) -> None:
-    """Write into a locked file who has it; that text is only for people."""
+    """Write the owner of a lock into its file, for people."""
     about = {"pid": os.getpid(), "host": printable(socket.gethostname(), 200)}
     with suppress(OSError):  # as on a full disk
         os.ftruncate(held.fileno(), 0)

@@ -109,7 +109,7 @@ def _verify_file(path: Path, size: int, digest: bytes) -> None:
 def read_stage(
     folder: Path, files: Collection[str], plain: dict[str, Any], wanted: Wanted
 ) -> Snapshot:
-    """Read what a stage wants; ``plain`` has what the manifest itself keeps, by texts of keys."""
+    """Read the parts that a stage wants; ``plain`` has the manifest's values, by texts of keys."""
 
     def tensors(kind: str, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
         return _tensors(files_of(folder, files, kind), wanted)
@@ -150,7 +150,7 @@ Written: TypeAlias = Callable[[str, Callable[[Parts], bool]], dict[Parts, Tensor
 
 
 def _step_state(tensors_of: Written, names: set[str], said: Mapping[StateKey, Any]) -> StepState:
-    """What is kept for steps under some names, under none (for all stages), and of optimizers."""
+    """The state for steps: under some names, under none (for all stages), and of optimizers."""
 
     def wanted(key: StateKey) -> bool:
         return key.name in names or not key.name or key.part in OF_OPTIMIZERS
@@ -205,7 +205,7 @@ def weights_of(folder: Path, files: Collection[str]) -> dict[str, Tensor]:
 _UNREADABLE = (
     OSError, SafetensorError, ValueError, TypeError, KeyError, OverflowError, RuntimeError,
 )  # fmt: skip
-"""What a file without tensors may raise, or with such as torch cannot make."""
+"""The errors from a file without tensors, or with tensors that torch cannot make."""
 
 
 @contextmanager

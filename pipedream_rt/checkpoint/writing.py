@@ -1,4 +1,4 @@
-"""Writes checkpoints so that a folder with the name of one is whole, or is not there."""
+"""Writes checkpoints so that a folder with the name of one is always whole."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class UnfinishedCheckpoint:
 def write_stage(
     folder: Path, stage: int, num_stages: int, state: Snapshot
 ) -> tuple[dict[str, list[Any]], dict[str, Any], dict[str, dict[str, int]]]:
-    """Write and sync the files of one stage; return what the manifest and the index say of them."""
+    """Write and sync the files of one stage; return their entries for manifest and index."""
     moments, plain = _tensors_and_plain(state.steps)
     plain |= {str(StateKey(EXTRA, str(stage), (key,))): value for key, value in state.extra.items()}
     older = {
@@ -144,7 +144,7 @@ def write_replica(
 
 
 def _tensors_and_plain(steps: StepState) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Split what a stage keeps for its steps into tensors and other values, by texts of keys."""
+    """Split a stage's state for its steps into tensors and other values, by texts of keys."""
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
     for key, value in steps.items():
@@ -214,7 +214,7 @@ def _write_private(path: Path, data: bytes) -> None:
 
 
 def prune(root: Path, keep: int, spare: Collection[Path] = ()) -> None:
-    """Remove all but the newest checkpoints of a run and those to spare."""
+    """Remove the checkpoints of a run, except the newest and those to spare."""
     for folder in checkpoints(root)[keep:]:
         if folder in spare:
             continue

@@ -53,7 +53,7 @@ _MEANT = {
     "threads": "num-threads num-cpu-threads-per-process",
     "log-dir": "logs log-folder",
 }
-"""By name of an option, what torchrun, accelerate, deepspeed and others call it."""
+"""By name of an option, its names in torchrun, accelerate, deepspeed and others."""
 
 _NEEDLESS = (
     "standalone role monitor-interval start-method tee redirects local-addr no-python run-path "

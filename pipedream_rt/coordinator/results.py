@@ -81,7 +81,7 @@ class Steps(int):
 
 
 class LossSource(Protocol):
-    """What a pending step asks of its pipeline."""
+    """The part of a pipeline that a pending step uses."""
 
     def collect_oldest(self) -> None:
         """Wait for the losses of the oldest mini-batch on its way, and set its outcome."""

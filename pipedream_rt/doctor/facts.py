@@ -16,7 +16,7 @@ from pipedream_rt.software import processor, software
 from pipedream_rt.transport.fence import obstacle
 
 Facts = dict[str, Any]
-"""What a machine has found, by name; the values are those of JSON."""
+"""The findings of a machine, by name; the values are those of JSON."""
 
 _LARGEST = 1 << 20
 """Bytes of a source file; a larger one is left out."""

@@ -39,7 +39,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLink:
-    """What a connection from one machine to another is like.
+    """A connection from one machine to another, as measured.
 
     Attributes:
         latency_s: Seconds of a small message one way; None if there was no connection.

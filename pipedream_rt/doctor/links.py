@@ -46,7 +46,7 @@ class Probe:
         self._came.put((rank, reason))
 
     def measure(self, rank: int) -> MeasuredLink:
-        """Return what the link to another machine is like."""
+        """Return the measured link to another machine."""
         try:
             trips = [self._trip(rank, 0) for _ in range(_TURNS)]
             for size in _SIZES:
@@ -75,5 +75,4 @@ class Probe:
         return time.perf_counter() - began
 
     def close(self) -> None:
-        """Close all links."""
         self._links.close()

@@ -48,14 +48,14 @@ _ANSWER_S = 60.0
 """Seconds for a machine to examine itself, which imports torch, or to measure a link."""
 
 _MEETING = timedelta(seconds=15)
-"""For the machines to connect to each other; who has not been reached then cannot be."""
+"""The time for machines to connect to each other; one that is not reached then cannot be."""
 
 _CLOCK_READINGS = 5
 
 
 @dataclass(slots=True)
 class Found:
-    """What was found of all machines; the arguments of `judge`.
+    """The findings of all machines; the arguments of `judge`.
 
     Attributes:
         links: By caller and called.
@@ -100,7 +100,7 @@ async def _look(
     door.most = count
     door.open()
     try:
-        # Who does not know the secret is no machine of the job, and takes no place in the count.
+        # A peer that does not know the secret is no machine of the job, and does not count.
         def enough() -> bool:
             return len(door.members) + len(door.refused) >= count
 

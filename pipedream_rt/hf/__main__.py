@@ -18,7 +18,6 @@ def page() -> str:
 
 
 def _lines() -> Iterator[str]:
-    """Yield the lines of the tables."""
     arguments = known_arguments()
     yield from _table("Argument", ((n, *found) for n, found in arguments.items() if found[1]))
     same = sum(kind == "same" for kind, _ in arguments.values())

@@ -16,7 +16,7 @@ from torch import nn
 
 _CLASSES: dict[type, type] = {}
 _ANSWERS: dict[int, Callable[..., Any]] = {}
-"""What answers the calls of a model, by its ``id``."""
+"""The functions that answer the calls of models, by ``id`` of the model."""
 
 
 @contextmanager

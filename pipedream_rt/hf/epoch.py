@@ -70,7 +70,7 @@ class _Injected:
         pending: Its result to come; None where the script has computed the loss.
         factor: Divisor of the loss of each of its parts.
         since: The number of mini-batches since the last log, including this one.
-        losses: Those that the script has computed, of its parts.
+        losses: The losses of its parts, where the script has computed them.
         log: The log that is due after it.
     """
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class Understood:
-    """What has to be known of a class with its own ``compute_loss`` or ``training_step``.
+    """The facts about a class with its own ``compute_loss`` or ``training_step``.
 
     Attributes:
         other: What differs from a run without a pipeline, for people.

@@ -156,7 +156,6 @@ class PipelineMixin(Trainer):
 
     @property
     def _is_open(self) -> bool:
-        """Whether there is an open pipeline."""
         return self._pipe is not None and self._pipe.state.value == "open"
 
     def close(self) -> None:
@@ -186,7 +185,7 @@ class PipelineMixin(Trainer):
             self._end.detach()  # else it would keep a pipeline that has ended
 
     def _trained(self) -> torch.nn.Module:
-        """Return the module to train: the model, or what another library has around it."""
+        """Return the module to train: the model, or another library's module around it."""
         if self._in_script:
             return self.model
         model, loss, around = self.model, getattr(self, "loss", None), self._around
@@ -337,7 +336,7 @@ class PipelineMixin(Trainer):
         return list(map(_plain, optimizer.param_groups)) == list(map(_plain, groups))
 
     def _asked(self) -> tuple[Any, ...]:
-        """Return what a pipeline is made by, to see whether it has changed."""
+        """Return the values that a pipeline is made from, to see whether they have changed."""
         return *asked_of(self.args), self._in_script
 
     def _weight_of(self, batch: Mapping[str, Any]) -> Any:
@@ -466,7 +465,7 @@ class PipelineMixin(Trainer):
             )
 
     def _computed(self, parts: Sequence[Any], number: Any) -> list[Tensor]:
-        """Make an update whose loss the Trainer computes in the script; return those of parts."""
+        """Make an update with a loss in the script; return the losses of its parts."""
         self._refuse_unready()
         update, model, losses = _Update(self), self.model, []
         try:

@@ -77,7 +77,7 @@ _FIELDS = checks_of(Chosen)
 
 
 def choose_stages(model: UnsplitModel, options: Options, workers: Sequence[int]) -> Chosen:
-    """Return the split that the run has had, if it was chosen for the same things; else a new one.
+    """Return the run's earlier split if it was chosen for the same job; else a new one.
 
     ``workers`` are the numbers of workers that a plan may use, rising.
     """

@@ -28,8 +28,8 @@ class Choice:
 
     Attributes:
         stages: The first layer of every stage but the first, by name.
-        schedule: The schedule that the stages were chosen for; None if one stage was chosen, for
-            which `Pipeline` chooses.
+        schedule: The schedule that the stages were chosen for; None if one stage was chosen: then
+            `Pipeline` chooses.
         micro_batches: The number of micro-batches, likewise.
         layout: The layout that was given, with slack and replicas.
         why: The plan as a table, for people.

@@ -89,7 +89,6 @@ class Costing:
 
     @cached_property
     def _forward(self) -> Floats:
-        """Seconds of a forward."""
         return self._spans("forward")
 
     @cached_property

@@ -372,7 +372,6 @@ def _bytes_in(unit: str, is_rate: bool) -> float | None:
 
 
 def _number(what: str, value: str | float) -> float:
-    """Return a finite number."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):

@@ -289,7 +289,6 @@ def what_if(trace: Trace, changes: Mapping[str, Any]) -> Trace:
 
 
 def _changed_plan(plan: Plan, changes: Mapping[str, Any]) -> Plan:
-    """Return the plan of a run with changes."""
     name = changes.get("schedule", plan.name)
     if name not in RECIPES and "schedule" not in changes:
         raise ConfigError(

@@ -139,7 +139,6 @@ def longest_stretch(spans: Spans) -> Spans:
 
 
 def _stage(trace: Trace, stage: int, spans: Spans, busy: int, begin: int) -> StageSummary:
-    """Return the summary of one stage."""
     # A worker may have been ready before the run began: that is no waiting.
     waited = np.maximum(spans["start"] - np.maximum(spans["ready"], begin), 0)
     waits = {

@@ -398,7 +398,7 @@ class PlainTraining:
                 seen[Place(step, -1, "state", name)] = sampled(value)
 
     def nudge(self) -> None:
-        """Round weights otherwise, by which a gradient that is noise is another one."""
+        """Round weights otherwise: a gradient that is noise then differs."""
         with torch.no_grad():
             for name in self.stepped:
                 self._trained[name].mul_(1 + torch.finfo(self._trained[name].dtype).eps)
@@ -514,7 +514,6 @@ class PlainTraining:
             return self._forward(given)
 
     def _loss_of(self, output: Any, target: Any) -> Tensor:
-        """Return the loss of an output."""
         with self._casting():
             assert self._loss is not None
             loss: Tensor = total_of(self._loss(output, target))[0]
@@ -540,7 +539,6 @@ class PlainTraining:
         torch.manual_seed(layer_seed(self.job.options.seed, number, name))
 
     def _clip(self, clip: Clip) -> None:
-        """Clip the gradients."""
         if clip.value is not None:
             nn.utils.clip_grad_value_(self._trained.values(), clip.value)
             return

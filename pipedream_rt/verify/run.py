@@ -51,7 +51,7 @@ from pipedream_rt.verify.stand_in import NOTE, MeanOfOutputs, with_stand_in
 from pipedream_rt.verify.twin import Twin, names_by_stage, steps_that_draw
 
 _RESULTS = ("loss", "result")
-"""The kinds of what the workers return for a micro-batch."""
+"""The kinds of values that the workers return for a micro-batch."""
 
 _NOT_COMPARED = "the first mini-batch was not compared with plain PyTorch"
 
@@ -194,7 +194,7 @@ def _parted(
 def _said_of(
     cutting: Cutting | None, notes: list[str], in_script: bool = False
 ) -> tuple[str, float, str] | None:
-    """Return what micro-batches change, by how much and why; None for nothing but state."""
+    """Return which value micro-batches change, by how much and why; None for state alone."""
     if cutting is None:
         return None
     if cutting.kept:

@@ -30,7 +30,7 @@ class Twin:
 
     Attributes:
         parts: The optimizer, taken apart.
-        left_out: What of the job is left out, in sentences.
+        left_out: The parts of the job that are left out, in sentences.
         forwards: What the forwards of the copy do.
         gradients: Copies of those with which the stages have stepped last, by name.
     """

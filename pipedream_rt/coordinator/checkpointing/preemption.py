@@ -31,7 +31,7 @@ EXIT_CODE = 128 + signal.SIGTERM
 
 
 _CLOSED = b"\0"
-"""What `close` wakes the thread with: the number of no signal."""
+"""The byte with which `close` wakes the thread: the number of no signal."""
 
 
 class Preemption:

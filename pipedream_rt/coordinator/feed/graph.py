@@ -24,7 +24,7 @@ from pipedream_rt.stage.joining import Part, dense_of, summed
 
 
 class Stages(Protocol):
-    """What a call asks for in a backward."""
+    """The part of `ScriptLoss` that a call uses in a backward."""
 
     def input_gradients(self, call: Call) -> list[Tensor | None]:
         """Return the gradients of those inputs that ask for one."""

@@ -9,8 +9,8 @@ every iterable that yields the same items from the same generators, as a
 
 A sampler that is seeded per epoch (``sampler.set_epoch(epoch)``) gets the right number from
 ``for epoch in range(pipe.epoch, epochs)``. Those that count epochs by themselves, as accelerate's
-do, are set to the number and the seed that they had. Whatever else a loader goes by: the first item
-that is drawn again is compared with the one before, and a difference is logged.
+do, are set to the number and the seed that they had. A loader may depend on more than that. So the
+first item that is drawn again is compared with the one before, and a difference is logged.
 
 Some loaders, such as ``torchdata``'s StatefulDataLoader, know their place: they have
 ``state_dict()``, which returns numbers, texts, lists and dicts, and ``load_state_dict(state)``,

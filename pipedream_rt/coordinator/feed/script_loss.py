@@ -298,12 +298,12 @@ class ScriptLoss:
 
     @property
     def _one_more(self) -> str:
-        """What to do where the last of the micro-batches has applied its update."""
+        """The advice where the last of the micro-batches has applied its update."""
         count = self._plan.per_update + 1
         return f"give micro_batches={count} or more, one more than its forwards"
 
     def _refuse_mixture(self) -> None:
-        """Refuse an update of forwards for the weights, and of others for their inputs alone."""
+        """Refuse an update that mixes forwards for weights with forwards for inputs alone."""
         alone = [call for call in self._calls if call.is_reached and not call.trains]
         if alone and any(call.trains for call in self._calls):
             raise ConfigError(
@@ -351,7 +351,7 @@ class ScriptLoss:
             self._look(cut, values, given)
 
     def _fill(self, hyper: list[Hyper]) -> None:
-        """Feed what is missing of the open update: micro-batches without samples."""
+        """Fill the open update up with micro-batches without samples."""
         missing = self._plan.per_update - len(self._fed)
         given = self._feeder.script.now() if missing else []
         for _ in range(missing):
@@ -458,7 +458,7 @@ class ScriptLoss:
             self._group.take(self._rest.popleft())
 
     def settle(self) -> None:
-        """Give what the script has computed, before something needs the stages; or refuse."""
+        """Give the gradients that the script has, before something needs the stages; or refuse."""
         self.require_closed("this")
         if later := len(self._feeder.pending) - (self._handed is not None):
             raise ConfigError(

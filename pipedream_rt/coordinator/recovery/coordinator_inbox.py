@@ -93,7 +93,7 @@ class CoordinatorInbox:
         return error
 
     def _part_of(self, failed: Failed, cause: BaseException) -> str:
-        """Say what part of a mini-batch the user's code had that has raised."""
+        """Say which part of a mini-batch the user's code had when it raised."""
         number = failed.action[1:]
         if isinstance(cause, PipelineError) or failed.action[:1] != "F" or not number.isdecimal():
             return ""

@@ -71,7 +71,7 @@ def is_passing_at_start(error: BaseException) -> bool:
 
 
 def _is_of_others(error: BaseException | None) -> bool:
-    """Whether an error says nothing of the run: of a connection, or of what the system refused."""
+    """Whether an error says nothing of the run: a broken connection, or a refusal by the system."""
     if isinstance(error, PipelineError):
         cause = error.__cause__
         return isinstance(error, TransportError) or isinstance(cause, OSError) or _is_short(cause)
@@ -79,11 +79,11 @@ def _is_of_others(error: BaseException | None) -> bool:
 
 
 _SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOBUFS, errno.ENOSPC}
-"""What the system answers while descriptors, memory, processes or disk are used up."""
+"""The system's error numbers while descriptors, memory, processes or disk are used up."""
 
 
 def _is_short(error: BaseException | None) -> bool:
-    """Whether the system had none left of something that others may give back."""
+    """Whether the system had run out of a resource that others may give back."""
     if isinstance(error, OSError):
         return error.errno in _SHORT
     # Python says so of a thread that the system does not start.

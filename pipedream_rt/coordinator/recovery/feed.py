@@ -52,7 +52,7 @@ class Feed:
         next_micro_batch: Number of the next micro-batch to be fed for training.
         training: The mode that all modules were set to (`Module.train`); None if never.
         loads: The number of times that weights were loaded.
-        touched: Whether stages were told to do what may have changed weights or optimizers.
+        touched: Whether stages got a command that may have changed weights or optimizers.
         log: What was fed since the restore points.
     """
 

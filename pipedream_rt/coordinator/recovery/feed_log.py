@@ -142,7 +142,7 @@ class FeedLog:
             self.given.pop(self._entries.popleft().position, None)
 
     def forget(self, position: int) -> None:
-        """Forget what was fed at a position, which left no trace and whose result was taken."""
+        """Forget the entry at a position: it left no trace, and its result was taken."""
         later = []
         while self._entries and self._entries[-1].position >= position:
             entry = self._entries.pop()

@@ -299,7 +299,7 @@ class Recovery:
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
-        """Say in the body that a signal handler that closes should wait for nothing."""
+        """While in the body, `close` from a signal handler does not wait."""
         self.is_at_work = True
         try:
             yield

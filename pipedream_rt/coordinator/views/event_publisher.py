@@ -54,7 +54,7 @@ _NOT_SETTINGS = ("example", "observe")
 
 
 def publisher_of(options: Options) -> EventPublisher:
-    """Return what tells the observers that the options name."""
+    """Return the publisher to the observers that the options name."""
     record = RunRecord()
     observers: list[Observer] = [record, *options.observe.to]
     if options.observe.record is not None:
@@ -71,7 +71,7 @@ def publisher_of(options: Options) -> EventPublisher:
 
 
 class _FedMiniBatch(NamedTuple):
-    """What is known of a mini-batch when it is injected."""
+    """The facts about a mini-batch at its injection."""
 
     rates: tuple[float, ...]
     samples: int
@@ -133,7 +133,7 @@ class EventPublisher:
         self._fed.append(_FedMiniBatch(rates, sum(part.samples for part in filled), len(filled)))
 
     def came(self, result: StepResult) -> None:
-        """Tell of a result; they come in the order of their mini-batches."""
+        """Tell of a result; results come in the order of their mini-batches."""
         fed = self._fed.popleft()
         self._step = result.step + 1
         self.look()

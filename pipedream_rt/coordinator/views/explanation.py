@@ -14,7 +14,7 @@ from pipedream_rt.transport.shared import SMALLEST
 
 
 class Explanation(str):
-    """What `explain` says, which a notebook shows as a table between paragraphs.
+    """The text of `explain`; a notebook shows it as a table between paragraphs.
 
     Attributes:
         before: The lines above the table.

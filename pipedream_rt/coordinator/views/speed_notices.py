@@ -44,7 +44,7 @@ _WAITED = 0.5
 """The pipe sets the pace if the script waits for results for more than this share of the time."""
 
 _ALONE = 0.9
-"""The share of the time in which stages compute for which they have a core, if it is theirs."""
+"""The share of their computing time for which stages have a core, where nobody else uses it."""
 
 
 class SizeNotice:

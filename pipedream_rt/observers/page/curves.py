@@ -62,7 +62,6 @@ def curve_panels(record: RunRecord, begun: Begun, live: bool) -> Iterator[Panel]
 
 
 def table_of_curves(record: RunRecord, stages: int) -> list[Curve]:
-    """Return the curves of a run."""
     buckets = list(record.steps)
 
     def at_step(value: Callable[[Bucket], float]) -> list[tuple[float, float]]:

@@ -36,11 +36,11 @@ _GAIN = 1.1
 """How many times as fast a simulated change must make a run for the page to advise it."""
 
 _HELD_UP = 0.2
-"""The share of the time that a first stage waits for the script, from which on that is told."""
+"""The share of its time that a first stage waits for the script before the page says so."""
 
 
 _COMPARED = ("loss", "evaluated", "rate", "throughput", "staleness")
-"""How the names begin of the curves that compare runs, by their first lines."""
+"""The beginnings of the names of curves that compare runs, by their first lines."""
 
 _RECENT_S = 60.0
 """Seconds over which the current rate is measured."""
@@ -115,7 +115,6 @@ def _beside(names: Sequence[str], values: Mapping[str, Mapping[str, str]]) -> Ma
 
 
 def title_of(record: RunRecord) -> str:
-    """Return the title of a run."""
     plan = record.plan
     return "no run" if plan is None else f"{plan.name}, {plan.in_words}"
 
@@ -353,7 +352,6 @@ def _on_device(counters: Mapping[str, Any]) -> str:
 
 
 def _name_of(begun: Begun, worker: int) -> str:
-    """Return the name of a worker."""
     return begun.workers[worker] if worker < len(begun.workers) else str(worker)
 
 
@@ -368,7 +366,6 @@ _KINDS = (
 
 
 def _of_trace(trace: Trace, live: bool) -> Iterator[Panel]:
-    """Yield what a trace tells."""
     try:
         summary = summarize(trace)
         drawn = timelines(trace)
@@ -467,7 +464,6 @@ def _bubble(trace: Trace, measured: Sequence[float], live: bool) -> Markup:
 
 
 def _plan(begun: Begun, plan: Plan) -> Markup:
-    """Return the plan, drawn."""
     workers = []
     for worker in range(plan.workers):
         hosted = [a for a in plan.addresses if plan.worker_of(a) == worker]
@@ -477,7 +473,6 @@ def _plan(begun: Begun, plan: Plan) -> Markup:
 
 
 def _box(begun: Begun, plan: Plan, address: int) -> blocks.PlanBox:
-    """Return the box of a stage."""
     stage = plan.stage_of(address)
     layers = plan.layers[stage] if stage < len(plan.layers) else ()
     lines = []

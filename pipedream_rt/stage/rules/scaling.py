@@ -94,7 +94,6 @@ class Scaling(UpdateRule, MicroBatchRule):
         return {"updates_skipped": self._states[max(self._states)][2]}
 
     def of_update(self, update: int) -> float:
-        """Return the scale of the losses of an update."""
         plan = self._plan
         version = plan.reads(plan.num_stages - 1, update * plan.per_update)
         # Once weights were loaded, the first forwards read a later version than the plan says.
