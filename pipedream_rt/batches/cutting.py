@@ -1,4 +1,4 @@
-"""How a mini-batch is cut: along which dimension each of its values is, and what stays whole.
+"""How a mini-batch is cut: each of its values along a dimension, or not at all.
 
 A tensor is cut along its first dimension; a value without samples goes to every micro-batch.
 Anything else is ambiguous: a list of eight numbers may have one for each of eight samples, or be a

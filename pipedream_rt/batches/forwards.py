@@ -1,7 +1,7 @@
 """What the forwards of a model do, and which of their inputs go to which stage.
 
-There are two ways to cut a model. A *sequence* of layers is cut between two of them; what passes is
-what a layer returns. Forwards of any other model are recorded (`models/recording.py`): one for each
+There are two ways to cut a model. A *sequence* of layers is cut between two of them, and the output
+of a layer passes. Forwards of any other model are recorded (`models/recording.py`): one for each
 mode and each signature of the inputs. A signature is the shapes of the inputs and their plain
 values. A recorded forward is a program with a number; a stage gets a program together with the
 first micro-batch that follows it.

@@ -1,4 +1,4 @@
-"""What the items of a loader mean: the inputs of the model, and the target of the loss.
+"""The meaning of a loader's items: the inputs of the model, and the target of the loss.
 
 Only this file reads the form of an item. It goes by the item, and by the signatures of the forward
 and of the loss. An item that fits in two ways is refused, and the error shows both.
@@ -60,7 +60,7 @@ class Accumulated(NamedTuple):
 
     Attributes:
         of: The number of parts of a mini-batch that is not short.
-        factor: What the loss of each part is multiplied by.
+        factor: The factor of the loss of each part.
     """
 
     parts: tuple[Batch, ...]

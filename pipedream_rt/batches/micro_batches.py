@@ -56,7 +56,8 @@ class CutBatch(NamedTuple):
     """A mini-batch in micro-batches.
 
     Attributes:
-        batch: What was cut, with its total if the model takes that; of several parts, the first.
+        batch: The mini-batch that was cut, with its total if the model takes that; of several
+            parts, the first.
         parts: The micro-batches, with empty ones at the end of a short mini-batch.
         told: Whether the model has divided losses by the total already: then they only add up.
         first_part: The first part, cut alone, where the mini-batch is of several parts; else None.

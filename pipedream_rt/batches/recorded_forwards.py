@@ -410,7 +410,7 @@ class RecordedForwards:
         return number
 
     def _require_fit(self, made: Cut, homes: dict[str, int]) -> None:
-        """Refuse a program that uses what its stage was not sent."""
+        """Refuse a program that uses layers or weights which its stage was not sent."""
         if new := sorted(homes.keys() - self.homes.keys()):
             raise ConfigError(
                 f"this mini-batch makes the model call {', '.join(new)}, which it did not call "

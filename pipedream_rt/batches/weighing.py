@@ -1,4 +1,4 @@
-"""What a micro-batch weighs in its mini-batch, and a mini-batch in an evaluation.
+"""The weight of a micro-batch in its mini-batch, and of a mini-batch in an evaluation.
 
 The loss of a mini-batch is a mean: over its samples, or over the labels that count. The loss of
 each micro-batch is multiplied by its share of these, so that together they give the gradient of

@@ -202,7 +202,7 @@ class Manifest:
         values: The plain values that the script had changed; see `ScriptValues.kept`. None in a
             checkpoint of an older version, which has no modes either.
         training: The mode that all modules were set to (`Pipeline.train`); None if never.
-        modes: The mode of each layer whose stage was set to one by itself after that, by name.
+        modes: By name, the modes of layers whose stage was set to one by itself after that.
         whole: Whether the loss is computed of whole mini-batches; None if that was not decided.
     """
 

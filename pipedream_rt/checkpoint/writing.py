@@ -83,7 +83,7 @@ class UnfinishedCheckpoint:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _unwritable(self, error: OSError) -> CheckpointError:
-        """Make the error that says that the checkpoint cannot be written."""
+        """Make the error about a checkpoint that cannot be written."""
         return CheckpointError(f"the checkpoint {self._final} cannot be written: {error}")
 
 

@@ -251,7 +251,7 @@ def _say_of_first(batch: Batch, count: int, job: Job) -> None:
 
 
 def _identity(job: Job, feeder: Feeder, loss: str) -> Identity:
-    """Return what the script has given to `Pipeline`, with its present optimizer."""
+    """Return the identity of the script's options, with its present optimizer."""
     optimizer = feeder.optimizer
     identity = Identity(
         schedule=job.plan.title,

@@ -1,15 +1,15 @@
-"""An accelerator of any kind that torch knows, as what the stages of one worker compute on.
+"""An accelerator of any kind that torch knows, as the device of the stages of one worker.
 
 Everything that a worker computes runs in one stream of its own: forwards, hooks, backwards, steps.
-The host only launches it, and waits for nothing. What crosses the border of the device goes on two
-more streams, so that copies and computation do not wait for each other:
+The host only launches it, and waits for nothing. Copies to and from the device go on two more
+streams, so that copies and computation do not wait for each other:
 
 - what arrives in the memory of the host is put into pinned memory and copied from there, and the
   stream of the worker waits for the copy;
 - what is sent is copied at once, in the stream of the worker, as a layer may write over it when it
   computes the next micro-batch. That copy goes to pinned memory, and is sent when it is there; or
-- it is handed as it is to another worker of this process on an accelerator, with an event for which
-  the stream of that one waits.
+- it is handed as it is to another worker of this process on an accelerator, with an event: the
+  stream of the other waits for the event.
 
 Memory that one stream allocated and another reads is marked (`Tensor.record_stream`), so that the
 allocator does not reuse it too early.
@@ -117,7 +117,7 @@ class Accelerator:
         return dataclasses.replace(message, tensors=given, ready=None)
 
     def _brought(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Copy tensors from the host, in a stream that does not wait for what is computed."""
+        """Copy tensors from the host, in a stream that does not wait for computations."""
         with self._in:
             moved = tuple(own(t, copy=True, clone=self._up) if t.is_cpu else t for t in tensors)
             there = self._in.record_event()

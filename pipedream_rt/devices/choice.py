@@ -97,7 +97,7 @@ def device_for(
     threaded: bool,
     name: str,
 ) -> Device:
-    """Return what a worker computes on.
+    """Return the device of a worker.
 
     Args:
         devices: By worker of the plan, the name of its device; empty for the host.

@@ -1,4 +1,4 @@
-"""What a machine finds about itself."""
+"""The findings of a machine about itself."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TOKEN = 1 << 10
 
 
 def facts(folder: str, token: str, source: str) -> Facts:
-    """Return what this machine finds about itself.
+    """Return the findings of this machine about itself.
 
     ``folder`` is the one that all machines are to share, ``source`` has the user's source files;
     empty for none. ``token`` is what the first machine has written into `token_file`.

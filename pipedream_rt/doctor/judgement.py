@@ -1,4 +1,4 @@
-"""What the findings of machines mean for a job, and what to do. Pure: it asks no machine."""
+"""The judgement on the findings of machines, with remedies. Pure: it asks no machine."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def judge(
     addresses: Mapping[str, tuple[str, str]] | None = None,  # announced, and seen by the first
     rpc: bool = False,
 ) -> list[Finding]:
-    """Return what was found, in the order in which a user would mend it.
+    """Return the findings in the order in which a user would mend them.
 
     ``rpc`` asks whether references can lead to modules, for which workers need torch RPC.
     """
@@ -98,7 +98,7 @@ def judge(
 
 
 def _same(machines: Mapping[str, Facts], key: str, grade: Grade, remedy: str) -> list[Finding]:
-    """Compare what has to be the same everywhere with what most machines have."""
+    """Compare values that have to be the same everywhere with those of most machines."""
     said = {name: str(facts.get(key, "")) for name, facts in machines.items()}
     (usual, _), *others = Counter(said.values()).most_common() or [("", 0)]
     if not others:

@@ -190,7 +190,7 @@ async def _probe(
 
 
 def _link_of(said: Record | None) -> MeasuredLink:
-    """Read what a machine says of a link."""
+    """Read the record of a machine about a link."""
     if said is None:
         return MeasuredLink(None, 0.0, f"no answer within {_ANSWER_S:g} s")
     try:

@@ -1,11 +1,10 @@
 """The updates of an epoch of a Trainer, over a pipeline.
 
 It is ``Trainer._run_epoch`` of transformers with one difference: an update is only injected here,
-and its loss comes later. What does not need the loss happens at the injection, in the Trainer's
-order. So callbacks see the step, the rates and, if they look, the weights of that moment, and a run
-that is stopped at a step ends with that step. A log is written when its loss and its gradient norm
-have arrived. Before an evaluation or a checkpoint everything is awaited; in schedules that flush
-also before a log.
+and its loss comes later. All else happens at the injection, in the Trainer's order. So callbacks
+see the step, the rates and, if they look, the weights of that moment. A run that is stopped at a
+step ends with that step. A log is written when its loss and its gradient norm have arrived. Before
+an evaluation or a checkpoint everything is awaited; in schedules that flush also before a log.
 """
 
 from __future__ import annotations

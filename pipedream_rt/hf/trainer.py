@@ -196,7 +196,7 @@ class PipelineMixin(Trainer):
 
     @property
     def _others(self) -> list[Understood]:
-        """What is known of this class's bases from other libraries."""
+        """The facts about this class's bases from other libraries."""
         return [each for each in map(understood, type(self).__mro__) if each is not None]
 
     @property

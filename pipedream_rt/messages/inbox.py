@@ -81,9 +81,9 @@ work meanwhile.
 class Inbox:
     """A store of messages by key, which any thread fills and one thread, the taker, empties.
 
-    `take` waits for exactly the message that is asked for, so the taker cannot observe the order in
-    which messages arrive. A duplicate is dropped, whether the first still waits or was taken: the
-    messages of one edge are taken with rising numbers. Two edges number their messages separately.
+    `take` waits for exactly one message. So the taker cannot observe the order in which messages
+    arrive. A duplicate is dropped, whether the first still waits or was taken: the messages of one
+    edge are taken with rising numbers. Two edges number their messages separately.
 
     Attributes:
         awaited: The keys that the taker waits for now.
@@ -220,7 +220,7 @@ class Inbox:
         self._taker = taker
 
     def late(self, deadline: Deadline) -> MessageTimeout:
-        """Return the error that says which message is missing and which ones are there."""
+        """Return the error about a missing message; it names those that are there."""
         there = ", ".join(key.words(self.titles) for key in self._waiting) or "nothing"
         seconds = deadline.timeout.total_seconds() if deadline.timeout else 0.0
         return MessageTimeout(
@@ -265,7 +265,7 @@ class Inbox:
         return self._reason
 
     def story(self) -> str:
-        """Return what is awaited and the last ten actions, for a stall report. Any thread."""
+        """Return the awaited messages and the last ten actions, for a stall report. Any thread."""
         # An atomic copy: the taker appends while the texts are made.
         keys, last = self.awaited, " ".join(map(str, self.recent.copy()))
         awaited = f"waiting for {self._words(keys)}" if keys else "computing"

@@ -25,7 +25,7 @@ from pipedream_rt.messages.tree import Structure
 from pipedream_rt.schedules.edges import COORDINATOR, Address, Edge, EdgeKind, Titles
 
 Passed: TypeAlias = list[Any]
-"""What one stage adds to the trail of a micro-batch (`Activation.trail`)."""
+"""The entry of one stage in the trail of a micro-batch (`Activation.trail`)."""
 
 
 class Mode(Enum):
@@ -245,7 +245,7 @@ class Target(Payload):
             micro-batches: how many of these have samples and come to this replica, and the number
             of samples in this one. Else empty.
         metrics: The pickled functions that are computed beside the loss, or in its place.
-        loss: Of what the loss is computed.
+        loss: What the loss is computed of.
     """
 
     structure: Structure
@@ -308,7 +308,7 @@ class OfRule(Payload):
     """A rule of a stage to the same rule of another one, or of another replica.
 
     Attributes:
-        values: What the rule packs beside tensors (`Rule.pack`).
+        values: The values that the rule packs beside tensors (`Rule.pack`).
     """
 
     values: list[Any]

@@ -21,13 +21,13 @@ class Snapshot:
     Attributes:
         weights: Entries of the state dict that are no buffers, newest version, under the keys of
             the unsplit model.
-        steps: What its optimizer and its rules keep for the next steps.
+        steps: The state that its optimizer and its rules keep for the next steps.
         versions: Older versions of the trainable weights that later micro-batches read, by version
             and name.
         buffers: Buffers that are in the state dict, by key.
         hidden: Buffers that are in no state dict, by name.
-        extra: What modules give by ``get_extra_state`` that is no tensor, packed by `pack_hyper`,
-            by key of the state dict.
+        extra: The plain values that modules give by ``get_extra_state``, packed by `pack_hyper`, by
+            key of the state dict.
     """
 
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Wanted(NamedTuple):
         parameters: Names of the parameters that it owns.
         versions: Names of the parameters that it reads older versions of.
         buffers: Names of its buffers.
-        replica: The name of the replica; empty for replica 0, which has what the stage has.
+        replica: The name of the replica; empty for replica 0, whose state is that of the stage.
         others: Names under which its rules keep something.
     """
 

@@ -63,7 +63,7 @@ class StateKey(NamedTuple):
 
 
 StepState: TypeAlias = dict[StateKey, Any]
-"""What a stage keeps for its next steps, beside weights and buffers: tensors and plain values."""
+"""The state of a stage for its next steps, beside weights and buffers: tensors and plain values."""
 
 
 def can_be_written(part: object) -> bool:

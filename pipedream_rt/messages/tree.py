@@ -1,7 +1,7 @@
 """Values that cross stages: tensors inside tuples, lists, dicts, dataclasses and plain values.
 
-`flatten` splits a value into its tensors, which travel beside the bytes of a message, and its
-structure, which is plain data for msgpack. `unflatten` joins them on the other side.
+`flatten` splits a value into its tensors and its structure. Tensors travel beside the bytes of a
+message; the structure is plain data for msgpack. `unflatten` joins them on the other side.
 """
 
 from __future__ import annotations

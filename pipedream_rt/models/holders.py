@@ -221,7 +221,7 @@ class Look:
         return list(found)
 
     def renew(self, holders: Iterable[Holder]) -> None:
-        """Note what some holders hold now, which are all that have changed."""
+        """Note the values of some holders now; no others have changed."""
         if sum(map(len, self._sizes)) != self._total:
             return self.note()  # there are other keys
         try:

@@ -200,10 +200,10 @@ def mode_set(model: nn.Module, training: bool | None, modes: Modes) -> Iterator[
 
 
 class Left:
-    """What a forward has left in modules outside of the layers.
+    """The state that a forward has left in modules outside of the layers.
 
     Attributes:
-        values: What it has left, by the name of each attribute.
+        values: The values that it has left, by the name of each attribute.
     """
 
     def __init__(self) -> None:

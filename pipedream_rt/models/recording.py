@@ -88,7 +88,7 @@ _CHANGING = {"batch_norm", "instance_norm", "__setitem__", "embedding", "embeddi
 """Functions that change an argument in place though their names do not end in ``_``."""
 
 _SIZING = {"_pack_padded_sequence"}
-"""Functions whose result has a shape that depends on values, but which torch does not tag so."""
+"""Functions whose result has a shape that depends on values, though torch does not tag them so."""
 
 _FACTS = {
     "size", "dim", "ndimension", "stride", "numel", "nelement", "is_contiguous", "element_size",
@@ -343,7 +343,7 @@ class _ForwardRecorder(TorchFunctionMode):
         return tag.slot
 
     def tag_of(self, tensor: Tensor) -> _Tag | None:
-        """Return what is known of a tensor; None if it is neither an input nor made by a step."""
+        """Return the facts about a tensor; None if it is neither an input nor made by a step."""
         there = self._tags.get(id(tensor))
         return there[1] if there is not None and there[0]() is tensor else None
 
@@ -352,7 +352,7 @@ class _ForwardRecorder(TorchFunctionMode):
         self._made[id(tensor)] = ref(tensor), self._inside
 
     def note_work(self, amount: int) -> None:
-        """Note work that was done by a layer that runs, or else behind the last one."""
+        """Note work of the layer that runs, or else of the steps behind the last layer."""
         if self._works:
             self._worked += amount
         elif self.work is not None and self._last_layer and not self._inside:
@@ -445,7 +445,7 @@ class _ForwardRecorder(TorchFunctionMode):
         return content_of(replaced(value, (Tensor, nn.Module), stand_in))
 
     def _module(self, module: nn.Module) -> Any:
-        """Return the stand-in of a module that is passed on, which stages then share."""
+        """Return the stand-in of a module that is passed on; stages then share it."""
         name = self.all_names.get(id(module))
         if name is None:  # the forward has made it
             return module
@@ -785,7 +785,7 @@ class _ForwardRecorder(TorchFunctionMode):
         return read
 
     def _setting(self, cls: type[nn.Module]) -> Callable[..., None]:
-        """Return a ``__setattr__`` that refuses what is set outside of the layer itself."""
+        """Return a ``__setattr__`` that refuses changes outside of the layer itself."""
         recorder = self
 
         def set_(module: Any, name: str, value: Any) -> None:
@@ -1048,7 +1048,7 @@ _SHAPED_BY_VALUES = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_ou
 
 
 def _is_index_of_integers(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an operator is an index without masks, whose result has a shape that is known."""
+    """Whether an operator is an index without masks: the shape of its result is known."""
     if func.overloadpacket is not torch.ops.aten.index:
         return False
     masks = (torch.bool, torch.uint8)

@@ -317,7 +317,7 @@ def _dump(pickler: _Pickler, value: object) -> None:
 
 
 def loads(data: Any, buffers: Iterable[Any] | None = None) -> Any:
-    """Return what `dumps` has pickled; the classes of this process stay as they are."""
+    """Return the value that `dumps` has pickled; the classes of this process stay as they are."""
     # cloudpickle recognises a class that this process has pickled itself. It would give that class
     # the methods and attributes of the pickle, which are copies with other globals.
     with classes_kept():

@@ -119,7 +119,7 @@ def _as_layer(name: str, layer: object) -> nn.Module:
 
 
 def _held_by(function: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a function reads beside its arguments, by name."""
+    """Yield the values that a function reads beside its arguments, by name."""
     if isinstance(function, functools.partial):
         yield from _held_by(function.func)
         yield from ((f"its argument {i}", value) for i, value in enumerate(function.args))
@@ -178,7 +178,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def _refuse_more_than_a_sequence(model: nn.Module) -> None:
-    """Refuse a model that has more than its layers, which would be lost when it is cut."""
+    """Refuse a model that has more than its layers: the rest would be lost when it is cut."""
     lost = []
     if model._parameters or model._buffers:
         lost.append("parameters or buffers")

@@ -112,7 +112,7 @@ def stages_by_workers(
 
 @dataclass(frozen=True, slots=True)
 class _Goal:
-    """What the sweep minimises.
+    """The value that the sweep minimises.
 
     Attributes:
         of_stage: The value of a first stage, for some spans by row and column; infinite where the

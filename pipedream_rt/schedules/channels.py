@@ -245,7 +245,7 @@ def _shares_given(plan: Placement, kind: Kind, address: Address, index: int) -> 
 
 
 def _after_updates(plan: Placement, edges: Iterable[Edge]) -> Iterator[EdgeRule]:
-    """Yield rows whose last message is of the newest update that has ended."""
+    """Yield rows that end with the message of the newest ended update."""
     for edge in edges:
         yield EdgeRule(edge, functools.partial(_update_ended_by, plan.per_update))
 

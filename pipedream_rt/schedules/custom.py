@@ -62,7 +62,7 @@ class _Written:
 
     @staticmethod
     def _check(where: str, worker: int, shape: Shape, action: Any) -> None:
-        """Refuse what is no action, or one that the worker cannot do."""
+        """Refuse an object that is no action, and an action that the worker cannot do."""
         if not isinstance(action, Action) or not isinstance(action.kind, Kind):
             raise ScheduleError(f"{where} yielded {action!r}, which is no Action")
         if type(action.index) is not int or action.index < 0:

@@ -1,8 +1,8 @@
 """The execution of the orders of all workers against each other, without a clock.
 
 Which actions are executed, and in which order on each worker, does not depend on time. The checker
-adds rules to an execution, and the simulator adds times. What an action waits for is in the table
-of channels alone; nothing here depends on the kind of a message.
+adds rules to an execution, and the simulator adds times. Only the table of channels says what an
+action waits for; nothing here depends on the kind of a message.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Waiting(NamedTuple):
 
 
 class _Channels:
-    """What has been sent so far. Edges are counted here: a list is quicker than a dictionary.
+    """The messages sent so far. Edges are counted here: a list is quicker than a dictionary.
 
     Attributes:
         given: By edge, the number of the last message that was sent.
@@ -72,7 +72,7 @@ class _Channels:
 
 
 class _EdgeRules(NamedTuple):
-    """What an action needs and gives, by the numbers of edges in `_Channels`.
+    """The needs and outputs of an action, by the numbers of edges in `_Channels`.
 
     Most messages have the number of the action's index; they need no row and are quick to compare.
     The fields ``..._up_to`` have the others.
@@ -200,14 +200,14 @@ _HINTS = {
     "of an update: let the later stage end its backwards earlier, or put the layers that use the "
     "weight into one stage",
 }
-"""What to do about a deadlock, by the kind of the missing message."""
+"""The advice about a deadlock, by the kind of the missing message."""
 
 _OF_SCRIPT = (
     "the script computes the loss of a whole mini-batch, so all its outputs must come before the "
     'first backward: use schedule="gpipe", which does all forwards of a mini-batch first, or '
     "micro_batches=1; or compute the loss on the last stage, by loss_fn="
 )
-"""What to do where the last stage waits for a gradient from the script."""
+"""The advice where the last stage waits for a gradient from the script."""
 
 
 def deadlock_of(waiting: Sequence[Waiting], titles: Titles) -> str:

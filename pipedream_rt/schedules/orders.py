@@ -70,7 +70,7 @@ def one_forward_one_backward(warm_up: int, per_update: int, start: int) -> Itera
 
 
 def replicated_1f1b(worker: int, shape: Shape, start: int) -> Iterator[Action]:
-    """Yield what one of several replicas does: 1F1B over its own micro-batches, and the updates.
+    """Yield the actions of one of several replicas: 1F1B over its own micro-batches, and updates.
 
     It sends its gradients as soon as it has them, and steps one own micro-batch later, so that
     there is time to reduce them. Replica 0 of two on the first of two stages, k = 2::

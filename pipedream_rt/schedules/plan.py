@@ -43,7 +43,7 @@ from pipedream_rt.schedules.recipes import RECIPES, Recipe
 from pipedream_rt.schedules.shape import Shape, slack_of
 
 _Rows: TypeAlias = tuple[tuple[EdgeRule, ...], tuple[EdgeRule, ...]]
-"""What an action needs, then what it gives."""
+"""The needs of an action, then its outputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

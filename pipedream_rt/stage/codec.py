@@ -32,7 +32,7 @@ _DIRECTIONS = ("both", "forward", "backward")
 
 
 class Codec:
-    """What both kinds have.
+    """The part that both kinds have in common.
 
     Attributes:
         direction: What it codes: values (``"forward"``), gradients (``"backward"``) or ``"both"``.

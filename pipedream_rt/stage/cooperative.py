@@ -17,7 +17,7 @@ class Turns:
     """The turns of one host on a shared thread.
 
     Attributes:
-        wanted: What its stages wait for; None before the first turn.
+        wanted: The message that its stages wait for; None before the first turn.
         has_ended: Whether its stages have raised an error, or were ended.
     """
 

@@ -248,7 +248,7 @@ def packed_metrics(
 # One entry is enough: all micro-batches of an evaluation, or an epoch, bring the same bytes.
 @functools.lru_cache(maxsize=1)
 def unpacked(packed: bytes) -> Functions:
-    """Return what `packed_metrics` has packed."""
+    """Return the functions that `packed_metrics` has packed."""
     loss_fn, metrics = loads(packed) if packed else (None, {})
     if isinstance(loss_fn, nn.Module):
         loss_fn.eval()

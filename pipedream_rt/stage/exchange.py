@@ -48,7 +48,7 @@ _BY = {channel.kind: channel.by for channel in OF_ACTIONS}
 
 
 class Computing:
-    """A context around every computation of a stage, which sums up the time that they take.
+    """A context around every computation of a stage: it sums up the time of all.
 
     ``busy_ns`` is that of the clock, ``processor_ns`` that for which a core was there.
     """
@@ -68,7 +68,7 @@ class Computing:
 
 
 class Exchange:
-    """Makes messages of what a stage returns, on the edges that the plan names.
+    """Makes messages of a stage's results, on the edges that the plan names.
 
     Attributes:
         turn: The turn of the next item of its feed.
@@ -192,7 +192,7 @@ class Exchange:
     # -- what actions give ------------------------------------------------------------------------
 
     def give(self, action: Action, outgoing: Outgoing) -> None:
-        """Send what an action gives for updates and versions, by kind of edge."""
+        """Send the outputs of an action for updates and versions, by kind of edge."""
         index = action.index
         for row in self._plan.rows(action, self.address)[1] if outgoing else ():
             if row.edge.kind in outgoing:
@@ -259,7 +259,7 @@ class Exchange:
     def send_back(
         self, micro_batch: int, found: Sequence[Gradients], hyper: list[Hyper] | None = None
     ) -> None:
-        """Send the gradients that a backward found to the stages that its inputs came from."""
+        """Send the gradients of a backward to the stages that its inputs came from."""
         position, route = self.positions[micro_batch], self.route(micro_batch)
         skips = self.stage.skips
         for edge, number in route.back:

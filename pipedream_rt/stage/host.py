@@ -128,7 +128,7 @@ class StageHost:
         return stage.optimizer and stage.optimizer.torch_optimizer
 
     def remove_parts(self) -> None:
-        """Remove what was written of a checkpoint that nobody can finish. Any thread."""
+        """Remove the files of a checkpoint that nobody can finish. Any thread."""
         # The stages may have ended by now, which they do by themselves where their links break.
         loop = self._loop
         for part in self._parts if loop is None else loop.parts():
@@ -315,7 +315,7 @@ def described(value: Any) -> str:
 
 
 def advice_on(error: BaseException, value: Any) -> str:
-    """Return what to do about an error of a layer; empty where that is not known."""
+    """Return the advice about an error of a layer; empty where there is none."""
     counts = isinstance(error, TypeError) and "positional argument" in str(error)
     if counts and isinstance(value, tuple | list):
         return (

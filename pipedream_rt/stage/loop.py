@@ -283,7 +283,7 @@ class Loop:
         return [by_edge[edge] for edge in route.activations] + targets
 
     def _wanted(self, key: Key) -> Wanted:
-        """Return what to wait for, with a deadline, since the message is sure to come."""
+        """Return the wait for a message, with a deadline, since it is sure to come."""
         return Wanted(key, Deadline(self._options.timeout))
 
     # -- compute and send -------------------------------------------------------------------------

@@ -185,7 +185,7 @@ class StageOptimizer:
         )
 
     def _load_own_state(self, state: Mapping[StateKey, Any]) -> None:
-        """Reset groups and attributes to what they were built with, then load what was saved."""
+        """Reset groups and attributes to their values when built, then load the saved ones."""
         assert self.torch_optimizer is not None
         own, saved = vars(self.torch_optimizer), self._saved_own(state)
         self._from_script = [set() for _ in self._groups]

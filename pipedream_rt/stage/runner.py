@@ -127,7 +127,7 @@ class Runner:
         return values
 
     def put_in(self, program: int, source: int, value: Any, values: dict[int, Any]) -> None:
-        """Put what came from a source into the slots that a program has for it."""
+        """Put a value from a source into the slots that a program has for it."""
         if self._coding is not None:
             value = self._coding.decoded(source, value)
         slots = self.programs[program].whole.takes.get(source, ())
@@ -230,7 +230,7 @@ class Runner:
     def loss(
         self, output: Any, target: Value, other: LossFunction | None = None
     ) -> tuple[Tensor, dict[str, float]]:
-        """Compute the loss that is trained on, and its named parts, which are only reported.
+        """Compute the loss to train on, and its named parts, only to be reported.
 
         ``other`` is the loss of an evaluation.
         """
@@ -253,7 +253,7 @@ class Runner:
             ) from error
 
     def statistics(self) -> dict[str, Any]:
-        """Return what codecs of the graph have counted."""
+        """Return the counts of the codecs of the graph."""
         return {} if self._coding is None else self._coding.statistics()
 
     def cache(self, number: int, program: int) -> Mapping[str, Any]:

@@ -93,7 +93,7 @@ def begun(stage: Stage, copy: Copy) -> Snapshot:
 def completed(stage: Stage, begun: Snapshot, copy: Copy) -> Snapshot:
     """Return a snapshot with the part that updates change.
 
-    What it has of versions and steps already was taken before the update, and stays.
+    Versions and steps in it were taken before the update, and stay.
     """
     return replace(
         begun,

@@ -16,7 +16,7 @@ Gradients: TypeAlias = list[Tensor | None]
 """The gradients of those tensors of a value that asked for one, in order; None where none came."""
 
 Outgoing: TypeAlias = dict[EdgeKind, Any]
-"""What rules give for an update or a version, by kind of edge; `Rule.pack` makes messages of it."""
+"""The outputs of rules for an update or a version, by kind of edge; `Rule.pack` packs them."""
 
 
 def activation_of(message: Message) -> Activation:
@@ -50,7 +50,7 @@ def gradients_of(message: Message, tensors: tuple[Tensor, ...]) -> Gradients:
 
 
 def said_of_update(messages: Sequence[Message]) -> tuple[bool, list[Hyper] | None]:
-    """Return what gradients say of the update: whether it is skipped, and its hyper-parameters."""
+    """Return the script's word on the update: whether it is skipped, and its hyper-parameters."""
     payloads = [each.payload for each in messages if isinstance(each.payload, Gradient)]
     hyper = next((each.hyper for each in payloads if each.hyper is not None), None)
     return any(each.skips for each in payloads), hyper

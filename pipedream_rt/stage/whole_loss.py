@@ -29,7 +29,7 @@ class Met(NamedTuple):
     """A micro-batch whose loss is computed with those of the others of its update.
 
     Attributes:
-        output: What the model has returned, in the graph of autograd.
+        output: The output of the model, in the graph of autograd.
         value: The same as a value.
         share: Its weight, with that of the mini-batch as 1.
     """

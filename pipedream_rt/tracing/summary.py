@@ -248,7 +248,7 @@ WORKER_HEAD = ("worker", "stages", "process", "heard", "memory", "doing")
 
 
 def worker_rows(workers: Sequence[Mapping[str, Any]], most: int = 60) -> list[tuple[str, ...]]:
-    """Return what workers do now, a row for each; ``most`` letters of it at most."""
+    """Return rows about what workers do now; ``most`` letters of it at most."""
     return [
         (
             str(each["name"]),
@@ -284,7 +284,7 @@ def describe(trace: Trace) -> str:
 
 
 def _headline(trace: Trace, summary: Summary) -> str:
-    """Return the line that says what was run, how long it took, and how fast it was."""
+    """Return the line about the whole run: its schedule, its time and its speed."""
     plan = trace.plan
     slack = f"slack {', '.join(map(str, plan.shape.slack))}, " if plan.shape.slack else ""
     return (
@@ -324,7 +324,7 @@ def _stage_table(trace: Trace, summary: Summary) -> str:
 
 
 def _caveats(trace: Trace) -> list[str]:
-    """Return the lines that say how exact the times are, and which spans are missing."""
+    """Return lines about the exactness of the times, and about missing spans."""
     lines = []
     error = max(worker.clock_error_ns for worker in trace.workers)
     if not trace.simulated:

@@ -53,7 +53,7 @@ def drawn(generators: Iterable[Any] = ()) -> tuple[Any, ...]:
 
 
 class Shared:
-    """What copies of a job's model, loss and optimizer share with the script, by name."""
+    """The objects that copies of a job's model, loss and optimizer share with the script."""
 
     def __init__(self, job: Job) -> None:
         self._threads = job.options.layout.threads

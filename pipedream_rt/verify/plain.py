@@ -56,7 +56,7 @@ class Copies:
 Gradients: TypeAlias = dict[str, Tensor]
 
 Flat: TypeAlias = tuple[Value, Value, float]
-"""What the model takes of a mini-batch, its target, and the factor of its loss."""
+"""The inputs of a mini-batch, its target, and the factor of its loss."""
 
 
 def copies_of(job: Job, state: Mapping[str, Any] | None) -> Copies:
@@ -558,7 +558,7 @@ def rounding_in(job: Job) -> float:
 
 
 def copy_of(value: Value) -> Any:
-    """Return what was flattened, with copies of its tensors."""
+    """Return a flattened value, with copies of its tensors."""
     return unflatten(value.structure, [tensor.clone() for tensor in value.tensors])
 
 

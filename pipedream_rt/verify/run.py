@@ -178,7 +178,7 @@ def _both(
 def _parted(
     plain: PlainTraining, cut: CutBatch, own: Seen, theirs: Seen
 ) -> tuple[int, Parted | None]:
-    """Return how many values were compared, and which is the first that differs, if one does."""
+    """Return the number of values that were compared, and the first that differs, if any."""
     noise = functools.cache(lambda: noise_of(plain, cut))
 
     def excused(place: Place, by: float) -> bool:
@@ -530,7 +530,7 @@ def _is_after(until: float) -> bool:
 
 
 def say_memory(job: Job, steps: int) -> None:
-    """Say what a verification of mini-batches will take."""
+    """Say how much memory a verification of mini-batches will take."""
     size = _size_of(job)
     # Twice the weights, gradients and an optimizer's state; and what of it is stepped once more.
     most = (5 * size + 4 * min(size, budget_of(job))) >> 20
@@ -564,7 +564,7 @@ def _steps_plainly(job: Job) -> bool:
 
 
 def watching(job: Job, run: Run, asked: int) -> Watching | None:
-    """Return what verifies the first mini-batches of a run; None if nothing does."""
+    """Return the `Watching` of the first mini-batches of a run; None if nothing is verified."""
     trains = (job.loss_fn is not None or job.plan.loss_in_script) and job.optimizer is not None
     if trains and (asked or not why_not(job)):
         return Watching(job, run, asked)

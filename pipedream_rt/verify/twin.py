@@ -1,4 +1,4 @@
-"""Copies of a job's stages in this process, of which all that they compute can be seen."""
+"""Copies of a job's stages in this process: all that they compute can be seen."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Twin:
     Attributes:
         parts: The optimizer, taken apart.
         left_out: The parts of the job that are left out, in sentences.
-        forwards: What the forwards of the copy do.
+        forwards: The forwards of the copy.
         gradients: Copies of those with which the stages have stepped last, by name.
     """
 
@@ -146,7 +146,7 @@ class Twin:
 
 
 def _plain_options(job: Job, copies: Copies, batch: Batch) -> tuple[Options, list[str]]:
-    """Return the options of a job without what plain PyTorch lacks, and a note of what that is."""
+    """Return the options of a job that plain PyTorch has too, and a note about the others."""
     options, training, layout, plan = (
         job.options,
         job.options.training,

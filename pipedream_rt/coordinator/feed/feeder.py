@@ -168,7 +168,7 @@ class Feeder:
             raise ConfigError(ELSEWHERE)
 
     def places_of_inputs(self, part: MicroBatch) -> Iterator[tuple[int, list[int]]]:
-        """Yield stages, with the places of what each takes among inputs that ask for gradients."""
+        """Yield stages, with the places of their inputs among those that ask for gradients."""
         asks = zip(part.inputs.tensors, part.inputs.requires_grad)
         at = {id(each): i for i, each in enumerate(t for t, asked in asks if asked)}
         for stage, _, tensors in self.forwards.shares(part.program, part.inputs):
@@ -228,7 +228,7 @@ class Feeder:
         return self.decision.applied(self._cutter.cut(batch, self.training, adds))
 
     def _part(self, number: int) -> str:
-        """Say what part of its mini-batch a training micro-batch is; empty for all of it."""
+        """Say which part of its mini-batch a training micro-batch is; empty for all of it."""
         step, i = divmod(number, self._per_update)
         known = [self._newest] if self._newest is not None else []
         for pending in (*self.pending, *known):
@@ -544,7 +544,7 @@ class Feeder:
         ahead: deque[tuple[int, MicroBatch]] = deque()
 
         def collect(fails: bool = True) -> tuple[MicroBatch, Loss, Any]:
-            """Take what came of the oldest micro-batch on its way; raise what a stage has."""
+            """Take the result of the oldest micro-batch on its way; raise the error of a stage."""
             position, part = ahead[0]
             loss, output = self._take_loss(position)
             ahead.popleft()  # now: what is waited for again must still be there
@@ -571,7 +571,7 @@ class Feeder:
                 collect(fails=False)
 
     def _refuse_failed(self, loss: Loss) -> None:
-        """Raise what a stage has raised in a pass that does not train."""
+        """Raise the error of a stage in a pass that does not train."""
         if loss.failed is not None:
             raise self._group.recovery.error_of(loss.failed)
 

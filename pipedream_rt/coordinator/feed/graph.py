@@ -50,7 +50,7 @@ class Call:
         parts: Its micro-batches, and ``fed`` how they were fed.
         messages: The messages in which its output came.
         asked: The inputs that require a gradient.
-        outputs: What these hold, by micro-batch.
+        outputs: The outputs in these, by micro-batch.
         asks: Which tensors of the joined output ask for a gradient.
         gradients: The sums of the gradients that came so far, by tensor that asks for one. They
             are of the weights too: where only the gradient of an input was asked for, as by

@@ -102,7 +102,7 @@ def _counters(loader: object) -> Iterator[tuple[object, dict[str, int]]]:
 
 
 _COUNTERS = ("epoch", "_epoch", "iteration", "initial_seed")
-"""The names of attributes by which samplers count epochs, or keep a seed that they have drawn."""
+"""The names of attributes in which samplers count epochs, or keep a drawn seed."""
 
 
 def _is_count(value: object) -> bool:
@@ -201,7 +201,7 @@ class Loading:
     Attributes:
         fetched: A list with the item that was drawn ahead; empty at the end of the loader.
         pending: The mini-batches whose results the script has not seen yet.
-        error: What the loader raised, kept until the results of the items before it are handed
+        error: The error of the loader, kept until the results of the items before it are handed
             out; None if it raised nothing.
     """
 

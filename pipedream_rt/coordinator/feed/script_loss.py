@@ -85,7 +85,7 @@ class _Handed:
         return [*slices(self.parts, self._asks, gradients)]
 
     def gradients(self) -> list[Tensor | None]:
-        """Return what lies on the leaves: the sum of all backwards, or what the script put there.
+        """Return the gradients on the leaves: sums of all backwards, or those that the script put.
 
         It has the strides with which it came. `leaf.grad` may have others, those of the leaf, and
         kernels round differently for other strides.
@@ -140,7 +140,7 @@ class ScriptLoss:
         return self._handed.value
 
     def answer(self) -> int:
-        """Give the gradients that lie on the output that the script has, if it has one.
+        """Give the gradients of the output in the hands of the script, if there is one.
 
         Return the number of the last mini-batch whose output the script has had.
         """

@@ -31,7 +31,7 @@ class Restart:
 
     Attributes:
         generation: Number of the generation that the recovery began.
-        reason: What had failed, in one line.
+        reason: The failure, in one line.
         seconds: Time from when the coordinator noticed the failure until it had fed the new
             workers all that was fed before.
         replayed: Number of micro-batches that were fed again.
@@ -61,8 +61,8 @@ def is_passing(error: BaseException) -> bool:
 def is_passing_at_start(error: BaseException) -> bool:
     """Whether new workers can help where the first ones have failed while the pipeline opens.
 
-    What a stage raises then, it would raise again: nothing was fed yet. Workers that nobody has
-    started will not come either, and a refusal is an answer.
+    A stage would raise the same error again: nothing was fed yet. Workers that nobody has started
+    will not come either, and a refusal is an answer.
     """
     if isinstance(error, StageFailed):
         return _is_of_others(error.__cause__)

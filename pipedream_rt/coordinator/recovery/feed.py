@@ -1,4 +1,4 @@
-"""What was fed to the stages, and what is next: positions, turns, and the log for recoveries."""
+"""The feed of the stages, past and next: positions, turns, and the log for recoveries."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _TOUCHING = (
 
 
 class Feed:
-    """What the coordinator feeds to the stages of the present generation.
+    """The feed of the stages of the present generation.
 
     Attributes:
         position: Position of the next item.
@@ -53,7 +53,7 @@ class Feed:
         training: The mode that all modules were set to (`Module.train`); None if never.
         loads: The number of times that weights were loaded.
         touched: Whether stages got a command that may have changed weights or optimizers.
-        log: What was fed since the restore points.
+        log: The feed since the restore points.
     """
 
     def __init__(self, plan: Plan, forwards: Forwards, life: Lifecycle, *, logged: bool) -> None:
@@ -74,7 +74,7 @@ class Feed:
         self.log = FeedLog(on=logged)
 
     def begin(self, send: Send) -> list[bytes]:
-        """Begin a generation, whose stages start with the definitions that are returned."""
+        """Begin a generation; return the definitions with which its stages start."""
         self._send = send
         self._turns = [0] * len(self._plan.addresses)
         definitions = self._forwards.definitions

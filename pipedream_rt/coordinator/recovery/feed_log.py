@@ -5,8 +5,8 @@ restore point, and are fed what came after it in the same order, compute the sam
 So the coordinator keeps what it has fed since the oldest restore point, and a recovery is: new
 workers, the state of a restore point, the feed since.
 
-A command names the role of the stages that it is for, not their numbers, so that a later generation
-may have another plan.
+A command is for a role of stages, not for numbers of stages. So a later generation may have another
+plan.
 """
 
 from __future__ import annotations

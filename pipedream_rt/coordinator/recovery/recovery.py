@@ -1,9 +1,9 @@
 """The workers that host the stages, one generation after another.
 
-When a worker fails, the workers that are left are ended, new ones are started, they get the state
-of the newest restore point, and are fed what was fed since. The same feed gives the same bits, and
-the inbox drops messages that the coordinator has already taken, so whoever waits for a message
-notices nothing but the time.
+When a worker fails, the others are ended, and new ones are started. They get the state of the
+newest restore point, and the feed since then once more. The same feed gives the same bits, and the
+inbox drops messages that the coordinator has already taken, so whoever waits for a message notices
+nothing but the time.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Recovery:
 
     Attributes:
         life: The life of the pipeline. An error that is not recovered from ends it.
-        feed: What was fed to them.
+        feed: The feed of the workers.
         cluster: The workers of the present generation.
         inbox: The coordinator's, of all generations.
         restarts: The recoveries so far.

@@ -84,7 +84,7 @@ class EventPublisher:
     The script's thread tells; only `end` may come from another one, when nothing else is told.
 
     Attributes:
-        record: What was told so far, for reports meanwhile; the first of the observers.
+        record: The record so far, for reports meanwhile; the first of the observers.
     """
 
     def __init__(self, record: RunRecord, observers: Iterable[Observer]) -> None:
@@ -158,7 +158,7 @@ class EventPublisher:
         self._tell(Evaluated(time=time.time(), step=step, values=dict(values)))
 
     def so_far(self, stages: Sequence[dict[str, Any]], trace: Trace | None) -> RunRecord:
-        """Return what was told so far, with the present trace and counters of the stages."""
+        """Return the record so far, with the present trace and counters of the stages."""
         self.look()
         record = copy.copy(self.record)
         record.trace = trace

@@ -50,8 +50,8 @@ _ALONE = 0.9
 class SizeNotice:
     """Warns once if the pipe sets the pace and one process would be as fast.
 
-    Where other programs use the cores too, time that passes says nothing of a model, and it is
-    judged by what the processes have had of cores. The workers have so many ``cores`` together, and
+    Where other programs use the cores too, the clock says nothing of a model. It is then judged by
+    the processor time of the processes. The workers have so many ``cores`` together, and
     ``threads`` each.
     """
 

@@ -120,7 +120,7 @@ def title_of(record: RunRecord) -> str:
 
 
 def workers_panel(workers: Sequence[Mapping[str, Any]]) -> Panel:
-    """Return what the workers do now."""
+    """Return the panel of the workers, with what they do now."""
     table = blocks.table(WORKER_HEAD, worker_rows(workers, 80))
     return Panel("workers", "Workers now", table, True)
 
@@ -238,7 +238,7 @@ def _said(record: RunRecord, begun: Begun) -> tuple[list[str], list[str]]:
 
 
 def _advice(record: RunRecord, plan: Plan, trace: Trace | None, live: bool) -> Iterator[str]:
-    """Yield what the times of the stages suggest, unless the runtime has warned of it."""
+    """Yield the advice from the times of the stages, unless the runtime has warned of it."""
     buckets = list(record.steps)
     # A warning is known again by a phrase of its text.
     said = " ".join(each.text for each in record.warned)
@@ -302,7 +302,7 @@ def _slack_advice(trace: Trace) -> Iterator[str]:
 
 
 def _stages(record: RunRecord, begun: Begun, plan: Plan) -> Iterator[Panel]:
-    """Yield what is known of each stage: versions, staleness, and memory beside the formula."""
+    """Yield the panel of the stages: versions, staleness, and memory beside the formula."""
     last, now = _last(record), begun.stages
     if record.ended is not None and record.ended.stages:
         now = record.ended.stages

@@ -1,6 +1,6 @@
 """Coding: tensors leave a stage packed by the codec of their edge, with error feedback.
 
-What packing loses of a tensor, its residual, is added to the next tensor of the same edge. Values
+The residual of a tensor, which packing loses, is added to the next tensor of the same edge. Values
 are packed in the order of the forwards and gradients in that of the backwards, both fixed by the
 plan, so residuals do not depend on timing. A checkpoint of step t has the residuals as they were
 between mini-batches t-1 and t. By the time that update t-1 is done, a stage may have packed later
@@ -25,14 +25,14 @@ from pipedream_rt.stage.rules.rule import Context, MicroBatchRule, RuleOption, U
 from pipedream_rt.stage.values import Outgoing
 
 Residuals = dict[tuple[Edge, int], Tensor]
-"""What packing has lost, by edge and the place of the tensor in its value."""
+"""The residuals, by edge and the place of the tensor in its value."""
 
 _ONE_WAY = {EdgeKind.ACTIVATION: "forward", EdgeKind.GRADIENT: "backward"}
 
 
 @dataclass(frozen=True)
 class EdgeCodecs(RuleOption):
-    """The codecs that pack what crosses edges.
+    """The codecs of edges.
 
     Attributes:
         by_edge: By the stages at both ends of an edge, in the order of the model, its codec.
@@ -135,7 +135,7 @@ class Coding(MicroBatchRule):
         shape: torch.Size,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Return what the receiver has of a packed tensor."""
+        """Return a packed tensor as the receiver unpacks it."""
         with naming(codec, where):
             found = codec.unpack(parts, shape, dtype)
         # Contiguous, since layers may change it in place, and kernels round by its strides.

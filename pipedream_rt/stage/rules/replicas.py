@@ -19,7 +19,7 @@ from pipedream_rt.stage.values import Outgoing, dense, with_gaps
 
 
 class ReplicaGradients(NamedTuple):
-    """What a replica has summed for an update."""
+    """The gradients that a replica has summed for an update."""
 
     gradients: list[Tensor | None]
     hyper: list[Hyper]

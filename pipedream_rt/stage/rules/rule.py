@@ -92,7 +92,7 @@ class Context:
 
 
 class Rule:
-    """What rules of both kinds may have.
+    """The methods that rules of both kinds may have.
 
     Attributes:
         channels: The kinds of messages that it sends and takes.
@@ -120,7 +120,7 @@ class Rule:
         """Take a message of one of its channels, for a later method to use."""
 
     def state(self) -> StepState:
-        """Return what a checkpoint keeps, as of the newest version.
+        """Return the state for a checkpoint, as of the newest version.
 
         The part of its keys is the rule's name.
         """
@@ -133,7 +133,7 @@ class Rule:
         """
 
     def views(self, version: int) -> StepState:
-        """Return what it has made of an older version, which the next updates recycle."""
+        """Return its views of an older version, whose memory the next updates recycle."""
         return {}
 
     def lacks_views(self) -> bool:
@@ -176,7 +176,7 @@ class UpdateRule(Rule):
         return {}
 
     def reduce(self, update: Update) -> Outgoing:
-        """Hand over the gradients that this replica has summed, which `collect` gets whole."""
+        """Hand over the gradients that this replica has summed; `collect` gets the whole sum."""
         return {}
 
     def stepped(self, named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
@@ -184,7 +184,7 @@ class UpdateRule(Rule):
         return dict(named)
 
     def take(self, update: int) -> None:
-        """Take what other replicas have stepped in an update."""
+        """Take the weights that other replicas have stepped in an update."""
 
     def change(self, update: Update) -> None:
         """Change the gradients, which are on the parameters now, or skip the update."""

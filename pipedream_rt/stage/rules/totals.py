@@ -1,4 +1,4 @@
-"""What all stages must agree on before an update: the norm of all gradients of the model.
+"""The number that stages agree on before an update: the norm of all gradients of the model.
 
 Clipping needs that norm, and scaled losses need to know whether a gradient of any stage is not
 finite. At its step, each stage measures the norm of each of its gradients and sends them, with
