@@ -216,6 +216,9 @@ def _recorded(
     ):
         watch = _Watch(recorder)
         fake = nullcontext() if symbols is None else symbols.entered()
+        # Two modes. The recorder sees functions as the code calls them, above autograd and
+        # autocast: a stage can call those again. `watch` sees the operators below: they alone tell
+        # of every new tensor and every draw. It is inside of `fake`, whose tensors it is to see.
         with recorder.called(), fake, watch, recorder:
             recorder.begin(watch)
             args, kwargs = replaced((args, kwargs), (_Sparse,), lambda each: each.made())
@@ -334,6 +337,8 @@ class _ForwardRecorder(TorchFunctionMode):
 
     def _tag(self, tensor: Tensor, depends: int) -> int:
         """Give a tensor the next slot, also if it had one."""
+        # A function in place returns its argument: a step makes a value, so that one is in a slot
+        # of its own, and later steps take it from there.
         tag = _Tag(self._slots, depends)
         self._slots += 1
         self._tags[id(tensor)] = (ref(tensor), tag)
@@ -531,7 +536,7 @@ class _ForwardRecorder(TorchFunctionMode):
         # The version counter shows which tensors the function changes, whatever its name says.
         versions = [changes_of(copies.get(id(t), t)) for t in tensors]
         self.drew = self.sized = False
-        self.paused += 1
+        self.paused += 1  # it may call other functions of torch, which are a part of its step
         try:
             if self._symbols is not None and depends and name in _READING:
                 result = self._symbols.read(func)  # tensors have no values now
@@ -560,7 +565,7 @@ class _ForwardRecorder(TorchFunctionMode):
         self, func: Any, name: str, given: Any, depends: int, after: set[int], value: Any
     ) -> None:
         """Note or refuse a read of values of tensors: the forward may branch on them."""
-        if not depends:
+        if not depends:  # a constant, the same in every forward
             return
         if "nested_tensor" in name:
             raise refusal(
@@ -756,6 +761,7 @@ class _ForwardRecorder(TorchFunctionMode):
             )
 
         derived, torch.autograd.grad = torch.autograd.grad, grad
+        # Patched, as it does not come to __torch_function__.
         torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
         try:
             yield
@@ -774,6 +780,7 @@ class _ForwardRecorder(TorchFunctionMode):
             if recorder.paused or name in OF_MODULES or hasattr(nn.Module, name):
                 return value
             place = id(module), name
+            # The first one counts, which the program has read.
             if type(value) in PLAIN_LEAVES:
                 recorder.values.setdefault(place, value)
                 if place[0] in recorder._names:
@@ -872,6 +879,7 @@ class _ForwardRecorder(TorchFunctionMode):
             if type(value) not in PLAIN_LEAVES and not isinstance(value, Tensor):
                 self._foreign[id(value)] = (name, value)  # alive, so that no other gets its id
         calls = self._calls[name] = self._calls.get(name, 0) + 1
+        # A layer without weights or state computes alike anywhere: no stage owns its step.
         depends |= _LAYERS if has_weights or moved else 0
         self._add(
             name if calls == 1 else f"{name}#{calls}",

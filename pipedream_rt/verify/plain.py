@@ -187,6 +187,7 @@ class _Seeding(TorchFunctionMode):
         self, names: Sequence[str], inside: Sequence[str], seed: Callable[[str], object]
     ) -> None:
         super().__init__()
+        # A recorded forward draws in one order, so a function is compared with the next name only.
         self._left, self._inside, self._seed = list(names), inside, seed
 
     def __torch_function__(
@@ -331,6 +332,7 @@ class PlainTraining:
         """Compute the gradients of all micro-batches; return whether there was the time."""
         tap, whole = Tap(self._layers, seen, self.seed), WholeLoss()
         try:
+            # One by one, as stages do: `cutting.py` asks whether the mini-batch as one is the same.
             for i, part in cut.filled.items():
                 if i and late():
                     return False
@@ -343,15 +345,16 @@ class PlainTraining:
                     whole.met.append(Met.of(number, part.samples, output, part.target))
                     continue
                 loss = self._loss_of(output, copy_of(part.target))
-                tap.at = None
+                tap.at = None  # else a checkpoint, which calls layers again, would be noted
                 if isinstance(self._loss, GivenGradients):
                     seen[Place(step, number, "result")] = self._loss.outputs
                 else:
                     seen[Place(step, number, "loss")] = loss.item()
-                if share:
+                if share:  # without a share the loss may be NaN, and stages do no backward either
                     # In a backward each stage draws for itself: what is drawn cannot be compared.
                     self.seed(number, "backward")
                     before = self.drawn()
+                    # No product by 1.0: the graph is to be the one that the stage has.
                     (loss * share if share != 1.0 else loss).backward()
                     if self.drawn() != before:
                         self.notes["backward"] = None
@@ -384,8 +387,10 @@ class PlainTraining:
         if clip is not None:
             self._clip(clip)
         for name, parameter in self._trained.items():
-            if parameter.grad is not None:
+            if parameter.grad is not None:  # clipped: stages note those that they step with
                 seen[Place(step, -1, "gradient", name)] = sampled(parameter.grad)
+            # With those of the stages the step is compared by itself: else rounding in gradients
+            # would be seen in the weights once more, and larger.
             if gradients is not None:
                 parameter.grad = gradients.get(name)
         before = self.drawn()
