@@ -321,12 +321,12 @@ class Items:
         return Batch((), taken, entries[found[0]] if len(found) == 1 else None)
 
     @staticmethod
-    def _refuse(found: str, ways: Sequence[str]) -> NoReturn:
+    def _refuse(found: str, forms: Sequence[str]) -> NoReturn:
         """Refuse an item, and show which forms it may be given."""
-        which = "which says how" if len(ways) > 1 else "which makes one of these"
+        which = "which says how" if len(forms) > 1 else "which makes one of these"
         raise ConfigError(
             f"the loader must yield {FORMS}; {found}. Give prepare= to Pipeline or to the call, "
-            f"{which}: " + ", or ".join(f"prepare=lambda item: {way}" for way in ways)
+            f"{which}: " + ", or ".join(f"prepare=lambda item: {form}" for form in forms)
         )
 
 

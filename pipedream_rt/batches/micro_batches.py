@@ -121,7 +121,7 @@ class Cutter:
 
         ``other`` weighs it for another loss than that of training.
         """
-        given, batch = batch, unmarked(batch)
+        marked, batch = batch, unmarked(batch)
         inputs = flat_copy(self._forwards.inputs(batch))
         # With another loss, the model need not compute its own.
         kind = mode if other is None else Mode.INFER
@@ -131,7 +131,7 @@ class Cutter:
         weighing = other or self._weighing
         weight = weighing.counted(batch, labels) if weighing.counts else labels
         if weight is None and clear is not None:
-            clear.require_clear(given)
+            clear.require_clear(marked)
         return MicroBatch(
             program=program,
             inputs=inputs,

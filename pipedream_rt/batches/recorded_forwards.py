@@ -111,7 +111,7 @@ class RecordedForwards:
         self._autocast = autocast
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
         self.dtype = min({autocast or torch.float32, *dtypes}, key=lambda dtype: dtype.itemsize)
-        self._given = without_cache(model)
+        self._without_cache = without_cache(model)
         # By signature; several where a forward goes by values that it reads from its inputs.
         self._programs: dict[bytes, list[tuple[int, Program]]] = {}
         self._kinds: dict[bytes, _Kind] = {}
@@ -167,7 +167,7 @@ class RecordedForwards:
             self._model,
             self.layers,
             batch.args,
-            {**self._given, **batch.kwargs},
+            {**self._without_cache, **batch.kwargs},
             training=False if mode in EVAL else training,
             grad=mode is Mode.TRAIN,
             autocast=self._autocast,
@@ -400,8 +400,8 @@ class RecordedForwards:
     def _cut(self, program: Program) -> int:
         """Cut a program, and return its number."""
         homes = dict(self.homes)  # a copy: a program that is refused leaves no trace
-        ways = Routes(self._links, self._entries) if self._began else None
-        made = cut(program, homes, self._num_stages, ways)
+        routes = Routes(self._links, self._entries) if self._began else None
+        made = cut(program, homes, self._num_stages, routes)
         if self._began:
             self._require_fit(made, homes)
         self.homes = homes

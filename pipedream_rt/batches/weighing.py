@@ -77,26 +77,26 @@ def is_known_mean(loss_fn: object) -> bool:
         of_torch = type(loss_fn).__module__ == nn.modules.loss.__name__
         return of_torch and is_mean(vars(loss_fn))
     function: Any = loss_fn
-    given: Mapping[str, Any] = {}
+    options: Mapping[str, Any] = {}
     if isinstance(loss_fn, functools.partial):
-        function, given = loss_fn.func, loss_fn.keywords
+        function, options = loss_fn.func, loss_fn.keywords
     of_torch = function is getattr(nn.functional, getattr(function, "__name__", ""), None)
-    return callable(function) and of_torch and is_mean(given)
+    return callable(function) and of_torch and is_mean(options)
 
 
 def _counted_by(loss_fn: object) -> _Counted | None:
     """Return a counter of the labels of a cross entropy of torch; None for any other loss."""
     if type(loss_fn) in (nn.CrossEntropyLoss, nn.NLLLoss):
-        given = {name: getattr(loss_fn, name) for name in ("weight", "ignore_index", "reduction")}
+        options = {name: getattr(loss_fn, name) for name in ("weight", "ignore_index", "reduction")}
     elif isinstance(loss_fn, functools.partial) and loss_fn.func in CROSS_ENTROPIES:
-        given = loss_fn.keywords
+        options = loss_fn.keywords
     elif callable(loss_fn) and loss_fn in CROSS_ENTROPIES:
-        given = {}
+        options = {}
     else:
         return None
-    if not is_mean(given):
+    if not is_mean(options):
         return None
-    ignored, weight = given.get("ignore_index", IGNORED), given.get("weight")
+    ignored, weight = options.get("ignore_index", IGNORED), options.get("weight")
 
     def counted(target: Any) -> float | None:
         """Count the labels, each as its class weighs; a target of probabilities has none."""

@@ -161,7 +161,7 @@ def _tensors_and_plain(steps: StepState) -> tuple[dict[str, Tensor], dict[str, A
 
 
 def write_tensors(
-    path: Path, tensors: dict[str, Tensor], said: Mapping[str, str] | None = None
+    path: Path, tensors: dict[str, Tensor], texts: Mapping[str, str] | None = None
 ) -> None:
     """Write and sync one file of tensors, with texts about them."""
     # Under another name first: a recovery writes the same file again while the coordinator may be
@@ -170,7 +170,7 @@ def write_tensors(
     # safetensors has no complex128: such numbers are written as pairs.
     pairs = [key for key, tensor in tensors.items() if tensor.dtype is torch.complex128]
     tensors = {**tensors, **{key: torch.view_as_real(tensors[key]) for key in pairs}}
-    metadata = {"format": "pt", **(said or {})} | ({AS_PAIRS: json.dumps(pairs)} if pairs else {})
+    metadata = {"format": "pt", **(texts or {})} | ({AS_PAIRS: json.dumps(pairs)} if pairs else {})
     try:
         save_file(tensors, part, metadata=metadata)
         sync(part)

@@ -150,8 +150,8 @@ class RunState:
             )
         # Copies, since safetensors refuses memory that two names share, as that of tied weights.
         weights = {key: value.clone() for key, value in state.items()}
-        said = {_VALUE: repr(value), "step": str(self._feeder.step)}
-        write_tensors(path, weights, said)
+        texts = {_VALUE: repr(value), "step": str(self._feeder.step)}
+        write_tensors(path, weights, texts)
         self._best[path] = value
         return True
 

@@ -46,10 +46,10 @@ def resolved(options: Options) -> Options:
     )
 
 
-def take_place(given: Options) -> None:
+def take_place(options: Options) -> None:
     """Make the checkpoint folder, and count the paths taken, once nothing else can be refused."""
-    require_folder(given.kept)
-    for option, name in ((given.observe.record, RECORD), (given.observe.trace, TRACE)):
+    require_folder(options.kept)
+    for option, name in ((options.observe.record, RECORD), (options.observe.trace, TRACE)):
         if option is None and name in os.environ:
             _taken[name] += 1
 

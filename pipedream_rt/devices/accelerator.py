@@ -107,14 +107,14 @@ class Accelerator:
     def taken(self, message: Message) -> Message:
         if not message.tensors or message.key.edge.kind not in _COMPUTED:
             return message
-        given = message.tensors
+        tensors = message.tensors
         if message.ready is not None:
             # Another worker's stream may still be computing these.
             self.stream.wait_event(message.ready)
-            given = tuple(t if t.is_cpu else self._taken_over(t) for t in given)
-        if any(tensor.is_cpu for tensor in given):
-            given = self._brought(given)
-        return dataclasses.replace(message, tensors=given, ready=None)
+            tensors = tuple(t if t.is_cpu else self._taken_over(t) for t in tensors)
+        if any(tensor.is_cpu for tensor in tensors):
+            tensors = self._brought(tensors)
+        return dataclasses.replace(message, tensors=tensors, ready=None)
 
     def _brought(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Copy tensors from the host, in a stream that does not wait for computations."""

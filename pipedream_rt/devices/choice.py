@@ -111,10 +111,10 @@ def device_for(
     Raises:
         ConfigError: This process has no such device.
     """
-    given = own.name or (devices[worker] if devices else "cpu")
-    if given == "cpu":
+    device_name = own.name or (devices[worker] if devices else "cpu")
+    if device_name == "cpu":
         return HOST
-    device = device_there(given, own.number)
+    device = device_there(device_name, own.number)
     if device.type == "cpu":
         return HOST
     from pipedream_rt.devices.accelerator import Accelerator  # a job on CPUs does not need it

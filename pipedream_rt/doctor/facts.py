@@ -105,10 +105,10 @@ def _memory() -> int:
     return 0
 
 
-def _free(place: str) -> int:
+def _free(path: str) -> int:
     """Bytes that are free in a file system; 0 if there is none."""
     with suppress(OSError):
-        about = os.statvfs(place)
+        about = os.statvfs(path)
         return about.f_bavail * about.f_frsize
     return 0
 

@@ -99,13 +99,13 @@ def judge(
 
 def _same(machines: Mapping[str, Facts], key: str, grade: Grade, remedy: str) -> list[Finding]:
     """Compare values that have to be the same everywhere with those of most machines."""
-    said = {name: str(facts.get(key, "")) for name, facts in machines.items()}
-    (usual, _), *others = Counter(said.values()).most_common() or [("", 0)]
+    values = {name: str(facts.get(key, "")) for name, facts in machines.items()}
+    (usual, _), *others = Counter(values.values()).most_common() or [("", 0)]
     if not others:
         return [Finding(key, "", "ok", usual)] if usual else []
     return [
         Finding(key, name, grade, f"{value or 'none'}; others have {usual or 'none'}", remedy)
-        for name, value in said.items()
+        for name, value in values.items()
         if value != usual
     ]
 

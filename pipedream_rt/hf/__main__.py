@@ -37,8 +37,8 @@ def _lines() -> Iterator[str]:
     count = len(methods) - len(others)
     yield from ("", f"The {count} others are called as by a plain Trainer.", "")
     events = [name for name in vars(TrainerCallback) if name.startswith("on_")]
-    told = ((name, "other", EVENTS[name]) for name in events if name in EVENTS)
-    yield from _table("Event of a callback", told)
+    rows = ((name, "other", EVENTS[name]) for name in events if name in EVENTS)
+    yield from _table("Event of a callback", rows)
     yield from ("", f"The {len(events) - len(EVENTS)} others are the same.", "")
     yield from _table(
         "Trainer of others",

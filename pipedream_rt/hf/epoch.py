@@ -342,5 +342,5 @@ def _set_epoch(loader: Any, epoch: int) -> None:
     """Set the epoch of a loader, and of the sampler inside accelerate's wrapper."""
     inner = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)
     for each in (loader, inner):
-        if (told := getattr(each, "set_epoch", None)) is not None:
-            told(epoch)
+        if (set_in := getattr(each, "set_epoch", None)) is not None:
+            set_in(epoch)

@@ -73,7 +73,7 @@ from pipedream_rt.models.recurrent import flattening_forbidden
 from pipedream_rt.models.settings import settings_of_devices
 from pipedream_rt.models.shipping import dumps
 from pipedream_rt.models.tensors import home_of, memory_of, named_tensors
-from pipedream_rt.models.torch_contexts import TorchContexts, difference, surroundings_now
+from pipedream_rt.models.torch_contexts import TorchContexts, contexts_now, difference
 from pipedream_rt.models.work import work_of
 from pipedream_rt.torch_private import TorchDispatchMode, set_grad_enabled
 
@@ -511,7 +511,7 @@ class _ForwardRecorder(TorchFunctionMode):
     ) -> Any:
         """Call and note a function."""
         func = _PICKLED_AS.get(func, func)
-        self._refuse_surroundings(f"{name.strip('_')}()")
+        self._refuse_contexts(f"{name.strip('_')}()")
         given, depends, after = self._seen((args, kwargs))
         told = self._told((args, kwargs))
         if any(isinstance(value, torch.Generator) for value in leaves_of((args, kwargs))):
@@ -836,7 +836,7 @@ class _ForwardRecorder(TorchFunctionMode):
     def _layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note the call of a layer; return zeros of the shapes of its outputs."""
         name, where = self._names[id(layer)], line_now()
-        self._refuse_surroundings(f"layer {name!r}")
+        self._refuse_contexts(f"layer {name!r}")
         self._refuse_other_weights(layer, name)
         given, depends, after = self._seen((args, kwargs))
         told = self._told((args, kwargs))
@@ -945,21 +945,21 @@ class _ForwardRecorder(TorchFunctionMode):
             _autocast(self._kind),
             (self, watch),
         )
-        self._before = self._surroundings()
+        self._before = self._contexts()
         self._kernels = settings_of_devices()
         self._drawn = draws_outside()
 
-    def _surroundings(self) -> TorchContexts:
+    def _contexts(self) -> TorchContexts:
         """Return the contexts around the function or layer that is called now."""
         self.paused += 1  # some readers call functions of torch
         try:
-            return surroundings_now(self._ours)
+            return contexts_now(self._ours)
         finally:
             self.paused -= 1
 
-    def _refuse_surroundings(self, what: str) -> None:
+    def _refuse_contexts(self, what: str) -> None:
         """Refuse to call something under a context that the stages would not be in."""
-        if name := difference(self._surroundings(), self._before):
+        if name := difference(self._contexts(), self._before):
             raise refusal(
                 f"{what} is called while {name} is on, without which the stages would compute; put "
                 "the lines under it into an nn.Module of their own, which is then a layer"

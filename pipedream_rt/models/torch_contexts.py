@@ -50,7 +50,7 @@ _READERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def surroundings_now(but: Collection[object]) -> TorchContexts:
+def contexts_now(but: Collection[object]) -> TorchContexts:
     """Return the contexts that are on in this thread, but for the modes in ``but``."""
     modes = [
         *function_modes(),

@@ -188,9 +188,9 @@ class _Handler(BoundedHandler):
     def get(self) -> None:
         """Answer; without the token, nothing is told."""
         path, _, query = self.path.partition("?")
-        given = parse_qs(query).get("token", [""])[0]
+        shown = parse_qs(query).get("token", [""])[0]
         # Bytes: of texts, `compare_digest` takes ASCII alone.
-        if not secrets.compare_digest(given.encode(), self.server.token):
+        if not secrets.compare_digest(shown.encode(), self.server.token):
             self.answer(HTTPStatus.FORBIDDEN, b"the token is missing or wrong\n")
             return
         self.server.ends_at[self.connection] = math.inf

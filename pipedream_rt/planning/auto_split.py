@@ -158,14 +158,14 @@ def _may_replicate(model: UnsplitModel, options: Options) -> bool:
     """Whether stages may have replicas: no option that the script gives is refused with them."""
     if options.schedule not in _REPLICATED:
         return False
-    given = options.corrections
+    corrections = options.corrections
     return may_replicate(
         Facts(
             plan=plan_for(options.schedule, num_stages=2, per_update=8, replicas=(2, 1)),
             model=facts_of_model(model.modules, model.parameters),
             training=options.training,
             # Those of "auto" are looked at later.
-            corrections=given if isinstance(given, list | tuple) else (),
+            corrections=corrections if isinstance(corrections, list | tuple) else (),
         )
     )
 

@@ -46,7 +46,7 @@ class _Channels:
     """The messages sent so far. Edges are counted here: a list is quicker than a dictionary.
 
     Attributes:
-        given: By edge, the number of the last message that was sent.
+        sent: By edge, the number of the last message that was sent.
         sleeps: By edge, whether its receiver's worker sleeps until a message comes.
         targets: By edge, its receiver's worker.
     """
@@ -54,7 +54,7 @@ class _Channels:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._numbers: dict[tuple[EdgeKind, int, int], int] = {}
-        self.given: list[int] = []
+        self.sent: list[int] = []
         self.sleeps: list[bool] = []
         self.targets: list[int] = []
 
@@ -63,8 +63,8 @@ class _Channels:
         kind, source, target = row.edge
         number = self._numbers.get((kind, source, target))
         if number is None:
-            number = self._numbers[kind, source, target] = len(self.given)
-            self.given.append(_BEGIN[kind])
+            number = self._numbers[kind, source, target] = len(self.sent)
+            self.sent.append(_BEGIN[kind])
             self.sleeps.append(False)
             is_worker = target != COORDINATOR
             self.targets.append(self._plan.worker_of(target) if is_worker else COORDINATOR)
@@ -116,8 +116,8 @@ class Execution:
     def __iter__(self) -> Iterator[Done]:
         """Yield the actions, each in constant time: a sleeping worker is woken, never polled."""
         plan, orders, look = self._plan, self._orders, self._look
-        ways = _Channels(plan)
-        given, sleeps, targets = ways.given, ways.sleeps, ways.targets
+        channels = _Channels(plan)
+        sent, sleeps, targets = channels.sent, channels.sleeps, channels.targets
         only = {worker: plan.first_of(worker) for worker in range(plan.workers)}
         only[COORDINATOR] = COORDINATOR
         # By address and kind, with replicas also by the place in the cycle. The coordinator's entry
@@ -140,25 +140,25 @@ class Execution:
                 key = (kind, m % cycles[address]) if cycles else kind
                 rows = found[address].get(key)
                 if rows is None:
-                    rows = found[address][key] = self._rows(ways, action, address)
+                    rows = found[address][key] = self._rows(channels, action, address)
                 for edge in rows.needs:
-                    if given[edge] < m:
+                    if sent[edge] < m:
                         break
                 else:
                     for edge, row in rows.needs_up_to:
-                        if given[edge] < row.of(m).number and not (
+                        if sent[edge] < row.of(m).number and not (
                             row.peek and self._flushed(row, m)
                         ):
                             break
                     else:
                         yield worker, address, action
                         for edge in rows.gives:
-                            given[edge] = m
+                            sent[edge] = m
                             if sleeps[edge]:
                                 sleeps[edge] = False
                                 ready.append(targets[edge])
                         for edge, row in rows.gives_up_to:
-                            given[edge] = row.of(m).number
+                            sent[edge] = row.of(m).number
                             if sleeps[edge]:
                                 sleeps[edge] = False
                                 ready.append(targets[edge])
@@ -171,18 +171,18 @@ class Execution:
             if entry is not None:
                 action, edge = entry
                 address = only[worker] if action.stage is None else action.stage
-                needs = (row for row in plan.rows(action, address)[0] if ways[row] == edge)
+                needs = (row for row in plan.rows(action, address)[0] if channels[row] == edge)
                 need = next(needs).of(action.index)
                 self.waiting.append(Waiting(worker, address, action, need))
 
-    def _rows(self, ways: _Channels, action: Action, address: Address) -> _EdgeRules:
+    def _rows(self, channels: _Channels, action: Action, address: Address) -> _EdgeRules:
         """Split the rows of an action: numbered by its index, or by a count of their own."""
         needs, gives = self._plan.rows(action, address)
         return _EdgeRules(
-            needs=tuple(ways[row] for row in needs if row.number is None),
-            needs_up_to=tuple((ways[row], row) for row in needs if row.number is not None),
-            gives=tuple(ways[row] for row in gives if row.number is None),
-            gives_up_to=tuple((ways[row], row) for row in gives if row.number is not None),
+            needs=tuple(channels[row] for row in needs if row.number is None),
+            needs_up_to=tuple((channels[row], row) for row in needs if row.number is not None),
+            gives=tuple(channels[row] for row in gives if row.number is None),
+            gives_up_to=tuple((channels[row], row) for row in gives if row.number is not None),
         )
 
     def _flushed(self, row: EdgeRule, update: int) -> bool:

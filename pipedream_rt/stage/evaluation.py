@@ -262,34 +262,34 @@ def unpacked(packed: bytes) -> Functions:
 
 def measured(packed: bytes, output: Any, target: Value) -> dict[str, float | str]:
     """Return the number of each metric by name; for one that gives none, a text that says why."""
-    said: dict[str, float | str] = {}
+    numbers: dict[str, float | str] = {}
     if not packed:
-        return said
-    functions, given = unpacked(packed), unflatten(target.structure, target.tensors)
+        return numbers
+    functions, expected = unpacked(packed), unflatten(target.structure, target.tensors)
     for name, metric in functions.metrics.items():
         try:
             with torch.no_grad():
-                found = float(metric(output, given))
+                found = float(metric(output, expected))
         except Exception as error:  # the user's; the run goes on, since nothing needs a metric
-            said[name] = f"{type(error).__name__}: {error}"
+            numbers[name] = f"{type(error).__name__}: {error}"
             continue
         changed = functions.changed_by(name)
-        said[name] = (
+        numbers[name] = (
             f"it changes {changed}, as to collect something, which the script would not see: "
             "evaluate() takes the mean over mini-batches, and predict() yields all outputs"
             if changed
             else found
         )
-    return said
+    return numbers
 
 
-def refuse_bad_metrics(said: Mapping[str, float | str]) -> None:
+def refuse_bad_metrics(metrics: Mapping[str, float | str]) -> None:
     """Raise for the first metric that has a text in the place of a number."""
-    for name, value in said.items():
+    for name, value in metrics.items():
         if isinstance(value, str):
             raise ConfigError(words_of_bad_metric(name, value))
 
 
-def words_of_bad_metric(name: str, said: str) -> str:
+def words_of_bad_metric(name: str, problem: str) -> str:
     """Return the error text of a metric that gave no number."""
-    return f'the metric "{name}" must return a number for an output and a target; {said}'
+    return f'the metric "{name}" must return a number for an output and a target; {problem}'

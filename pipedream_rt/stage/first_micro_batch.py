@@ -29,7 +29,7 @@ class FirstMicroBatch:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._said: bool | None = None
+        self._is_first: bool | None = None
         # What `read_by` returned for the weights whose casts the modules keep; and by micro-batch.
         self._kept: object = None
         self._in_flight: dict[int, object] = {}
@@ -42,9 +42,9 @@ class FirstMicroBatch:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Add the argument to a module's call, unless the caller has given it."""
-        if self._said is None or kwargs.get(_NAME) is not None:
+        if self._is_first is None or kwargs.get(_NAME) is not None:
             return None
-        return args, {**kwargs, _NAME: self._said}
+        return args, {**kwargs, _NAME: self._is_first}
 
     def forward(
         self, micro_batch: int, read_by: Callable[[int], object]
@@ -76,11 +76,11 @@ class FirstMicroBatch:
 
     @contextmanager
     def _saying(self, first: bool) -> Iterator[None]:
-        self._said = first
+        self._is_first = first
         try:
             yield
         finally:
-            self._said = None
+            self._is_first = None
 
 
 def _asks(module: nn.Module) -> bool:

@@ -29,8 +29,8 @@ class Guards:
         always: Whether each forward is watched, as other stages have some of the buffers.
     """
 
-    def __init__(self, spec: StageSpec, weights: Weights, given: GivenValues) -> None:
-        self._given = given
+    def __init__(self, spec: StageSpec, weights: Weights, values: GivenValues) -> None:
+        self._values = values
         self._stage, self._module = spec.stage, spec.layers
         self._weights, self._shared = weights, spec.shared
         # A schedule with flushes has one version, so that a change in place is as in plain PyTorch;
@@ -57,7 +57,7 @@ class Guards:
             for weights, copies in zip(owners, before, strict=True):
                 weights.require_unchanged(micro_batch, copies)
             self._refuse_new_names()
-            self._given.refuse_parted()
+            self._values.refuse_parted()
         for name, now in self._marks_of_shared().items():
             moved = name in values and not torch.equal(values[name], self._module.get_buffer(name))
             if now != shared[name] or moved:
@@ -155,15 +155,15 @@ def _kinds(module: nn.Module) -> dict[str, str]:
 
 
 @contextmanager
-def telling_changed_inputs(given: Value | None) -> Iterator[None]:
+def telling_changed_inputs(inputs: Value | None) -> Iterator[None]:
     """Warn if a forward, the body, changes the tensors of the mini-batch in place."""
-    if given is None:
+    if inputs is None:
         yield
         return
-    before = [tensor._version for tensor in given.tensors]
+    before = [tensor._version for tensor in inputs.tensors]
     yield
-    names = places(given.structure)
-    for number, (tensor, version) in enumerate(zip(given.tensors, before, strict=True)):
+    names = places(inputs.structure)
+    for number, (tensor, version) in enumerate(zip(inputs.tensors, before, strict=True)):
         if tensor._version != version:
             _log.warning(
                 "the forward changes the tensor%s of the mini-batch in place. Here it is a copy, "

@@ -192,7 +192,7 @@ class StageHost:
             name=self.plain_name,
         )
 
-    def _place(self, error: BaseException) -> str:
+    def _where(self, error: BaseException) -> str:
         """Return in words which layer raised an error, on what input, and what to do about it."""
         stage = self._stages.get(self._doing.stage)
         if isinstance(error, PipelineError) or stage is None:
@@ -219,7 +219,7 @@ class StageHost:
             action = error.action
         name = type(error).__qualname__
         try:
-            text, trace = str(error) + self._place(error), trace_of(error)
+            text, trace = str(error) + self._where(error), trace_of(error)
         except Exception as problem:  # the error's own __str__ may raise
             text = trace = f"(the error has no text: its __str__ raised {type(problem).__name__})"
         try:
@@ -337,10 +337,10 @@ def advice_on(error: BaseException, value: Any) -> str:
 
 def trace_of(error: BaseException) -> str:
     """Return the traceback with the user's own lines alone, in causes too, if there are any."""
-    told = traceback.TracebackException.from_exception(error)
+    shown = traceback.TracebackException.from_exception(error)
     found = False
     seen: set[int] = set()
-    parts: list[traceback.TracebackException | None] = [told]
+    parts: list[traceback.TracebackException | None] = [shown]
     while parts:
         part = parts.pop()
         if part is None or id(part) in seen:
@@ -352,4 +352,4 @@ def trace_of(error: BaseException) -> str:
         parts += [part.__cause__, part.__context__]
     if not found:  # the error is ours or torch's: all lines count
         return "".join(traceback.format_exception(error))
-    return "".join(told.format())
+    return "".join(shown.format())

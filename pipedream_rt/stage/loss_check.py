@@ -149,21 +149,23 @@ def _verdict(loss: LossFunction, parts: Sequence[Compared], doubles: Sequence[bo
         copy = copying(loss)
     except Exception as error:  # what it holds may be of any class
         return Verdict(None, f"it cannot be copied ({error})", is_of_all=True)
-    given = [(flatten(part.output), flatten(part.target)) for part in parts]
-    said = Verdict(None)
+    pairs = [(flatten(part.output), flatten(part.target)) for part in parts]
+    answer = Verdict(None)
     # Double precision first: hardly anything of a difference is rounding there.
     for double in doubles:
         try:
-            found = _losses(copy, given, (whole, target), double)
+            found = _losses(copy, pairs, (whole, target), double)
         except _OfPart as error:
             n = samples[error.number]
             why = f"it cannot be computed of {n} of the {sum(samples)} samples ({error.__cause__})"
-            said = Verdict(None, why, is_of_all=True)
+            answer = Verdict(None, why, is_of_all=True)
         except Exception as error:  # the user's code, given more, or another dtype
-            said = Verdict(None, f"it cannot be computed of all of them ({error})", is_of_all=True)
+            answer = Verdict(
+                None, f"it cannot be computed of all of them ({error})", is_of_all=True
+            )
         else:
             return _judged(found, [part.share for part in parts])
-    return said
+    return answer
 
 
 def _judged(found: _Losses, shares: Sequence[float]) -> Verdict:
@@ -212,11 +214,11 @@ class _Losses(NamedTuple):
 def _losses(
     copy: Callable[[], LossFunction], parts: Sequence[_Pair], whole: _Pair, double: bool
 ) -> _Losses:
-    def of(*given: _Pair, seed: int = 0) -> Tensor:
+    def of(*pairs: _Pair, seed: int = 0) -> Tensor:
         """Return the loss of the last of some outputs and targets, after those before it."""
         with classes_kept():
             loss = copy()
-            return [_value(loss, each, double, seed) for each in given][-1]
+            return [_value(loss, each, double, seed) for each in pairs][-1]
 
     first, *others = parts
     of_whole, of_parts = of(whole), []
@@ -228,12 +230,12 @@ def _losses(
     return _Losses(of_whole, of_parts, of(first, seed=1), of(*others, first))
 
 
-def _value(loss: LossFunction, given: _Pair, double: bool, seed: int) -> Tensor:
+def _value(loss: LossFunction, pair: _Pair, double: bool, seed: int) -> Tensor:
     """Return the loss of an output and a target, with the random numbers of a seed."""
     # Copies, since a loss may keep something or work in place.
     output, target = (
         unflatten(structure, [_in_double(t) if double else t.clone() for t in tensors])
-        for structure, tensors in given
+        for structure, tensors in pair
     )
     torch.manual_seed(seed)
     if double and isinstance(loss, torch.nn.Module):

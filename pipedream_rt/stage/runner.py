@@ -97,7 +97,7 @@ class Runner:
         program = self.device.placed(program)
         needed = {
             *slots_in(program.output),
-            *(s for given in program.gives.values() for s in given),
+            *(s for slots in program.gives.values() for s in slots),
         }
         calls = []
         # From the end, where it is known which slots later steps need.
@@ -195,9 +195,9 @@ class Runner:
         again = _Again(self.buffers, self.buffers.copies())
         ready = self.programs[program]  # the stage may have forgotten it by then
 
-        def run(*given: Any) -> list[Any]:
+        def run(*inputs: Any) -> list[Any]:
             # Copies, since a step may change an input in place that the second time needs too.
-            copies = map(_copy_of, given)
+            copies = map(_copy_of, inputs)
             return self._run(ready, dict(zip(values, copies, strict=True)), number)
 
         try:

@@ -133,8 +133,8 @@ class WholeLoss:
                 (loss,), (loss.new_ones(loss.shape),), False, False, (),
                 allow_unreachable=True, accumulate_grad=True,
             )  # fmt: skip
-            came = [dense_of(each[0]) if each else None for each in self._caught]
-            of_parts = slices(self._parts, self._asks, came)
+            of_outputs = [dense_of(each[0]) if each else None for each in self._caught]
+            of_parts = slices(self._parts, self._asks, of_outputs)
             numbers = [part.number for part in self._parts]
             self._gradients = dict(zip(numbers, of_parts, strict=True))
             self._parts, self._asks, self._caught = [], [], []
@@ -142,12 +142,14 @@ class WholeLoss:
 
 
 def mean_of_said(
-    said: Sequence[Mapping[str, float | str]], shares: Sequence[float]
+    reported: Sequence[Mapping[str, float | str]], shares: Sequence[float]
 ) -> dict[str, float | str]:
     """Return the weighed means of numbers by name; a text, which says what is wrong, stays."""
     found: dict[str, float | str] = {}
-    for name in dict.fromkeys(name for each in said for name in each):
-        there = [(each[name], share) for each, share in zip(said, shares) if name in each and share]
+    for name in dict.fromkeys(name for each in reported for name in each):
+        there = [
+            (each[name], share) for each, share in zip(reported, shares) if name in each and share
+        ]
         text = next((value for value, _ in there if isinstance(value, str)), None)
         numbers = [(value, share) for value, share in there if not isinstance(value, str)]
         if text is not None:

@@ -176,10 +176,10 @@ def hop_times(edge: Edge, sender: Spans, receiver: Spans) -> npt.NDArray[Any]:
     """Return the nanoseconds from the ends of the sender's actions to the arrival of messages."""
     kinds = _SENDERS[edge.kind]
     sent = sender[np.isin(sender["kind"], kinds)]
-    came = receiver[np.isin(receiver["kind"], kinds)]
-    _, i, j = np.intersect1d(sent["index"], came["index"], return_indices=True)
+    taken = receiver[np.isin(receiver["kind"], kinds)]
+    _, i, j = np.intersect1d(sent["index"], taken["index"], return_indices=True)
     # In one process a message may arrive before the end of its action is noted.
-    latencies: npt.NDArray[Any] = np.maximum(came["arrived"][j] - sent["end"][i], 0)
+    latencies: npt.NDArray[Any] = np.maximum(taken["arrived"][j] - sent["end"][i], 0)
     return latencies
 
 

@@ -236,7 +236,9 @@ class PlainTraining:
         self._layers = self._model.sequence or {
             name: whole.get_submodule(name) for name in job.forwards.layers
         }
-        self._given = {} if self._model.sequence is not None else without_cache(self._model.whole)
+        self._without_cache = (
+            {} if self._model.sequence is not None else without_cache(self._model.whole)
+        )
         spared = weights_in(copies.model.modules.values())
         roots = ([("model", whole), ("the loss", copies.loss_fn)], [("", self._optimizer)])
         holders, of_optimizer = (list(Parcel(each, spared).found.values()) for each in roots)
@@ -376,8 +378,10 @@ class PlainTraining:
             before = self.drawn()
             asked = [t for t, asks in zip(each.value.tensors, each.value.requires_grad) if asks]
             pairs = zip(asked, whole.gradients(each.number), strict=True)
-            given = [(tensor, gradient) for tensor, gradient in pairs if gradient is not None]
-            torch.autograd.backward([t for t, _ in given], [g for _, g in given])
+            with_gradient = [
+                (tensor, gradient) for tensor, gradient in pairs if gradient is not None
+            ]
+            torch.autograd.backward([t for t, _ in with_gradient], [g for _, g in with_gradient])
             if self.drawn() != before:
                 self.notes["backward"] = None
 
@@ -449,10 +453,10 @@ class PlainTraining:
         With ``anew`` each begins as it was kept, so what they change meanwhile does not count.
         """
         total = 0.0
-        for given, target, share in batches:
+        for inputs, target, share in batches:
             if anew:
                 kept.put_back()
-            loss = self._computed(copy_of(given), copy_of(target))
+            loss = self._computed(copy_of(inputs), copy_of(target))
             (loss * share).backward()
             total += loss.item() * share
         left = self.held()
@@ -464,8 +468,8 @@ class PlainTraining:
 
     def flat(self, batch: Batch) -> tuple[Value, Value]:
         """Return copies of what the model takes of a mini-batch, and of its target."""
-        given, target = inputs_of(self.job, batch)
-        return flat_copy(given), flat_copy(target)
+        inputs, target = inputs_of(self.job, batch)
+        return flat_copy(inputs), flat_copy(target)
 
     @contextmanager
     def in_eval_mode(self, kinds: type[nn.Module]) -> Iterator[None]:
@@ -509,14 +513,14 @@ class PlainTraining:
             state |= self._loss.state_dict(prefix=f"{LOSS_LAYER}.", keep_vars=True)
         return state
 
-    def _computed(self, given: Any, target: Any) -> Tensor:
+    def _computed(self, inputs: Any, target: Any) -> Tensor:
         """Return the loss of inputs."""
-        return self._loss_of(self._output(given), target)
+        return self._loss_of(self._output(inputs), target)
 
-    def _output(self, given: Any, draws: Any = None) -> Any:
+    def _output(self, inputs: Any, draws: Any = None) -> Any:
         """Return the output of inputs; ``draws`` is a context of the forward."""
         with self._casting(), draws or nullcontext():
-            return self._forward(given)
+            return self._forward(inputs)
 
     def _loss_of(self, output: Any, target: Any) -> Tensor:
         with self._casting():
@@ -524,14 +528,14 @@ class PlainTraining:
             loss: Tensor = total_of(self._loss(output, target))[0]
             return loss
 
-    def _forward(self, given: Any) -> Any:
+    def _forward(self, inputs: Any) -> Any:
         """Call the model, or its layers one after another."""
         if self._model.sequence is None:
-            args, kwargs = given
-            return self._model.whole(*args, **{**self._given, **kwargs})
+            args, kwargs = inputs
+            return self._model.whole(*args, **{**self._without_cache, **kwargs})
         for layer in self._model.sequence.values():
-            given = layer(given)
-        return given
+            inputs = layer(inputs)
+        return inputs
 
     def _casting(self) -> AbstractContextManager[Any]:
         """Return the context in which forwards and losses run."""
@@ -573,8 +577,8 @@ def inputs_of(job: Job, batch: Batch) -> tuple[Any, Any]:
     A forward or a loss may change them in place, and the mini-batch is the script's own.
     """
     batch = unmarked(batch)
-    given = batch.args[0] if job.model.sequence is not None else (batch.args, batch.kwargs)
+    inputs = batch.args[0] if job.model.sequence is not None else (batch.args, batch.kwargs)
     copies: tuple[Any, Any] = replaced(
-        (given, batch.target), (Tensor,), functools.partial(own, copy=True)
+        (inputs, batch.target), (Tensor,), functools.partial(own, copy=True)
     )
     return copies

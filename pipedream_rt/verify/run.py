@@ -351,7 +351,9 @@ class Watching:
                 raise ConfigError(f"verified: {found}")
             say(f"verified: {found}")
 
-    def answered(self, cut: CutBatch | None, values: Sequence[Value], given: Sequence[Any]) -> None:
+    def answered(
+        self, cut: CutBatch | None, values: Sequence[Value], gradients: Sequence[Any]
+    ) -> None:
         """Look at the first update whose loss the script has computed.
 
         Of each micro-batch there is the output, and the gradients of those tensors that ask for
@@ -364,7 +366,9 @@ class Watching:
             self._cut, self._hyper = cut, [optimizer.groups()]
         if self._at_first is None or self._cut is None:
             return
-        targets = [_spread(value, of_part) for value, of_part in zip(values, given, strict=True)]
+        targets = [
+            _spread(value, of_part) for value, of_part in zip(values, gradients, strict=True)
+        ]
         answered = _with_targets(self._cut, targets)
         self._cut = None
 
@@ -420,14 +424,14 @@ class Watching:
                 _log.warning("%s", note)
         if text is None:
             return
-        said = "{} differs by {:.2g}. {}".format(*text)
+        problem = "{} differs by {:.2g}. {}".format(*text)
         # A loss on the last stage is compared there.
         if self._job.cut_unasked and cutting is not None and (in_script or not cutting.loss):
             raise ConfigError(
-                f"{said}. To train on micro-batches all the same, as plain PyTorch does where it "
-                f"accumulates gradients, give micro_batches={self._job.plan.per_update}"
+                f"{problem}. To train on micro-batches all the same, as plain PyTorch does where "
+                f"it accumulates gradients, give micro_batches={self._job.plan.per_update}"
             )
-        _log.warning("%s", said)
+        _log.warning("%s", problem)
 
     def _refuse(self, parted: Parted) -> NoReturn:
         """Raise the error about a first mini-batch that is not as in plain PyTorch."""
@@ -503,9 +507,9 @@ class Watching:
             return seen, whole_and_parts(plain, cut.first_part or cut)
 
 
-def _spread(value: Value, given: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+def _spread(value: Value, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """Return the gradients of all tensors of an output; None for those that ask for none."""
-    left = iter(given)
+    left = iter(gradients)
     return tuple(next(left, None) if asks else None for asks in value.requires_grad)
 
 

@@ -58,7 +58,7 @@ class Twin:
             self._stages: list[Stage] = [
                 cluster.reference(address, "stage").local_value() for address in made.plan.addresses
             ]
-        self._run.feeder.decision.said = lambda text: None  # the run itself says it
+        self._run.feeder.decision.announce = lambda text: None  # the run itself says it
         self._group.recovery._specs.clear()  # never started again, so nobody needs the weights here
         # The script changes nothing meanwhile; plain PyTorch trains the copy of its model.
         made.script_values.watches = False

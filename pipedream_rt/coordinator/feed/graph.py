@@ -59,8 +59,8 @@ class Call:
         trains: Whether a backward was for the weights.
         is_given: Whether these went to the stages.
         is_reached: Whether a backward has reached its inputs.
-        came: Whether the gradients of its inputs came, in ``found``: places of inputs, and the
-            message of the stage that takes them.
+        is_answered: Whether the gradients of its inputs came, in ``found``: places of inputs, and
+            the message of the stage that takes them.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Call:
         self.gradients: list[Tensor | None] = []
         self.of_inputs: list[Tensor | None] = []
         self.trains = False
-        self.is_given = self.is_reached = self.came = False
+        self.is_given = self.is_reached = self.is_answered = False
         self.found: list[tuple[list[int], Message]] = []
 
     def end(self) -> None:

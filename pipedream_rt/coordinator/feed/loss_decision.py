@@ -30,14 +30,14 @@ class LossDecision:
 
     Attributes:
         of_loss: The decision so far.
-        said: Called with the decision of the first mini-batch, in words.
+        announce: Called with the decision of the first mini-batch, in words.
 
     ``own``: whether the model computes the loss itself, from its inputs.
     """
 
     def __init__(self, of_loss: OfLoss, own: bool) -> None:
         self.of_loss, self._own = of_loss, own
-        self.said: Callable[[str], object] = functools.partial(note, _log)
+        self.announce: Callable[[str], object] = functools.partial(note, _log)
 
     @property
     def whole(self) -> bool | None:
@@ -87,4 +87,4 @@ class LossDecision:
     def _decide(self, why: str) -> None:
         self.of_loss = OfLoss.WHOLE if why else OfLoss.PARTS
         if why:
-            self.said(about_whole_loss(why, cut=not self._own))
+            self.announce(about_whole_loss(why, cut=not self._own))

@@ -100,7 +100,7 @@ class FeedLog:
     Attributes:
         on: Whether entries are kept; not if the run recovers from no failure.
         restore_points: The restore points, oldest first.
-        given: By position of a micro-batch, the gradient that the script has given for its output:
+        gradients: By position of a micro-batch, the script's gradient of its output:
             a recovery asks the script for nothing twice.
     """
 
@@ -109,7 +109,7 @@ class FeedLog:
         # Two, so that a run whose newest checkpoint is damaged can go back further.
         self.restore_points: deque[RestorePoint] = deque([RestorePoint()], maxlen=2)
         self._entries: deque[Entry] = deque()
-        self.given: dict[int, tuple[Gradient, tuple[Tensor, ...]]] = {}
+        self.gradients: dict[int, tuple[Gradient, tuple[Tensor, ...]]] = {}
         self._holds = 0
         self._next: RestorePoint | None = None
 
@@ -139,7 +139,7 @@ class FeedLog:
         self.restore_points.append(restore_point)
         first = self.restore_points[0].position
         while self._entries and self._entries[0].position < first:
-            self.given.pop(self._entries.popleft().position, None)
+            self.gradients.pop(self._entries.popleft().position, None)
 
     def forget(self, position: int) -> None:
         """Forget the entry at a position: it left no trace, and its result was taken."""
@@ -154,7 +154,7 @@ class FeedLog:
         """Forget all entries, and keep none from now on."""
         self.on = False
         self._entries.clear()
-        self.given.clear()
+        self.gradients.clear()
 
     def since(self, restore_point: RestorePoint) -> Iterator[Entry]:
         """Return the entries that were fed after a restore point, in order."""

@@ -211,8 +211,8 @@ class EventPublisher:
         """Tell every observer of an event, and of the warnings logged meanwhile."""
         heard = [self._heard.popleft() for _ in range(len(self._heard))]
         # The beginning comes first: what comes after it belongs to its run.
-        told: list[Event] = [event, *heard] if isinstance(event, Begun) else [*heard, event]
-        for each in told:
+        events: list[Event] = [event, *heard] if isinstance(event, Begun) else [*heard, event]
+        for each in events:
             for observer in tuple(self._observers):  # one that raises is removed
                 self._tell_one(observer, each)
 
@@ -265,9 +265,9 @@ def settings_of(options: Options) -> dict[str, str]:
             continue
         if is_dataclass(value) and type(value) is type(default):
             for part in fields(value):
-                given = getattr(value, part.name)
-                if given != getattr(default, part.name):
-                    found[f"{each.name}.{part.name}"] = _words(given)
+                value_of_part = getattr(value, part.name)
+                if value_of_part != getattr(default, part.name):
+                    found[f"{each.name}.{part.name}"] = _words(value_of_part)
         elif not _is_same(value, default):
             found[each.name] = _words(value)
     return found
@@ -289,8 +289,8 @@ def _words(value: Any) -> str:
     if isinstance(value, timedelta):
         return seconds_text(value.total_seconds())
     if is_dataclass(value) and not isinstance(value, type):
-        given = [(f.name, getattr(value, f.name)) for f in fields(value) if f.repr]
-        inner = ", ".join(f"{name}={_words(v)}" for name, v in given if v is not None)
+        pairs = [(f.name, getattr(value, f.name)) for f in fields(value) if f.repr]
+        inner = ", ".join(f"{name}={_words(v)}" for name, v in pairs if v is not None)
         return f"{type(value).__name__}({inner})"
     name = getattr(value, "__qualname__", None)
     return str(name) if isinstance(name, str) else " ".join(repr(value)[:300].split())

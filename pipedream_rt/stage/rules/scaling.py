@@ -79,7 +79,7 @@ class Scaling(UpdateRule, MicroBatchRule):
     keeps = "run"
 
     def __init__(self, scale: LossScale, context: Context) -> None:
-        self._given = scale
+        self._options = scale
         assert isinstance(context.totals, Totals)
         self._plan = context.plan
         self._is_first = context.stage == 0
@@ -136,11 +136,11 @@ class Scaling(UpdateRule, MicroBatchRule):
         if update < newest:  # it was known
             return
         scale, since, skipped = self._states[newest]
-        given = self._given
+        options = self._options
         if not math.isfinite(total):
-            state = (_single(scale * given.backoff_factor), 0, skipped + 1)
-        elif since + 1 == given.growth_interval:
-            grown = _single(scale * given.growth_factor)
+            state = (_single(scale * options.backoff_factor), 0, skipped + 1)
+        elif since + 1 == options.growth_interval:
+            grown = _single(scale * options.growth_factor)
             state = (grown if math.isfinite(grown) else scale, 0, skipped)
         else:
             state = (scale, since + 1, skipped)
@@ -162,7 +162,7 @@ class Scaling(UpdateRule, MicroBatchRule):
         if states:
             self._states = states
         elif step not in self._states:  # the run has scaled nothing so far
-            self._states = {step: (_single(self._given.init_scale), 0, 0)}
+            self._states = {step: (_single(self._options.init_scale), 0, 0)}
 
 
 def _single(scale: float) -> float:
