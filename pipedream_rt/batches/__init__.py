@@ -1,1 +1,1 @@
-"""What a loader gives becomes micro-batches: its items are read, cut, weighed and fed."""
+"""From the items of a loader to micro-batches: items are read, cut, weighed and fed."""

@@ -1,8 +1,8 @@
-"""How a mini-batch is cut: along which dimension each of its values is, and what stays whole.
+"""How a mini-batch is cut: each of its values along a dimension, or not at all.
 
-A tensor is cut along its first dimension; a value without samples goes to every micro-batch. Of
-anything else nobody can tell: a list of eight numbers may have one for each of eight samples, or be
-a shape. Such a value is marked by the user, or refused.
+A tensor is cut along its first dimension; a value without samples goes to every micro-batch.
+Anything else is ambiguous: a list of eight numbers may have one for each of eight samples, or be a
+shape. The user marks such a value, or it is refused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MARKS = (
     "it is, pipedream_rt.Along(value, dim) is cut along a dimension (a list along its entries); or "
     'give micro_batches=1, schedule="gpipe", which leaves mini-batches whole'
 )
-"""What an error advises about a value of which it is not clear how to cut it."""
+"""The advice of errors about an ambiguous value."""
 
 
 _CUT = (Whole, Along, Tensor)
@@ -43,7 +43,7 @@ def unmarked(batch: Batch) -> Batch:
 
 
 def is_marked(batch: Batch) -> bool:
-    """Whether the user says of an input how it is cut."""
+    """Whether the user has marked how an input is cut."""
     return bool(found((batch.args, batch.kwargs), Whole, Along))
 
 
@@ -144,7 +144,7 @@ _IN_PLACE = {
 
 
 def keeps_state(module: nn.Module) -> bool:
-    """Whether forwards of a module, or one inside it, go by what earlier ones have left there."""
+    """Whether forwards of a module, or of one inside it, read state that earlier ones have left."""
     return has_batch_norm(module) or any(any(kept_by_forward(m)) for m in module.modules())
 
 
@@ -167,10 +167,10 @@ def needs_pairs(model: nn.Module, batch: Batch) -> bool:
 
 
 class Lists:
-    """Refuses lists of which it is not clear whether they have an entry for each sample."""
+    """Refuses lists that may, or may not, have an entry for each sample."""
 
     def __init__(self) -> None:
-        # Where a list once had another length than the mini-batch: it has no entry per sample.
+        # Places of lists that once had another length than the mini-batch: no entry per sample.
         self._whole: set[str] = set()
 
     def refuse_unclear(self, batch: Batch, samples: int) -> None:
@@ -187,7 +187,7 @@ class Lists:
 
 
 def _named(batch: Batch) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a mini-batch, with what errors call them."""
+    """Yield the values of a mini-batch, with their names in errors."""
     for i, value in enumerate(batch.args):
         yield "the input" if len(batch.args) == 1 else f"input {i}", value
     for name, value in batch.kwargs.items():
@@ -208,7 +208,7 @@ def _inside(place: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _places(batch: Batch) -> dict[int, str]:
-    """Return what the tensors and marks of a mini-batch are called, by ``id``."""
+    """Return the names of the tensors and marks of a mini-batch, by ``id``."""
     return {
         id(each): place
         for name, value in _named(batch)

@@ -1,10 +1,10 @@
-"""What the forwards of a model do, and what of their inputs goes to which stage.
+"""What the forwards of a model do, and which of their inputs go to which stage.
 
-There are two ways to cut a model. A *sequence* of layers is cut between two of them; what passes is
-what a layer returns. Of any other model, forwards are recorded (`models/recording.py`): one for
-each mode and each signature of the inputs: their shapes, and what is no tensor in them. A
-recorded forward is a program with a number; a stage gets a program together with the first
-micro-batch that follows it.
+There are two ways to cut a model. A *sequence* of layers is cut between two of them, and the output
+of a layer passes. Forwards of any other model are recorded (`models/recording.py`): one for each
+mode and each signature of the inputs. A signature is the shapes of the inputs and their plain
+values. A recorded forward is a program with a number; a stage gets a program together with the
+first micro-batch that follows it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Followed(NamedTuple):
         program: Its number; 0 for a sequence.
         labels: The number of labels that the model's own loss is a mean over; None if not known.
         only_labels: Whether that loss is such a mean and nothing else.
-        numbers: What the sizes of its inputs decide in the program.
+        numbers: The numbers of the program that follow from the sizes of its inputs.
     """
 
     program: int = 0
@@ -44,7 +44,7 @@ class Followed(NamedTuple):
 
 @dataclass(slots=True)
 class Cache:
-    """What the script knows of the caches of keys and values that the stages have.
+    """The script's view of the caches of keys and values on the stages.
 
     Attributes:
         name: The keyword argument of the model that takes the cache.
@@ -55,7 +55,7 @@ class Cache:
     value: Any
 
     def grow(self, length: int) -> None:
-        """Grow as a forward over so many positions would let it grow."""
+        """Grow by some positions, as a forward over them does."""
         for layer in self.value.layers:
             if getattr(layer, "keys", None) is not None:
                 new = [
@@ -76,8 +76,8 @@ class Forwards(Protocol):
         takes_total: Whether its forward has the argument `TOTAL`.
         dtype: The coarsest dtype in which it computes.
         layers: The modules that stay whole, by name; empty for a sequence.
-        read: The values that the forward has read of modules while it was recorded, by the name of
-            the module and the attribute.
+        read: The values that the recorded forward has read of modules, by the names of module and
+            attribute.
         definitions: The programs that were recorded since the start, by number, each pickled with
             that and a part for every stage.
     """
@@ -96,7 +96,7 @@ class Forwards(Protocol):
         """How the model was cut, in words."""
 
     def inputs(self, batch: Batch) -> Any:
-        """Return what goes to the stages of a micro-batch, but for its target."""
+        """Return the part of a micro-batch that goes to the stages, without its target."""
 
     def follow(self, inputs: Value, mode: Mode, training: bool | None) -> Followed:
         """Find, or record, the program for the inputs of a micro-batch."""
@@ -105,7 +105,7 @@ class Forwards(Protocol):
         """Yield the share of each stage that takes inputs of a micro-batch."""
 
     def unused(self) -> list[int]:
-        """Return the programs that no micro-batch follows from now on, since too many were known.
+        """Return the programs that no later micro-batch follows: too many were known.
 
         They can still be fed again, until `drop` is called.
         """
@@ -187,14 +187,14 @@ def _key_of_kind(mode: Mode, training: bool | None, inputs: Value) -> bytes:
 
 
 def _packed_key(mode: Mode, training: bool | None, inputs: Value, of_tensors: list[Any]) -> bytes:
-    """Pack the mode, what is no tensor in inputs, and what counts of the tensors."""
+    """Pack the mode, the plain values in inputs, and what counts of the tensors."""
     how = ["eval"] if mode in EVAL else [mode is Mode.TRAIN, training]
     key: bytes = packb([how, inputs.structure, of_tensors])
     return key
 
 
 def without_cache(model: nn.Module) -> dict[str, Any]:
-    """Return what keeps a Hugging Face model from filling a cache of keys and values."""
+    """Return the arguments that keep a Hugging Face model from filling a cache."""
     # Its layers would fill it one after another, and only generation uses it.
     parameters = inspect.signature(model.forward).parameters
     takes = "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -213,11 +213,11 @@ def default_example(model: nn.Module) -> Batch | None:
 
 
 Share: TypeAlias = tuple[Address, Structure, tuple[Tensor, ...]]
-"""The share of one stage of the inputs: its address, the structure of a value, its tensors."""
+"""A stage's share of the inputs: its address, the structure of a value, its tensors."""
 
 
 TOTAL = "num_items_in_batch"
-"""The argument of a forward by which a loss is told what the whole mini-batch weighs."""
+"""The argument of a forward that tells a loss the weight of the whole mini-batch."""
 
 
 EVAL = (Mode.EVALUATE, Mode.EVALUATE_AND_KEEP, Mode.INFER)

@@ -1,7 +1,7 @@
-"""What the items of a loader mean: the inputs of the model, and the target of the loss.
+"""The meaning of a loader's items: the inputs of the model, and the target of the loss.
 
-The form of an item is read here alone, and by nothing but the item itself and the signatures of the
-forward and of the loss. What fits in two ways is refused, with both of them.
+Only this file reads the form of an item. It goes by the item, and by the signatures of the forward
+and of the loss. An item that fits in two ways is refused, and the error shows both.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ FORMS = (
     "pairs (x, y), dicts of the model's keyword arguments, or triples ((a, b), {}, y) of its "
     "positional arguments, its keyword arguments and the target"
 )
-"""What errors say that a loader may yield."""
+"""The items that a loader may yield, for errors."""
 
 _TARGETS = ("y", "label", "labels", "target", "targets")
-"""What libraries call the target among the entries of an item."""
+"""The names that libraries give to the target among the entries of an item."""
 
 
 class Batch(NamedTuple):
@@ -60,7 +60,7 @@ class Accumulated(NamedTuple):
 
     Attributes:
         of: The number of parts of a mini-batch that is not short.
-        factor: What the loss of each part is multiplied by.
+        factor: The factor of the loss of each part.
     """
 
     parts: tuple[Batch, ...]
@@ -73,14 +73,14 @@ class Accumulated(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Takes:
-    """What a forward can be called with, by its signature; by default one input, by its place.
+    """The arguments that a forward takes, by its signature; by default one, by position.
 
     Attributes:
-        what: What errors call it.
+        what: Its name in errors.
         fewest: The least number of positional arguments.
         most: The greatest.
         names: The names that it takes; None for any.
-        needed: Those of them that it does not do without.
+        needed: Those of them that it requires.
     """
 
     what: str = "a sequence of layers"
@@ -147,7 +147,7 @@ def _names(parameters: Iterable[inspect.Parameter]) -> frozenset[str]:
 
 
 def _takes_only_a_tensor(loss_fn: Any) -> bool:
-    """Whether the target of a loss is a tensor by its signature, as of those of torch."""
+    """Whether a loss takes a tensor as its target, by its signature; those of torch do."""
     positional = [p for p in _parameters(loss_fn) or () if p.kind in _POSITIONAL]
     needed = [p.name for p in positional if p.default is p.empty]
     if len(needed) > 2:
@@ -179,7 +179,7 @@ class Items:
         self._only_a_tensor = self._has_loss and _takes_only_a_tensor(loss_fn)
 
     def for_loss(self, loss_fn: Any) -> Items:
-        """Return what reads the same items for another loss."""
+        """Return the reader of the same items for another loss."""
         other = copy.copy(self)
         other._has_loss, other._only_a_tensor = True, _takes_only_a_tensor(loss_fn)
         return other
@@ -241,7 +241,7 @@ class Items:
         self._refuse(f"this item is a {type(item).__name__}{length}{taken}", [_in_parts(item)])
 
     def _of_pair(self, x: Any, y: Any, alone: bool) -> Batch:
-        """Read a pair of x, or of what is called with x in its parts, and the target."""
+        """Read a pair of x and the target; x may hold several arguments."""
         takes, apart = self._forward.takes, Batch((x,), {}, y)
         one, parts = takes(1), False
         if type(x) in (tuple, list) and len(x) > 1:
@@ -266,7 +266,7 @@ class Items:
         return Batch((x,), {}, y)
 
     def _of_several(self, item: Sequence[Any], alone: bool) -> Batch | None:
-        """Read three and more values: the first are for the model, and the last for the loss."""
+        """Read three or more values: the first are for the model, the last for the loss."""
         count, takes = len(item), self._forward.takes
         splits = [
             i
@@ -289,7 +289,7 @@ class Items:
         return None
 
     def _of_entries(self, entries: dict[str, Any], alone: bool) -> Batch:
-        """Read a dict: what the forward takes by name; the loss gets all, or the tensor left."""
+        """Read a dict: the forward takes entries by name; the loss gets all, or the tensor left."""
         taken = self._forward.of_entries(entries)
         if taken is None:  # the forward itself, or the sequence, says what it lacks
             return Batch((), entries, entries)
@@ -321,12 +321,12 @@ class Items:
         return Batch((), taken, entries[found[0]] if len(found) == 1 else None)
 
     @staticmethod
-    def _refuse(found: str, ways: Sequence[str]) -> NoReturn:
-        """Refuse an item, and show what to make of it."""
-        which = "which says how" if len(ways) > 1 else "which makes one of these"
+    def _refuse(found: str, forms: Sequence[str]) -> NoReturn:
+        """Refuse an item, and show which forms it may be given."""
+        which = "which says how" if len(forms) > 1 else "which makes one of these"
         raise ConfigError(
             f"the loader must yield {FORMS}; {found}. Give prepare= to Pipeline or to the call, "
-            f"{which}: " + ", or ".join(f"prepare=lambda item: {way}" for way in ways)
+            f"{which}: " + ", or ".join(f"prepare=lambda item: {form}" for form in forms)
         )
 
 
@@ -345,14 +345,14 @@ def _entries_of(item: Any) -> dict[str, Any] | None:
 
 
 def _in_code(count: int, split: int) -> str:
-    """Return the triple of an item of so many entries, of which the model gets the first."""
+    """Return the code of a triple for an item of so many entries; the model gets the first."""
     args, left = ([f"item[{i}]" for i in which] for which in (range(split), range(split, count)))
     target = left[0] if len(left) == 1 else f"({', '.join(left)})" if left else "None"
     return f"(({', '.join(args)}{',' * (split == 1)}), {{}}, {target})"
 
 
 def _in_parts(item: Any) -> str:
-    """Return a triple that an item of another form may be made into."""
+    """Return the code that makes a triple of an item of another form."""
     several = isinstance(item, tuple | list) and len(item) > 1
     return _in_code(len(item), len(item) - 1) if several else "((item.a, item.b), {}, item.y)"
 

@@ -32,8 +32,8 @@ from pipedream_rt.models.shipping import classes_kept, copying
 from pipedream_rt.telling import log_of
 
 _MOST_BYTES = 64 << 20
-"""How much of a loader is copied: of its tensors and arrays, the rest of which is shared; and of
-all else, beyond which the loader itself is looked at."""
+"""The most bytes of a loader's tensors and arrays that are copied; the copy shares the rest. Also
+the most bytes of all else: a loader with more is looked at itself."""
 
 _log = log_of(__name__)
 
@@ -88,7 +88,7 @@ class _Item(NamedTuple):
 
 
 _LOOKED_AT: WeakKeyDictionary[Any, tuple[list[_Item], Iterator[Any]]] = WeakKeyDictionary()
-"""What was taken out of loaders that cannot be copied, and the iterators that go on from there."""
+"""The items that were taken out of loaders that cannot be copied, with iterators over the rest."""
 
 
 def _is_key(loader: object) -> bool:

@@ -31,11 +31,11 @@ class MicroBatch(NamedTuple):
     Attributes:
         program: The number of the program that it follows.
         samples: 0 for an empty one, which fills up a short mini-batch.
-        weight: What it weighs in a mean of losses, as its samples or the labels that count.
+        weight: Its weight in a mean of losses, such as its samples or the labels that count.
         share: The factor of its loss.
         only_labels: Whether the model's own loss is a mean over labels and nothing else.
-        numbers: What the sizes of its inputs decide in the program.
-        loss: Of what its loss is computed.
+        numbers: The numbers of the program that follow from the sizes of its inputs.
+        loss: What its loss is computed of.
     """
 
     program: int
@@ -56,9 +56,10 @@ class CutBatch(NamedTuple):
     """A mini-batch in micro-batches.
 
     Attributes:
-        batch: What was cut, with its total if the model takes that; of several parts, the first.
+        batch: The mini-batch that was cut, with its total if the model takes that; of several
+            parts, the first.
         parts: The micro-batches, with empty ones at the end of a short mini-batch.
-        told: Whether the model divides losses by the total already, so that they only add up.
+        told: Whether the model has divided losses by the total already: then they only add up.
         first_part: The first part, cut alone, where the mini-batch is of several parts; else None.
     """
 
@@ -93,7 +94,7 @@ class CutBatch(NamedTuple):
 
 
 class Cutter:
-    """Cuts mini-batches; ``pairs`` says of which a micro-batch may not have a single sample."""
+    """Cuts mini-batches; ``pairs`` says which of them need two samples in each micro-batch."""
 
     def __init__(
         self,
@@ -120,7 +121,7 @@ class Cutter:
 
         ``other`` weighs it for another loss than that of training.
         """
-        given, batch = batch, unmarked(batch)
+        marked, batch = batch, unmarked(batch)
         inputs = flat_copy(self._forwards.inputs(batch))
         # With another loss, the model need not compute its own.
         kind = mode if other is None else Mode.INFER
@@ -130,7 +131,7 @@ class Cutter:
         weighing = other or self._weighing
         weight = weighing.counted(batch, labels) if weighing.counts else labels
         if weight is None and clear is not None:
-            clear.require_clear(given)
+            clear.require_clear(marked)
         return MicroBatch(
             program=program,
             inputs=inputs,
@@ -142,7 +143,7 @@ class Cutter:
         )
 
     def cached(self, batch: Batch, cache: Cache, length: int) -> MicroBatch:
-        """Flatten a copy of what one forward of a generation takes."""
+        """Flatten a copy of the inputs of one forward of a generation."""
         inputs = flat_copy(self._forwards.inputs(batch))
         return MicroBatch(self._forwards.cached(inputs, cache, length), inputs, NOTHING)
 
@@ -178,7 +179,7 @@ class Cutter:
         return found[0]._replace(parts=parts, first_part=found[0])
 
     def uncut(self, batch: Batch, training: bool | None) -> CutBatch:
-        """Return a mini-batch as one micro-batch, beside which there are empty ones."""
+        """Return a mini-batch as one micro-batch, followed by empty ones."""
         cut = self._cut(batch, 1, training)
         return cut._replace(parts=[*cut.parts, *[EMPTY] * (self._per_update - 1)])
 
@@ -230,7 +231,7 @@ class Cutter:
 class LossChecks:
     """Chooses mini-batches whose loss is compared with those of their micro-batches.
 
-    The first ``count``; and the first with ignored labels, which often comes later.
+    These are the first ``count``, and the first with ignored labels, which often comes later.
     """
 
     def __init__(self, count: int) -> None:
@@ -254,7 +255,7 @@ class LossChecks:
         return number in self._taken
 
     def came(self, number: int, losses: Iterable[float]) -> None:
-        """Take another mini-batch for one whose losses, as they are not finite, say nothing."""
+        """Choose one more mini-batch if the losses of a chosen one were not finite."""
         if number in self._taken:
             self._taken.remove(number)
             self._left += not all(map(math.isfinite, losses))

@@ -44,19 +44,20 @@ from pipedream_rt.telling import log_of
 _log = log_of(__name__)
 
 _MOST = 1024
-"""Programs of a model that are known at a time, beside those of the example, and kinds of inputs:
-the one that was followed longest ago is forgotten, and recorded again when it is needed."""
+"""The most programs of a model that are known at a time, beside those of the example; also the most
+kinds of inputs. The one that was followed longest ago is forgotten, and recorded again when
+needed."""
 
 _FIRST = 3
 """How many programs are recorded before one for any sizes is made of them."""
 
 _ATTEMPTS = 4
-"""How often that is tried for inputs of one kind: sizes may part the ways of a forward."""
+"""How often that is tried for inputs of one kind: a forward may branch on sizes."""
 
 
 @dataclass(slots=True)
 class _Kind:
-    """Inputs of one kind, whatever their sizes are.
+    """Inputs that differ in nothing but their sizes.
 
     Attributes:
         examples: The shapes and the programs that were recorded last.
@@ -110,7 +111,7 @@ class RecordedForwards:
         self._autocast = autocast
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
         self.dtype = min({autocast or torch.float32, *dtypes}, key=lambda dtype: dtype.itemsize)
-        self._given = without_cache(model)
+        self._without_cache = without_cache(model)
         # By signature; several where a forward goes by values that it reads from its inputs.
         self._programs: dict[bytes, list[tuple[int, Program]]] = {}
         self._kinds: dict[bytes, _Kind] = {}
@@ -166,7 +167,7 @@ class RecordedForwards:
             self._model,
             self.layers,
             batch.args,
-            {**self._given, **batch.kwargs},
+            {**self._without_cache, **batch.kwargs},
             training=False if mode in EVAL else training,
             grad=mode is Mode.TRAIN,
             autocast=self._autocast,
@@ -252,7 +253,7 @@ class RecordedForwards:
     def _recorded(
         self, inputs: Value, mode: Mode, training: bool | None
     ) -> tuple[int, Program, tuple[int, ...]]:
-        """Record the forward of inputs, for which there is no program."""
+        """Record the forward of inputs that have no program yet."""
         args, kwargs = unflatten(inputs.structure, inputs.tensors)
         batch = Batch(args, kwargs, None)
         program = self.record(batch, mode, training)
@@ -297,7 +298,7 @@ class RecordedForwards:
             self._uses[number] = key
 
     def _kind(self, key: bytes) -> _Kind:
-        """Return the inputs of one kind, as those that are used last."""
+        """Return the kind with a key, and note it as the one used last."""
         kind = self._kinds[key] = self._kinds.pop(key, _Kind())
         if len(self._kinds) > _MOST:
             del self._kinds[next(iter(self._kinds))]
@@ -332,7 +333,7 @@ class RecordedForwards:
         return gone
 
     def _forget(self, number: int) -> None:
-        """Let no inputs follow a program from now on."""
+        """Have later inputs follow other programs than this one."""
         key = self._uses.pop(number)
         self._gone.append(number)
         self._countings.pop(number, None)
@@ -399,8 +400,8 @@ class RecordedForwards:
     def _cut(self, program: Program) -> int:
         """Cut a program, and return its number."""
         homes = dict(self.homes)  # a copy: a program that is refused leaves no trace
-        ways = Routes(self._links, self._entries) if self._began else None
-        made = cut(program, homes, self._num_stages, ways)
+        routes = Routes(self._links, self._entries) if self._began else None
+        made = cut(program, homes, self._num_stages, routes)
         if self._began:
             self._require_fit(made, homes)
         self.homes = homes
@@ -409,7 +410,7 @@ class RecordedForwards:
         return number
 
     def _require_fit(self, made: Cut, homes: dict[str, int]) -> None:
-        """Refuse a program that uses what its stage was not sent."""
+        """Refuse a program that uses layers or weights which its stage was not sent."""
         if new := sorted(homes.keys() - self.homes.keys()):
             raise ConfigError(
                 f"this mini-batch makes the model call {', '.join(new)}, which it did not call "

@@ -1,4 +1,4 @@
-"""What a micro-batch weighs in its mini-batch, and a mini-batch in an evaluation.
+"""The weight of a micro-batch in its mini-batch, and of a mini-batch in an evaluation.
 
 The loss of a mini-batch is a mean: over its samples, or over the labels that count. The loss of
 each micro-batch is multiplied by its share of these, so that together they give the gradient of
@@ -33,7 +33,8 @@ class Weighing:
 
     Attributes:
         is_given: Whether the user has given a function.
-        counts: Whether a batch is to be looked at; else its labels count, as the model tells.
+        counts: Whether `counted` has to look at a batch; else the labels count that the model
+            names.
     """
 
     def __init__(self, weigh: Weigh | None, loss_fn: object = None) -> None:
@@ -48,11 +49,11 @@ class Weighing:
         self.counts = self.is_given or self._counted is not None
 
     def for_loss(self, loss_fn: object) -> Weighing:
-        """Return what weighs batches for another loss; the user's function holds for it too."""
+        """Return the weighing for another loss; the user's function holds for it too."""
         return Weighing(self._weigh, loss_fn)
 
     def counted(self, batch: Batch, labels: int | None) -> float | None:
-        """Return what a micro-batch or a mini-batch weighs; None for its number of samples."""
+        """Return the weight of a micro-batch or a mini-batch; None for its number of samples."""
         if self._weigh is None:
             if labels is None and self._counted is not None:
                 return self._counted(batch.target)
@@ -76,26 +77,26 @@ def is_known_mean(loss_fn: object) -> bool:
         of_torch = type(loss_fn).__module__ == nn.modules.loss.__name__
         return of_torch and is_mean(vars(loss_fn))
     function: Any = loss_fn
-    given: Mapping[str, Any] = {}
+    options: Mapping[str, Any] = {}
     if isinstance(loss_fn, functools.partial):
-        function, given = loss_fn.func, loss_fn.keywords
+        function, options = loss_fn.func, loss_fn.keywords
     of_torch = function is getattr(nn.functional, getattr(function, "__name__", ""), None)
-    return callable(function) and of_torch and is_mean(given)
+    return callable(function) and of_torch and is_mean(options)
 
 
 def _counted_by(loss_fn: object) -> _Counted | None:
-    """Return what counts the labels of a cross entropy of torch; None for any other loss."""
+    """Return a counter of the labels of a cross entropy of torch; None for any other loss."""
     if type(loss_fn) in (nn.CrossEntropyLoss, nn.NLLLoss):
-        given = {name: getattr(loss_fn, name) for name in ("weight", "ignore_index", "reduction")}
+        options = {name: getattr(loss_fn, name) for name in ("weight", "ignore_index", "reduction")}
     elif isinstance(loss_fn, functools.partial) and loss_fn.func in CROSS_ENTROPIES:
-        given = loss_fn.keywords
+        options = loss_fn.keywords
     elif callable(loss_fn) and loss_fn in CROSS_ENTROPIES:
-        given = {}
+        options = {}
     else:
         return None
-    if not is_mean(given):
+    if not is_mean(options):
         return None
-    ignored, weight = given.get("ignore_index", IGNORED), given.get("weight")
+    ignored, weight = options.get("ignore_index", IGNORED), options.get("weight")
 
     def counted(target: Any) -> float | None:
         """Count the labels, each as its class weighs; a target of probabilities has none."""
@@ -134,7 +135,7 @@ def shares_of(weights: Sequence[float], samples: Sequence[int]) -> list[float]:
 
 
 class Samples:
-    """Refuses to weigh mini-batches by samples where it is not clear what counts them."""
+    """Refuses to weigh mini-batches by samples where the number of samples is ambiguous."""
 
     def __init__(self) -> None:
         self._first: tuple[int, int] | None = None

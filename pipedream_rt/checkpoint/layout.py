@@ -47,8 +47,8 @@ AS_PAIRS = "complex128 as pairs"
 of real ones, along a last dimension."""
 
 EXTRA, EXTRA_OF_REPLICA = "extra", "extra-of-replica"
-"""The parts of keys, in a manifest, of what modules give by ``get_extra_state`` that is no tensor:
-of a stage, by its number, or of a replica, by its name."""
+"""The parts of keys in a manifest for plain values that modules give by ``get_extra_state``: of a
+stage, by its number, or of a replica, by its name."""
 
 BEING_REPLACED = ".old.part"
 """The end of the hidden name that a checkpoint has while another one takes its place."""
@@ -99,7 +99,7 @@ def step_of(folder: Path) -> int:
 
 
 def give_back(root: Path) -> None:
-    """Rename back what was being replaced when its run died. Only under the lock."""
+    """Rename back a checkpoint that was being replaced when its run died. Only under the lock."""
     for left in root.glob(f".step-*{BEING_REPLACED}"):
         whole = root / left.name.removeprefix(".").removesuffix(BEING_REPLACED)
         if not whole.exists():
@@ -108,7 +108,7 @@ def give_back(root: Path) -> None:
 
 
 def remove_parts(root: Path) -> None:
-    """Remove what a run left that died while it wrote or pruned. Only under the lock."""
+    """Remove the leftovers of a run that died while it wrote or pruned. Only under the lock."""
     # After `give_back`: a whole checkpoint that was being replaced has such a name too.
     for left in root.glob(".step-*.part"):
         remove(left)

@@ -97,8 +97,8 @@ class RunLock:
         if self._held is None:
             return True
         try:
-            place, held = os.stat(self._root), os.fstat(self._held.fileno())
-            if (place.st_dev, place.st_ino) == (held.st_dev, held.st_ino):
+            there, held = os.stat(self._root), os.fstat(self._held.fileno())
+            if (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino):
                 return True
             file = os.stat(self._root / _FILE, follow_symlinks=False)
             return (file.st_dev, file.st_ino) == (held.st_dev, held.st_ino)
@@ -123,7 +123,7 @@ def restore_replaced_if_idle(root: Path) -> None:
 
 
 def _write_owner(held: _Held) -> None:
-    """Write into a locked file who has it; that text is only for people."""
+    """Write the owner of a lock into its file, for people."""
     about = {"pid": os.getpid(), "host": printable(socket.gethostname(), 200)}
     with suppress(OSError):  # as on a full disk
         os.ftruncate(held.fileno(), 0)
@@ -133,14 +133,14 @@ def _write_owner(held: _Held) -> None:
 def _owner_of(root: Path) -> str:
     """Say who holds a lock: by the kernel's list, or by the file, which anybody may write."""
     with suppress(OSError, ValueError, IndexError):
-        place = os.stat(root)
+        there = os.stat(root)
         for entry in read_file("/proc/locks", 1 << 24).decode().splitlines():
             if "->" in entry:  # somebody waits for a lock, and has none
                 continue
             kind, _, _, pid, where = entry.split()[1:6]
             major, minor, inode = where.split(":")
             device = os.makedev(int(major, 16), int(minor, 16))
-            if kind == "FLOCK" and (device, int(inode)) == (place.st_dev, place.st_ino):
+            if kind == "FLOCK" and (device, int(inode)) == (there.st_dev, there.st_ino):
                 return f"process {int(pid)}"
     # The kernel lists only processes of this machine; on NFS the owner may be on another one.
     with suppress(OSError, ValueError, RecursionError):

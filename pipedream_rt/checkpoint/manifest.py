@@ -142,7 +142,7 @@ def _key(value: Any) -> bool:
 
 
 _VALUES = schema.mapping(_key, schema.anything)
-# Where it is, the how-manieth of that name, its key, its value, and its first one if known.
+# Its holder, which of the holders of that name, its key, its value, and its first one if known.
 _OF_SCRIPT = schema.row(
     schema.text(1 << 16), _COUNT, _key, schema.anything, schema.list_of(schema.anything, 1)
 )
@@ -180,14 +180,14 @@ Count: TypeAlias = Annotated[int, _COUNT]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a checkpoint says of itself.
+    """A checkpoint's record of itself.
 
     Attributes:
         step: Number of updates done, which is the number of the next mini-batch.
         per_update: Micro-batches per update.
         groups: Hyper-parameters of each parameter group, packed by `pack_hyper`.
         files: Size in bytes and checksum of each file, by name.
-        plain: What stages keep that is no tensor, by the texts of its keys (`state_keys`).
+        plain: The plain values that stages keep, by the texts of their keys (`state_keys`).
         extra: The user's own data.
         floor: Oldest weight version that may be read: that of weights loaded in mid-run.
         passes: Number of micro-batches that were evaluated or inferred from so far.
@@ -195,13 +195,14 @@ class Manifest:
         attached: States of the objects given to `Pipeline.attach`, by name.
         results: Results of mini-batches before ``step`` that the script had not seen, as dicts.
         slack: Extra warm-up forwards before each hop; empty for none.
-        identity: What a script that goes on must give again; see `pipedream_rt.job.identity`.
+        identity: The options that a script must give again to go on; see
+            `pipedream_rt.job.identity`.
         fingerprints: Those of each stage; see `pipedream_rt.stage.fingerprint`.
         run: Identity of the run that made it, drawn when the run began; empty if not known.
         values: The plain values that the script had changed; see `ScriptValues.kept`. None in a
             checkpoint of an older version, which has no modes either.
         training: The mode that all modules were set to (`Pipeline.train`); None if never.
-        modes: The mode of each layer whose stage was set to one by itself after that, by name.
+        modes: By name, the modes of layers whose stage was set to one by itself after that.
         whole: Whether the loss is computed of whole mini-batches; None if that was not decided.
     """
 
@@ -283,7 +284,7 @@ _UNREADABLE = (
     OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError,
     msgpack.UnpackException,
 )  # fmt: skip
-"""What bytes that are no manifest may raise."""
+"""The errors from bytes that are no manifest."""
 
 
 def refuse_unsaveable(name: str, value: Any) -> None:

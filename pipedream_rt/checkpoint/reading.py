@@ -109,7 +109,7 @@ def _verify_file(path: Path, size: int, digest: bytes) -> None:
 def read_stage(
     folder: Path, files: Collection[str], plain: dict[str, Any], wanted: Wanted
 ) -> Snapshot:
-    """Read what a stage wants; ``plain`` has what the manifest itself keeps, by texts of keys."""
+    """Read the parts that a stage wants; ``plain`` has the manifest's values, by texts of keys."""
 
     def tensors(kind: str, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
         return _tensors(files_of(folder, files, kind), wanted)
@@ -118,7 +118,7 @@ def read_stage(
         found = _tensors(files_of(folder, files, kind), lambda text: wanted(parsed(text)))
         return {parsed(text): tensor for text, tensor in found.items()}
 
-    said = by_key(plain)
+    values = by_key(plain)
     weights, buffers = set(wanted.weights), set(wanted.buffers)
     # What replica 0 (with the empty name) has is in the files of the stage.
     of_replica = written_tensors("replica", lambda key: key[0] == wanted.replica)
@@ -129,12 +129,12 @@ def read_stage(
         raise CheckpointError(f"{folder} has no weight {missing[0]!r}; is it of another model?")
     return Snapshot(
         weights={key: tensor for key, tensor in there.items() if key in weights},
-        steps=_step_state(written_tensors, {*wanted.parameters, *wanted.others}, said),
+        steps=_step_state(written_tensors, {*wanted.parameters, *wanted.others}, values),
         versions=_older_versions(written_tensors, set(wanted.versions)),
-        extra={str(k.path[-1]): v for k, v in said.items() if k.part == EXTRA}
+        extra={str(k.path[-1]): v for k, v in values.items() if k.part == EXTRA}
         | {
             str(k.path[-1]): v
-            for k, v in said.items()
+            for k, v in values.items()
             if (k.part, k.name) == (EXTRA_OF_REPLICA, wanted.replica)
         },
         buffers={key: tensor for key, tensor in there.items() if key in buffers},
@@ -149,8 +149,8 @@ Written: TypeAlias = Callable[[str, Callable[[Parts], bool]], dict[Parts, Tensor
 """``tensors(kind, wanted)`` reads the tensors of a kind whose keys are wanted."""
 
 
-def _step_state(tensors_of: Written, names: set[str], said: Mapping[StateKey, Any]) -> StepState:
-    """What is kept for steps under some names, under none (for all stages), and of optimizers."""
+def _step_state(tensors_of: Written, names: set[str], values: Mapping[StateKey, Any]) -> StepState:
+    """The state for steps: under some names, under none (for all stages), and of optimizers."""
 
     def wanted(key: StateKey) -> bool:
         return key.name in names or not key.name or key.part in OF_OPTIMIZERS
@@ -158,7 +158,7 @@ def _step_state(tensors_of: Written, names: set[str], said: Mapping[StateKey, An
     def named(parts: Parts) -> bool:
         return len(parts) > 1 and parts[1] in names
 
-    found: StepState = {key: value for key, value in said.items() if wanted(key)}
+    found: StepState = {key: value for key, value in values.items() if wanted(key)}
     for kind in ("optimizer", "shard"):
         for (part, name, *path), tensor in tensors_of(kind, named).items():
             found[StateKey(str(part), str(name), tuple(path))] = tensor
@@ -205,7 +205,7 @@ def weights_of(folder: Path, files: Collection[str]) -> dict[str, Tensor]:
 _UNREADABLE = (
     OSError, SafetensorError, ValueError, TypeError, KeyError, OverflowError, RuntimeError,
 )  # fmt: skip
-"""What a file without tensors may raise, or with such as torch cannot make."""
+"""The errors from a file without tensors, or with tensors that torch cannot make."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Writes checkpoints so that a folder with the name of one is whole, or is not there."""
+"""Writes checkpoints so that a folder with the name of one is always whole."""
 
 from __future__ import annotations
 
@@ -83,14 +83,14 @@ class UnfinishedCheckpoint:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _unwritable(self, error: OSError) -> CheckpointError:
-        """Make the error that says that the checkpoint cannot be written."""
+        """Make the error about a checkpoint that cannot be written."""
         return CheckpointError(f"the checkpoint {self._final} cannot be written: {error}")
 
 
 def write_stage(
     folder: Path, stage: int, num_stages: int, state: Snapshot
 ) -> tuple[dict[str, list[Any]], dict[str, Any], dict[str, dict[str, int]]]:
-    """Write and sync the files of one stage; return what the manifest and the index say of them."""
+    """Write and sync the files of one stage; return their entries for manifest and index."""
     moments, plain = _tensors_and_plain(state.steps)
     plain |= {str(StateKey(EXTRA, str(stage), (key,))): value for key, value in state.extra.items()}
     older = {
@@ -144,7 +144,7 @@ def write_replica(
 
 
 def _tensors_and_plain(steps: StepState) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Split what a stage keeps for its steps into tensors and other values, by texts of keys."""
+    """Split a stage's state for its steps into tensors and other values, by texts of keys."""
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
     for key, value in steps.items():
@@ -161,7 +161,7 @@ def _tensors_and_plain(steps: StepState) -> tuple[dict[str, Tensor], dict[str, A
 
 
 def write_tensors(
-    path: Path, tensors: dict[str, Tensor], said: Mapping[str, str] | None = None
+    path: Path, tensors: dict[str, Tensor], texts: Mapping[str, str] | None = None
 ) -> None:
     """Write and sync one file of tensors, with texts about them."""
     # Under another name first: a recovery writes the same file again while the coordinator may be
@@ -170,7 +170,7 @@ def write_tensors(
     # safetensors has no complex128: such numbers are written as pairs.
     pairs = [key for key, tensor in tensors.items() if tensor.dtype is torch.complex128]
     tensors = {**tensors, **{key: torch.view_as_real(tensors[key]) for key in pairs}}
-    metadata = {"format": "pt", **(said or {})} | ({AS_PAIRS: json.dumps(pairs)} if pairs else {})
+    metadata = {"format": "pt", **(texts or {})} | ({AS_PAIRS: json.dumps(pairs)} if pairs else {})
     try:
         save_file(tensors, part, metadata=metadata)
         sync(part)
@@ -214,7 +214,7 @@ def _write_private(path: Path, data: bytes) -> None:
 
 
 def prune(root: Path, keep: int, spare: Collection[Path] = ()) -> None:
-    """Remove all but the newest checkpoints of a run and those to spare."""
+    """Remove the checkpoints of a run, except the newest and those to spare."""
     for folder in checkpoints(root)[keep:]:
         if folder in spare:
             continue

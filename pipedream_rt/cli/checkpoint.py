@@ -104,10 +104,10 @@ def compare(first: Path, second: Path) -> None:
         steps = [", ".join(map(str, sorted(run))) for run in runs]
         raise CheckpointError(f"no step has a checkpoint in both: {steps[0]}; {steps[1]}")
     for step in common:
-        if place := runs[0][step].first_difference(runs[1][step]):
+        if difference := runs[0][step].first_difference(runs[1][step]):
             before = [earlier for earlier in common if earlier < step]
             same = f"equal up to step {before[-1]}, " if before else ""
-            raise click.ClickException(f"{same}different at step {step}: {place}")
+            raise click.ClickException(f"{same}different at step {step}: {difference}")
     click.echo(f"equal at the steps {', '.join(map(str, common))}")
 
 
@@ -126,8 +126,8 @@ def export(folder: Path, output: Path, force: bool) -> None:
     from pipedream_rt.checkpoint.writing import write_tensors
 
     found, manifest = newest_good(folder)
-    place = output.absolute().parent.resolve() / output.name
-    if any(is_name(each.name) or (each / MANIFEST).exists() for each in (place, *place.parents)):
+    target = output.absolute().parent.resolve() / output.name
+    if any(is_name(each.name) or (each / MANIFEST).exists() for each in (target, *target.parents)):
         raise CheckpointError(
             f"{output} is inside a checkpoint, which nobody changes; name another"
         )

@@ -193,7 +193,7 @@ def _of_class(module: str, name: str, path: Path, stages: int) -> str:
         and each.default is each.empty
         and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
     ]
-    given = [n for n in inspect.signature(forward).parameters if n != "self"]
+    names = [n for n in inspect.signature(forward).parameters if n != "self"]
     parts = ["loader()"]
     if needed:
         parts.insert(0, f"the arguments of {name} ({', '.join(needed)})")
@@ -204,6 +204,6 @@ def _of_class(module: str, name: str, path: Path, stages: int) -> str:
         stages=stages,
         script=path.name,
         call=call,
-        takes=f" {', '.join(given)}" if given else " nothing",
+        takes=f" {', '.join(names)}" if names else " nothing",
         todo=f"Fill in {' and '.join(parts)}; put your loss in the place of F.cross_entropy.",
     )

@@ -131,7 +131,7 @@ def plan(
     explain: bool,
     svg: str | None,
     as_json: bool,
-    **given: Any,
+    **options: Any,
 ) -> None:
     """Plan which layers of PROFILE go on which workers, and compare schedules.
 
@@ -142,12 +142,12 @@ def plan(
     choose = functools.partial(
         partitions,
         cuts,
-        choices=given["choices"] or CHOICES,
-        replicas=given["max_replicas"],
-        slowdown=given["slowdown"],
-        copies=given["copies"],
+        choices=options["choices"] or CHOICES,
+        replicas=options["max_replicas"],
+        slowdown=options["slowdown"],
+        copies=options["copies"],
     )
-    found = choose(machines, per_update=given["micro_batches"])
+    found = choose(machines, per_update=options["micro_batches"])
     if svg is not None:
         trace = found[0].trace()
         write_drawing(svg, timeline.svg(trace, timeline.window(trace)))

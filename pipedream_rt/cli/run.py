@@ -53,7 +53,7 @@ _MEANT = {
     "threads": "num-threads num-cpu-threads-per-process",
     "log-dir": "logs log-folder",
 }
-"""By name of an option, what torchrun, accelerate, deepspeed and others call it."""
+"""By name of an option, its names in torchrun, accelerate, deepspeed and others."""
 
 _NEEDLESS = (
     "standalone role monitor-interval start-method tee redirects local-addr no-python run-path "
@@ -69,16 +69,16 @@ class _Run(Grouped):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            given = error.option_name
-            name = given.lstrip("-").replace("_", "-")
+            unknown = error.option_name
+            name = unknown.lstrip("-").replace("_", "-")
             meant = [option for option, words in _MEANT.items() if name in words.split()]
             if meant:
                 raise click.UsageError(
-                    f"run has no option {given}: here it is --{meant[0]}", ctx
+                    f"run has no option {unknown}: here it is --{meant[0]}", ctx
                 ) from None
             if name in _NEEDLESS.split():
                 raise click.UsageError(
-                    f"run has no option {given}, and needs none in its place: leave it out", ctx
+                    f"run has no option {unknown}, and needs none in its place: leave it out", ctx
                 ) from None
             raise
 

@@ -24,8 +24,8 @@ class Grouped(click.Command):
     ``groups`` has, by heading, the names of parameters. Options in none come last.
     """
 
-    def __init__(self, *given: Any, groups: Mapping[str, str], **options: Any) -> None:
-        super().__init__(*given, **options)
+    def __init__(self, *args: Any, groups: Mapping[str, str], **options: Any) -> None:
+        super().__init__(*args, **options)
         self._groups = groups
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -109,14 +109,14 @@ def options_of_nodes(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the options, and pass it their values as the argument ``asked``."""
 
     @functools.wraps(command)
-    def called(**given: Any) -> None:
+    def called(**options: Any) -> None:
         for name in ("rdzv_backend", "rdzv_id", "rdzv_conf"):  # accepted, so torchrun lines work
-            del given[name]
-        host, port = given.pop("master_addr"), given.pop("master_port")
-        endpoint = given.pop("rdzv_endpoint") or (joined(host, port) if host else "")
+            del options[name]
+        host, port = options.pop("master_addr"), options.pop("master_port")
+        endpoint = options.pop("rdzv_endpoint") or (joined(host, port) if host else "")
         asked = EngineRequest(
-            nodes=given.pop("nnodes"), rank=given.pop("node_rank"), endpoint=endpoint
+            nodes=options.pop("nnodes"), rank=options.pop("node_rank"), endpoint=endpoint
         )
-        command(asked=asked, **given)
+        command(asked=asked, **options)
 
     return functools.reduce(lambda made, option: option(made), reversed(_OPTIONS), called)

@@ -104,7 +104,7 @@ def simulate(
     replay: bool,
     compare: str | None,
     output: str | None,
-    **given: Any,
+    **values: Any,
 ) -> None:
     """Simulate a run: what it costs, and where the time goes. It starts no process.
 
@@ -117,7 +117,7 @@ def simulate(
     trace = None if from_trace is None else Trace.load(from_trace)
     if replay and trace is None:
         raise ConfigError("--replay needs --from-trace")
-    costs = _costs(costs_file, trace, given)
+    costs = _costs(costs_file, trace, values)
     numbers: dict[str, Any] = {
         "num_stages": stages or (trace.plan.num_stages if trace else 4),
         "per_update": micro_batches or (trace.plan.per_update if trace else 1),
@@ -158,29 +158,29 @@ def simulate(
 
 
 def _slack_of(
-    given: int | tuple[int, ...] | None, trace: Trace | None, schedule: str, stages: int | None
+    slack: int | tuple[int, ...] | None, trace: Trace | None, schedule: str, stages: int | None
 ) -> int | tuple[int, ...]:
     """Return the slack to simulate: as given; else that of the trace, for the same schedule."""
-    if given is not None:
-        return given
+    if slack is not None:
+        return slack
     same = trace is not None and trace.plan.name == schedule and stages is None
     return trace.plan.shape.slack if trace is not None and same else 0
 
 
-def _costs(path: str | None, trace: Trace | None, given: dict[str, Any]) -> Costs:
+def _costs(path: str | None, trace: Trace | None, values: dict[str, Any]) -> Costs:
     """Take costs from a file, a trace or the defaults, and change them by options."""
     if path is not None and trace is not None:
         raise ConfigError("costs come from --costs or from --from-trace, not from both")
     options = {
         name: parsed(name, value if len(value) > 1 else value[0])
-        for name, value in given.items()
+        for name, value in values.items()
         if value is not None
     }
     if path is not None:
         return Costs.load(path).changed(**options)
     if trace is not None:
         return fit(trace).changed(**options)
-    options.setdefault("forward", parsed("forward", given["forward"] or ["10ms"]))
+    options.setdefault("forward", parsed("forward", values["forward"] or ["10ms"]))
     if "input_gradient" not in options or "weight_gradient" not in options:
         twice = tuple(tuple(2 * v for v in samples) for samples in options["forward"])
         options.setdefault("backward", twice)

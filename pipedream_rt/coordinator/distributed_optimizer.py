@@ -30,16 +30,16 @@ from pipedream_rt.stage.stepping import step
 
 
 class OptimizerLink(Protocol):
-    """What the optimizer asks of its pipeline."""
+    """The part of a pipeline that its optimizer uses."""
 
     def optimizer_references(self) -> list[Reference]:
         """Return references to the torch optimizers of the stages."""
 
     def gather_optimizer_state(self) -> StepState:
-        """Return what the optimizers of all stages keep."""
+        """Return the state of the optimizers of all stages."""
 
     def scatter_optimizer_state(self, state: StepState) -> None:
-        """Replace what the optimizers of all stages keep."""
+        """Replace the state of the optimizers of all stages."""
 
     def drop_gradients(self) -> None:
         """Drop the gradients of an update of forwards by hand."""
@@ -219,7 +219,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._changed: list[set[str]] = [set() for _ in self.param_groups]
 
     def insist(self, saved: Sequence[Hyper]) -> None:
-        """From now on send what differs from other groups, as if the script had changed it.
+        """From now on send the values that differ from other groups, as changes by the script.
 
         Args:
             saved: The other groups, packed.

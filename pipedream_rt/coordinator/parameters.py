@@ -190,7 +190,7 @@ class Parameters:
         self._feeder.drop_gradients()
 
     def gather_optimizer_state(self) -> StepState:
-        """Flush, and return what the optimizers of all stages keep."""
+        """Flush, and return the state of the optimizers of all stages."""
         self._feeder.flush()
         state: StepState = {}
         # Replicas have the same, or each has a shard of the stage's.
@@ -199,7 +199,7 @@ class Parameters:
         return state
 
     def scatter_optimizer_state(self, state: StepState) -> None:
-        """Flush, and replace what the optimizers of all stages keep."""
+        """Flush, and replace the state of the optimizers of all stages."""
         if state:
             self._feeder.flush()
             named: dict[str, dict[str, Any]] = {}

@@ -64,16 +64,16 @@ class Steps(int):
         made._close = weakref.WeakMethod(close)
         return made
 
-    def __call__(self, *given: Any, update: bool = True) -> None:
+    def __call__(self, *args: Any, update: bool = True) -> None:
         """Close the update of the forwards since the last call; see `Pipeline.step`."""
-        if given and not (len(given) == 1 and isinstance(given[0], bool)):
+        if args and not (len(args) == 1 and isinstance(args[0], bool)):
             raise ConfigError(
                 "step() closes an update of forwards by hand, and takes no mini-batch and no loss: "
                 "to train on one, call pipe.submit(x, y).result(), or iterate over "
                 "pipe.train_epoch(loader)"
             )
         if (close := self._close()) is not None:
-            close(*given or (update,))
+            close(*args or (update,))
 
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
         """Pickle, and copy, the number alone."""
@@ -81,7 +81,7 @@ class Steps(int):
 
 
 class LossSource(Protocol):
-    """What a pending step asks of its pipeline."""
+    """The part of a pipeline that a pending step uses."""
 
     def collect_oldest(self) -> None:
         """Wait for the losses of the oldest mini-batch on its way, and set its outcome."""

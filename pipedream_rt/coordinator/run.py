@@ -208,7 +208,7 @@ def attach(job: Job, group: WorkerGroup, publisher: extras.EventPublisher | None
 
 
 def notices_of(job: Job) -> list[str]:
-    """Return what is logged at the start of a run, about its schedule and this machine."""
+    """Return the notices at the start of a run, about its schedule and this machine."""
     if profile_option() is not None:  # nothing will be trained
         return []
     options, said = job.options, list(job.notices)
@@ -221,7 +221,7 @@ def notices_of(job: Job) -> list[str]:
 
 
 def _first(job: Job) -> Callable[[Batch, int], object]:
-    """Return what to call with the first mini-batch, and how often it is cut.
+    """Return a function of the first mini-batch and of the number of its micro-batches.
 
     Under `pipedream-rt profile` it is the profiler.
     """
@@ -251,7 +251,7 @@ def _say_of_first(batch: Batch, count: int, job: Job) -> None:
 
 
 def _identity(job: Job, feeder: Feeder, loss: str) -> Identity:
-    """Return what the script has given to `Pipeline`, with its present optimizer."""
+    """Return the identity of the script's options, with its present optimizer."""
     optimizer = feeder.optimizer
     identity = Identity(
         schedule=job.plan.title,

@@ -150,8 +150,8 @@ class RunState:
             )
         # Copies, since safetensors refuses memory that two names share, as that of tied weights.
         weights = {key: value.clone() for key, value in state.items()}
-        said = {_VALUE: repr(value), "step": str(self._feeder.step)}
-        write_tensors(path, weights, said)
+        texts = {_VALUE: repr(value), "step": str(self._feeder.step)}
+        write_tensors(path, weights, texts)
         self._best[path] = value
         return True
 
@@ -282,7 +282,7 @@ class RunState:
         self.attach(**self._attached)  # outside: an error of these is not the checkpoint's
 
     def _take_over(self, found: Path, manifest: Manifest, accept: Sequence[str]) -> None:
-        """Take over what a checkpoint says, except what the user has attached."""
+        """Take over the values of a checkpoint, except those of attached objects."""
         for packed in manifest.groups:
             set_hyper({}, packed)  # raises for what is no packed value
         self._require_fit(found, manifest, accept)
@@ -316,7 +316,7 @@ class RunState:
         self._epochs.resume(manifest)
 
     def _warn_of_other_slack(self, found: Path, manifest: Manifest) -> None:
-        """Warn if the run goes on with other slack, which changes the versions that are read."""
+        """Warn if the run goes on with other slack: forwards then read other versions."""
         plan = self._group.plan
         if not plan.flushes and manifest.slack != list(plan.shape.slack):
             _log.warning(

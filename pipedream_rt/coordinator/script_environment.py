@@ -1,4 +1,4 @@
-"""What the environment says where options are None, and what is tried before a run.
+"""Options from the environment where the script leaves them None, and checks before a run.
 
 `pipedream-rt run` and torchrun set the variables. Whether folders and files can be written is tried
 before a run, so that it does not fail at its end.
@@ -46,10 +46,10 @@ def resolved(options: Options) -> Options:
     )
 
 
-def take_place(given: Options) -> None:
+def take_place(options: Options) -> None:
     """Make the checkpoint folder, and count the paths taken, once nothing else can be refused."""
-    require_folder(given.kept)
-    for option, name in ((given.observe.record, RECORD), (given.observe.trace, TRACE)):
+    require_folder(options.kept)
+    for option, name in ((options.observe.record, RECORD), (options.observe.trace, TRACE)):
         if option is None and name in os.environ:
             _taken[name] += 1
 
@@ -85,7 +85,7 @@ def record_option(record: str | os.PathLike[str] | None) -> Path | None:
 
 
 def _of_environment(name: str) -> Path | None:
-    """Return the path in a variable; it gets a number from the second pipeline of a script on."""
+    """Return the path in a variable; each later pipeline of a script adds its number."""
     if name not in os.environ:
         return None
     path, number = given_path(os.environ[name], name), _taken[name] + 1

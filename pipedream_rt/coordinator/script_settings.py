@@ -1,4 +1,4 @@
-"""What the script has set while it trained, in checkpoints: values that travel, and modes."""
+"""Settings of the script while it trained, in checkpoints: values that travel, and modes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = log_of(__name__)
 
 
 class ScriptSettings:
-    """What the script has set: values that travel, the modes of the stages, its own model.
+    """Settings of the script: values that travel, the modes of the stages, its own model.
 
     Attributes:
         values: The values of the script that stages have copies of.

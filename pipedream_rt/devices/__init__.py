@@ -1,4 +1,4 @@
-"""What stages compute on: the memory of the host, or an accelerator of any kind.
+"""The devices of stages: the memory of the host, or an accelerator of any kind.
 
 A worker computes on one device. The rest of a stage sees only a `Device`, which places its layers,
 seeds its random numbers, gives the context of autocast, and carries values between its memory and

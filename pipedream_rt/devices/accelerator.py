@@ -1,15 +1,15 @@
-"""An accelerator of any kind that torch knows, as what the stages of one worker compute on.
+"""An accelerator of any kind that torch knows, as the device of the stages of one worker.
 
 Everything that a worker computes runs in one stream of its own: forwards, hooks, backwards, steps.
-The host only launches it, and waits for nothing. What crosses the border of the device goes on two
-more streams, so that copies and computation do not wait for each other:
+The host only launches it, and waits for nothing. Copies to and from the device go on two more
+streams, so that copies and computation do not wait for each other:
 
 - what arrives in the memory of the host is put into pinned memory and copied from there, and the
   stream of the worker waits for the copy;
 - what is sent is copied at once, in the stream of the worker, as a layer may write over it when it
   computes the next micro-batch. That copy goes to pinned memory, and is sent when it is there; or
-- it is handed as it is to another worker of this process on an accelerator, with an event for which
-  the stream of that one waits.
+- it is handed as it is to another worker of this process on an accelerator, with an event: the
+  stream of the other waits for the event.
 
 Memory that one stream allocated and another reads is marked (`Tensor.record_stream`), so that the
 allocator does not reuse it too early.
@@ -107,17 +107,17 @@ class Accelerator:
     def taken(self, message: Message) -> Message:
         if not message.tensors or message.key.edge.kind not in _COMPUTED:
             return message
-        given = message.tensors
+        tensors = message.tensors
         if message.ready is not None:
             # Another worker's stream may still be computing these.
             self.stream.wait_event(message.ready)
-            given = tuple(t if t.is_cpu else self._taken_over(t) for t in given)
-        if any(tensor.is_cpu for tensor in given):
-            given = self._brought(given)
-        return dataclasses.replace(message, tensors=given, ready=None)
+            tensors = tuple(t if t.is_cpu else self._taken_over(t) for t in tensors)
+        if any(tensor.is_cpu for tensor in tensors):
+            tensors = self._brought(tensors)
+        return dataclasses.replace(message, tensors=tensors, ready=None)
 
     def _brought(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Copy tensors from the host, in a stream that does not wait for what is computed."""
+        """Copy tensors from the host, in a stream that does not wait for computations."""
         with self._in:
             moved = tuple(own(t, copy=True, clone=self._up) if t.is_cpu else t for t in tensors)
             there = self._in.record_event()
@@ -253,7 +253,7 @@ class Leaving:
     """A message on its way out.
 
     Attributes:
-        failed: Called with what the check of a late loss raises.
+        failed: Called with the error that the check of a late loss raises.
         payload: Its payload, whose loss may be `DeferredScalar`.
         tensors: Copies of its tensors on the host; one more, the last, for a loss that is late.
         copied: The event after which the copies are there; None if there are none.

@@ -13,10 +13,10 @@ from pipedream_rt.models.tensors import accelerator_here
 
 
 class OwnDevice(NamedTuple):
-    """What a process was told of the device that it computes on, when it was started.
+    """The device that a process was told at its start.
 
     Attributes:
-        name: The device, which overrides what a pipeline says; None for what that says.
+        name: The device, in the place of the pipeline's choice; None for that choice.
         number: The number of this process among those of its machine: where the name of a device
             has no number, it picks one of several.
     """
@@ -79,7 +79,7 @@ def _there() -> str:
 
 
 def module_in_use(unknown: bool) -> Any:
-    """Return torch's module for the accelerator in use; one that cannot say so, if `unknown`."""
+    """Return torch's module for the accelerator in use; `unknown` is for one that cannot say so."""
     kind = accelerator_here()
     if kind is None:
         return None
@@ -97,12 +97,12 @@ def device_for(
     threaded: bool,
     name: str,
 ) -> Device:
-    """Return what a worker computes on.
+    """Return the device of a worker.
 
     Args:
         devices: By worker of the plan, the name of its device; empty for the host.
         worker: Index of the worker.
-        own: What this process was told.
+        own: The device that this process was told.
         addresses: By worker of the plan, the addresses that it hosts.
         threaded: Whether an accelerator sends messages by a thread of its own; else by the thread
             that computes.
@@ -111,10 +111,10 @@ def device_for(
     Raises:
         ConfigError: This process has no such device.
     """
-    given = own.name or (devices[worker] if devices else "cpu")
-    if given == "cpu":
+    device_name = own.name or (devices[worker] if devices else "cpu")
+    if device_name == "cpu":
         return HOST
-    device = device_there(given, own.number)
+    device = device_there(device_name, own.number)
     if device.type == "cpu":
         return HOST
     from pipedream_rt.devices.accelerator import Accelerator  # a job on CPUs does not need it

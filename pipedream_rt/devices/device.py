@@ -18,13 +18,13 @@ from pipedream_rt.torch_private import shares_type
 
 
 class DeferredScalar(NamedTuple):
-    """A number that a device is still computing, and that nobody on the host waits for.
+    """A number that a device is still computing; nobody on the host waits for it.
 
     It takes the place of a float in a payload until the message leaves the process.
 
     Attributes:
         value: The tensor with the number, on the device.
-        check: Called with the number once it is known; what it raises ends the worker.
+        check: Called with the number once it is known; an error of it ends the worker.
     """
 
     value: Tensor
@@ -36,10 +36,10 @@ def accept(number: float) -> None:
 
 
 class Device(Protocol):
-    """What the stages of one worker compute on.
+    """The device of the stages of one worker.
 
     Attributes:
-        name: What torch calls it, as ``"cpu"`` or ``"cuda:1"``.
+        name: Its name for torch, as ``"cpu"`` or ``"cuda:1"``.
     """
 
     name: str
@@ -76,10 +76,10 @@ class Device(Protocol):
         """
 
     def brings_back(self) -> bool:
-        """Whether what layers return may be on another device, so that `brought_back` is needed."""
+        """Whether outputs of layers may be on another device, so that `brought_back` is needed."""
 
     def brought_back(self, value: Any) -> Any:
-        """Return what layers have returned with its tensors on this device.
+        """Return an output of layers with its tensors on this device.
 
         A layer may put them on another one, whose streams this one knows nothing of; gradients then
         go the same way back.
@@ -93,7 +93,8 @@ class Device(Protocol):
 
         Args:
             send: Hands messages to the transport, with tensors in the memory of the host.
-            failed: Called with what a check of a `DeferredScalar` raises, from any thread.
+            failed: Called with the error that a check of a `DeferredScalar` raises, from any
+                thread.
         """
 
     def copied(self, tensor: Tensor) -> Tensor:
@@ -113,7 +114,7 @@ class Device(Protocol):
         """Return its name, and for an accelerator the bytes of its memory, for statistics."""
 
     def close(self) -> None:
-        """Let what is to be sent leave, and end what was started."""
+        """Let all messages leave, and end the threads that were started."""
 
 
 class Host:

@@ -48,7 +48,7 @@ class DeviceEvents:
         return event
 
     def note(self, begin: torch.Event, kind: int, stage: int, index: int, version: int) -> None:
-        """Keep an action that ends here, which began at a mark."""
+        """Keep an action that began at a mark and ends here."""
         self._done.append(Done(begin, self.mark(), kind, stage, index, version))
 
     def times(self) -> list[tuple[Done, int, int]]:

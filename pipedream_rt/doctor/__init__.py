@@ -1,1 +1,1 @@
-"""Whether machines fit a job: what each finds about itself, and what their links carry."""
+"""Whether machines fit a job: findings of each about itself, and the speed of their links."""

@@ -1,4 +1,4 @@
-"""What a machine finds about itself."""
+"""The findings of a machine about itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipedream_rt.software import processor, software
 from pipedream_rt.transport.fence import obstacle
 
 Facts = dict[str, Any]
-"""What a machine has found, by name; the values are those of JSON."""
+"""The findings of a machine, by name; the values are those of JSON."""
 
 _LARGEST = 1 << 20
 """Bytes of a source file; a larger one is left out."""
@@ -28,7 +28,7 @@ _TOKEN = 1 << 10
 
 
 def facts(folder: str, token: str, source: str) -> Facts:
-    """Return what this machine finds about itself.
+    """Return the findings of this machine about itself.
 
     ``folder`` is the one that all machines are to share, ``source`` has the user's source files;
     empty for none. ``token`` is what the first machine has written into `token_file`.
@@ -105,10 +105,10 @@ def _memory() -> int:
     return 0
 
 
-def _free(place: str) -> int:
+def _free(path: str) -> int:
     """Bytes that are free in a file system; 0 if there is none."""
     with suppress(OSError):
-        about = os.statvfs(place)
+        about = os.statvfs(path)
         return about.f_bavail * about.f_frsize
     return 0
 

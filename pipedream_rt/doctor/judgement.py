@@ -1,4 +1,4 @@
-"""What the findings of machines mean for a job, and what to do. Pure: it asks no machine."""
+"""The judgement on the findings of machines, with remedies. Pure: it asks no machine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLink:
-    """What a connection from one machine to another is like.
+    """A connection from one machine to another, as measured.
 
     Attributes:
         latency_s: Seconds of a small message one way; None if there was no connection.
@@ -60,7 +60,7 @@ def judge(
     addresses: Mapping[str, tuple[str, str]] | None = None,  # announced, and seen by the first
     rpc: bool = False,
 ) -> list[Finding]:
-    """Return what was found, in the order in which a user would mend it.
+    """Return the findings in the order in which a user would mend them.
 
     ``rpc`` asks whether references can lead to modules, for which workers need torch RPC.
     """
@@ -98,14 +98,14 @@ def judge(
 
 
 def _same(machines: Mapping[str, Facts], key: str, grade: Grade, remedy: str) -> list[Finding]:
-    """Compare what has to be the same everywhere with what most machines have."""
-    said = {name: str(facts.get(key, "")) for name, facts in machines.items()}
-    (usual, _), *others = Counter(said.values()).most_common() or [("", 0)]
+    """Compare values that have to be the same everywhere with those of most machines."""
+    values = {name: str(facts.get(key, "")) for name, facts in machines.items()}
+    (usual, _), *others = Counter(values.values()).most_common() or [("", 0)]
     if not others:
         return [Finding(key, "", "ok", usual)] if usual else []
     return [
         Finding(key, name, grade, f"{value or 'none'}; others have {usual or 'none'}", remedy)
-        for name, value in said.items()
+        for name, value in values.items()
         if value != usual
     ]
 

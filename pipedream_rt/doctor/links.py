@@ -31,7 +31,7 @@ class Probe:
 
     def __init__(self, connections: Connections, problems: Mapping[int, str]) -> None:
         self._problems = dict(problems)
-        self._came: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         self._links = Links(connections, self._receive, self._lost)
 
     def _receive(self, rank: int, frame: Frame) -> None:
@@ -39,14 +39,14 @@ class Probe:
         if frame.kind == _ASKS:
             self._links.send(rank, _ANSWERS, b"")
         else:
-            self._came.put((rank, ""))
+            self._answers.put((rank, ""))
 
     def _lost(self, rank: int, reason: str) -> None:
         self._problems[rank] = reason
-        self._came.put((rank, reason))
+        self._answers.put((rank, reason))
 
     def measure(self, rank: int) -> MeasuredLink:
-        """Return what the link to another machine is like."""
+        """Return the measured link to another machine."""
         try:
             trips = [self._trip(rank, 0) for _ in range(_TURNS)]
             for size in _SIZES:
@@ -65,7 +65,7 @@ class Probe:
             raise ConnectionError(self._problems.get(rank, reason))
         while True:
             try:
-                answered, reason = self._came.get(timeout=_TIMEOUT_S)
+                answered, reason = self._answers.get(timeout=_TIMEOUT_S)
             except queue.Empty:
                 raise ConnectionError(f"nothing was answered within {_TIMEOUT_S:g} s") from None
             if answered == rank:  # that of another one came too late for its own turn
@@ -75,5 +75,4 @@ class Probe:
         return time.perf_counter() - began
 
     def close(self) -> None:
-        """Close all links."""
         self._links.close()

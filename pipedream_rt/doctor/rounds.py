@@ -48,14 +48,14 @@ _ANSWER_S = 60.0
 """Seconds for a machine to examine itself, which imports torch, or to measure a link."""
 
 _MEETING = timedelta(seconds=15)
-"""For the machines to connect to each other; who has not been reached then cannot be."""
+"""The time for machines to connect to each other; one that is not reached then cannot be."""
 
 _CLOCK_READINGS = 5
 
 
 @dataclass(slots=True)
 class Found:
-    """What was found of all machines; the arguments of `judge`.
+    """The findings of all machines; the arguments of `judge`.
 
     Attributes:
         links: By caller and called.
@@ -92,34 +92,34 @@ def look_at_all(job: NodeJob, folder: str, source: str, patience: timedelta) -> 
 
 
 async def _look(
-    found: Found, listener: socket.socket, secret: Secret, count: int, folder: str, token: str,
+    found: Found, listening: socket.socket, secret: Secret, count: int, folder: str, token: str,
     deadline: Deadline,
 ) -> None:  # fmt: skip
     """Wait for the other machines, and ask them one after another."""
-    door = Listener(secret, listener)
-    door.most = count
-    door.open()
+    listener = Listener(secret, listening)
+    listener.most = count
+    listener.open()
     try:
-        # Who does not know the secret is no machine of the job, and takes no place in the count.
+        # A peer that does not know the secret is no machine of the job, and does not count.
         def enough() -> bool:
-            return len(door.members) + len(door.refused) >= count
+            return len(listener.members) + len(listener.refused) >= count
 
-        await until(door.changed, enough, deadline)
-        found.refused.update(door.refused)
-        members = sorted(door.taken(), key=lambda member: member.name)
-        await door.rest()
+        await until(listener.changed, enough, deadline)
+        found.refused.update(listener.refused)
+        members = sorted(listener.taken(), key=lambda member: member.name)
+        await listener.rest()
         for member in members:
             found.machines[member.name] = await _examined(member, folder, token)
         for member in members:
             found.clocks[member.name] = await _ahead_s(member)
         if members:
-            await _measure_links(members, secret, door.changed, found)
+            await _measure_links(members, secret, listener.changed, found)
         for member in members:
             member.stream.send({"type": "exit", "failed": False})
             await member.stream.sent()
             member.stream.close()
     finally:
-        await door.close()
+        await listener.close()
 
 
 async def _examined(member: Member, folder: str, token: str) -> Facts:
@@ -189,18 +189,18 @@ async def _probe(
     return Probe(await links.reach(), links.problems)
 
 
-def _link_of(said: Record | None) -> MeasuredLink:
-    """Read what a machine says of a link."""
-    if said is None:
+def _link_of(answer: Record | None) -> MeasuredLink:
+    """Read the record of a machine about a link."""
+    if answer is None:
         return MeasuredLink(None, 0.0, f"no answer within {_ANSWER_S:g} s")
     try:
-        read = json.loads(str(said["text"]))
+        read = json.loads(str(answer["text"]))
         late = read["latency_s"]
         return MeasuredLink(
             None if late is None else float(late), float(read["bandwidth"]), str(read["problem"])
         )
     except (KeyError, ValueError, TypeError, RecursionError) as error:
-        problem = f"malformed answer {said['type']!r}: {error!r}"
+        problem = f"malformed answer {answer['type']!r}: {error!r}"
         return MeasuredLink(None, 0.0, f"{problem}; is it pipedream-rt of the same version?")
 
 
@@ -208,10 +208,10 @@ def answer_examiner(job: NodeJob, source: str, patience: timedelta) -> str:
     """Answer the first machine until it asks nothing more; return why it refused, else nothing."""
     node = job.node
     secret = job.secret(Deadline(patience))
-    place = DialOptions(joined(node.host, node.port), patience.total_seconds(), known=True)
+    options = DialOptions(joined(node.host, node.port), patience.total_seconds(), known=True)
     name = node.name or f"node-{node.rank}"
     try:
-        control = reached(place, "the first machine", secret)
+        control = reached(options, "the first machine", secret)
     except PipelineError as error:
         return str(error)
     with ExitStack() as opened:
@@ -230,7 +230,7 @@ def answer_examiner(job: NodeJob, source: str, patience: timedelta) -> str:
                 case "clock":
                     control.send({"type": "clock", "ns": time.time_ns()})
                 case "welcome":
-                    probe = _joined(control, record, secret, address_towards(place.address))
+                    probe = _joined(control, record, secret, address_towards(options.address))
                     opened.callback(probe.close)
                 case "measure" if probe is not None:
                     link = probe.measure(record["rank"])
@@ -243,9 +243,9 @@ def _joined(control: Control, record: Record, secret: Secret, host: str) -> Prob
     """Join the group of the machines."""
     with opened_doors(host) as doors:
         control.send({"type": "door", "at": doors.address})
-        said = control.receive(Deadline(2 * _MEETING))
-        expect(said, "doors")
-        at = {name: DoorAddress(*each) for name, each in said["by_name"].items()}
+        answer = control.receive(Deadline(2 * _MEETING))
+        expect(answer, "doors")
+        at = {name: DoorAddress(*each) for name, each in answer["by_name"].items()}
         probe = asyncio.run(_probe(record["rank"], tuple(record["names"]), secret, doors, at))
     control.send({"type": "joined", "nearby": []})
     return probe

@@ -18,7 +18,6 @@ def page() -> str:
 
 
 def _lines() -> Iterator[str]:
-    """Yield the lines of the tables."""
     arguments = known_arguments()
     yield from _table("Argument", ((n, *found) for n, found in arguments.items() if found[1]))
     same = sum(kind == "same" for kind, _ in arguments.values())
@@ -38,8 +37,8 @@ def _lines() -> Iterator[str]:
     count = len(methods) - len(others)
     yield from ("", f"The {count} others are called as by a plain Trainer.", "")
     events = [name for name in vars(TrainerCallback) if name.startswith("on_")]
-    told = ((name, "other", EVENTS[name]) for name in events if name in EVENTS)
-    yield from _table("Event of a callback", told)
+    rows = ((name, "other", EVENTS[name]) for name in events if name in EVENTS)
+    yield from _table("Event of a callback", rows)
     yield from ("", f"The {len(events) - len(EVENTS)} others are the same.", "")
     yield from _table(
         "Trainer of others",

@@ -85,7 +85,7 @@ OTHER: Mapping[str, str] = {
     "skip_memory_metrics": "the memory is that of the script; `pipe.statistics()` has the stages'",
     "use_cpu": "the stages compute on `devices` of `pipeline=`, or where the model is",
 }
-"""Arguments with another, or a further, meaning over a pipeline; and which."""
+"""Arguments that have another, or a further, meaning over a pipeline; with that meaning."""
 
 _NAMES = """
     output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate

@@ -16,7 +16,7 @@ from torch import nn
 
 _CLASSES: dict[type, type] = {}
 _ANSWERS: dict[int, Callable[..., Any]] = {}
-"""What answers the calls of a model, by its ``id``."""
+"""The functions that answer the calls of models, by ``id`` of the model."""
 
 
 @contextmanager
@@ -49,8 +49,8 @@ def _class(base: type) -> type:
     def reduced(self: Any, protocol: Any) -> Any:
         """Pickle and copy it as one of its own class."""
         of_base: Any = base.__reduce_ex__
-        make, given, *rest = of_base(self, protocol)
-        return make, tuple(base if each is type(self) else each for each in given), *rest
+        make, arguments, *rest = of_base(self, protocol)
+        return make, tuple(base if each is type(self) else each for each in arguments), *rest
 
     if base not in _CLASSES:
         names = {"__module__": base.__module__, "__qualname__": base.__qualname__}

@@ -1,11 +1,10 @@
 """The updates of an epoch of a Trainer, over a pipeline.
 
 It is ``Trainer._run_epoch`` of transformers with one difference: an update is only injected here,
-and its loss comes later. What does not need the loss happens at the injection, in the Trainer's
-order. So callbacks see the step, the rates and, if they look, the weights of that moment, and a run
-that is stopped at a step ends with that step. A log is written when its loss and its gradient norm
-have arrived. Before an evaluation or a checkpoint everything is awaited; in schedules that flush
-also before a log.
+and its loss comes later. All else happens at the injection, in the Trainer's order. So callbacks
+see the step, the rates and, if they look, the weights of that moment. A run that is stopped at a
+step ends with that step. A log is written when its loss and its gradient norm have arrived. Before
+an evaluation or a checkpoint everything is awaited; in schedules that flush also before a log.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class _Injected:
         pending: Its result to come; None where the script has computed the loss.
         factor: Divisor of the loss of each of its parts.
         since: The number of mini-batches since the last log, including this one.
-        losses: Those that the script has computed, of its parts.
+        losses: The losses of its parts, where the script has computed them.
         log: The log that is due after it.
     """
 
@@ -343,5 +342,5 @@ def _set_epoch(loader: Any, epoch: int) -> None:
     """Set the epoch of a loader, and of the sampler inside accelerate's wrapper."""
     inner = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)
     for each in (loader, inner):
-        if (told := getattr(each, "set_epoch", None)) is not None:
-            told(epoch)
+        if (set_in := getattr(each, "set_epoch", None)) is not None:
+            set_in(epoch)

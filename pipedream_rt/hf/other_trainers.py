@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class Understood:
-    """What has to be known of a class with its own ``compute_loss`` or ``training_step``.
+    """The facts about a class with its own ``compute_loss`` or ``training_step``.
 
     Attributes:
-        other: What differs from a run without a pipeline, for people.
+        other: The differences from a run without a pipeline, for people.
         tells: Arguments that the model gets beside the mini-batch.
         module: Returns the module to train, given a trainer; None for the trainer's model.
         in_script: Whether a trainer computes its loss in the script, and not on the last stage.
@@ -109,5 +109,5 @@ UNDERSTOOD: Mapping[str, Understood] = {
 
 
 def understood(cls: type) -> Understood | None:
-    """Return what is known of a class; None for nothing."""
+    """Return the facts about a class; None if it is not known."""
     return UNDERSTOOD.get(f"{cls.__module__}.{cls.__qualname__}")

@@ -79,19 +79,19 @@ class PipelineMixin(Trainer):
     def __init__(
         self, *args: Any, pipeline: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        self._given = dict(pipeline or {})
+        self._pipeline_options = dict(pipeline or {})
         for name in ("optimizer", "example", "checkpoint"):
-            if name in self._given:
+            if name in self._pipeline_options:
                 raise ConfigError(
                     f"{name} of the pipeline is what the Trainer makes: leave it out of pipeline="
                 )
-        if not isinstance(self._given.get("stages"), int | list | tuple | str):
+        if not isinstance(self._pipeline_options.get("stages"), int | list | tuple | str):
             raise ConfigError('give PipelineTrainer the number of stages: pipeline={"stages": 4}')
         arguments = [
             each for each in (*args, *kwargs.values()) if isinstance(each, TrainingArguments)
         ]
         for each in arguments:  # first, since transformers has errors of its own for some
-            refuse_arguments(each, self._given)
+            refuse_arguments(each, self._pipeline_options)
         self._refuse_methods()
         prepare()  # workers import torch and transformers while the script loads its data
         self._pipe: Pipeline | None = None
@@ -103,7 +103,7 @@ class PipelineMixin(Trainer):
         self._made_for: list[Any] = []
         self._made_names: dict[int, str] = {}
         self._steps, self._looks = 0, True
-        self._around: tuple[Any, Any, torch.nn.Module] | None = None
+        self._wrapped_module: tuple[Any, Any, torch.nn.Module] | None = None
         self._resume: _Resume | None = None
         self._made_by: tuple[Any, ...] = ()
         self._updates: Updates | None = None
@@ -118,12 +118,12 @@ class PipelineMixin(Trainer):
 
     def _refuse(self) -> None:
         """Refuse arguments, methods and models that a pipeline cannot do, by name."""
-        refuse_arguments(self.args, self._given)
+        refuse_arguments(self.args, self._pipeline_options)
         self._refuse_methods()
         for each in self._others:
             if reason := each.unless(self):
                 raise ConfigError(f"{type(self).__name__} cannot do {reason}")
-        if self._in_script and "loss_fn" in self._given:
+        if self._in_script and "loss_fn" in self._pipeline_options:
             raise ConfigError(
                 "pipeline={'loss_fn': f} computes the loss on the last stage, and an own "
                 "compute_loss, compute_loss_func or label_smoothing_factor in the script: leave "
@@ -156,7 +156,6 @@ class PipelineMixin(Trainer):
 
     @property
     def _is_open(self) -> bool:
-        """Whether there is an open pipeline."""
         return self._pipe is not None and self._pipe.state.value == "open"
 
     def close(self) -> None:
@@ -186,18 +185,18 @@ class PipelineMixin(Trainer):
             self._end.detach()  # else it would keep a pipeline that has ended
 
     def _trained(self) -> torch.nn.Module:
-        """Return the module to train: the model, or what another library has around it."""
+        """Return the module to train: the model, or another library's module around it."""
         if self._in_script:
             return self.model
-        model, loss, around = self.model, getattr(self, "loss", None), self._around
-        if around is None or around[0] is not model or around[1] is not loss:
+        model, loss, wrapped = self.model, getattr(self, "loss", None), self._wrapped_module
+        if wrapped is None or wrapped[0] is not model or wrapped[1] is not loss:
             made = [each.module for each in self._others if each.module is not None]
-            self._around = around = (model, loss, made[0](self) if made else model)
-        return around[2]
+            self._wrapped_module = wrapped = (model, loss, made[0](self) if made else model)
+        return wrapped[2]
 
     @property
     def _others(self) -> list[Understood]:
-        """What is known of this class's bases from other libraries."""
+        """The facts about this class's bases from other libraries."""
         return [each for each in map(understood, type(self).__mro__) if each is not None]
 
     @property
@@ -258,8 +257,8 @@ class PipelineMixin(Trainer):
                 f"{error} (The number of micro-batches follows from gradient_accumulation_steps, "
                 "unless pipeline= says micro_batches.)"
             ) from error
-        for group, given in zip(pipe.optimizer.param_groups, before, strict=True):
-            group.update(given if resume.groups else {})
+        for group, saved in zip(pipe.optimizer.param_groups, before, strict=True):
+            group.update(saved if resume.groups else {})
         if resume.weights != live.digest():
             self._push()
         else:
@@ -286,9 +285,11 @@ class PipelineMixin(Trainer):
         if ahead:
             self.create_optimizer()
             optimizer, self.optimizer = self.optimizer, None
-        given = options_of(self.args, self._given, None if self._in_script else self._weight_of)
+        translated = options_of(
+            self.args, self._pipeline_options, None if self._in_script else self._weight_of
+        )
         # A later pipeline must not repeat the random numbers of the first.
-        options = {"seed": self.args.seed + self._steps, **given}
+        options = {"seed": self.args.seed + self._steps, **translated}
         modes = [(module, module.training) for module in live.model.modules()]
         live.model.train()  # an evaluation may have left eval mode
         try:
@@ -337,7 +338,7 @@ class PipelineMixin(Trainer):
         return list(map(_plain, optimizer.param_groups)) == list(map(_plain, groups))
 
     def _asked(self) -> tuple[Any, ...]:
-        """Return what a pipeline is made by, to see whether it has changed."""
+        """Return the values that a pipeline is made from, to see whether they have changed."""
         return *asked_of(self.args), self._in_script
 
     def _weight_of(self, batch: Mapping[str, Any]) -> Any:
@@ -352,7 +353,11 @@ class PipelineMixin(Trainer):
             inputs = self._prepare_inputs(dict(inputs))
         for each in self._others:
             inputs = {**inputs, **each.tells}
-        if number is None or not self.model_accepts_loss_kwargs or "loss_fn" in self._given:
+        if (
+            number is None
+            or not self.model_accepts_loss_kwargs
+            or "loss_fn" in self._pipeline_options
+        ):
             return dict(inputs)
         return {**inputs, TOTAL: torch.as_tensor(number)}
 
@@ -466,7 +471,7 @@ class PipelineMixin(Trainer):
             )
 
     def _computed(self, parts: Sequence[Any], number: Any) -> list[Tensor]:
-        """Make an update whose loss the Trainer computes in the script; return those of parts."""
+        """Make an update with a loss in the script; return the losses of its parts."""
         self._refuse_unready()
         update, model, losses = _Update(self), self.model, []
         try:
@@ -560,8 +565,8 @@ class PipelineMixin(Trainer):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate as the Trainer does, and tell the observers of the run."""
         metrics: dict[str, float] = super().evaluate(*args, **kwargs)
-        given = args[0] if args else kwargs.get("eval_dataset")
-        several = isinstance(self.eval_dataset if given is None else given, dict)
+        dataset = args[0] if args else kwargs.get("eval_dataset")
+        several = isinstance(self.eval_dataset if dataset is None else dataset, dict)
         publisher = None if self._pipe is None else self._pipe._publisher
         # Of several datasets, the Trainer calls this method for each.
         if publisher is not None and self._pipe is not None and not several:
@@ -659,7 +664,10 @@ class _Update:
             if not trainer.model.training:
                 return trainer._as_of_model(pipe(*call.args, **call.kwargs))
             # A loss that the model returns too is of a whole batch.
-            whole = "micro_batches" not in trainer._given and pipe._run.feeder.forwards.returns_loss
+            whole = (
+                "micro_batches" not in trainer._pipeline_options
+                and pipe._run.feeder.forwards.returns_loss
+            )
             count = 1 if whole else pipe.plan.per_update // self._parts
             return trainer._as_of_model(pipe._forward(call, count))
 

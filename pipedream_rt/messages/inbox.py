@@ -28,8 +28,8 @@ class Wanted(NamedTuple):
 
     Attributes:
         instead: Alternative keys. Of ``key`` and these, exactly one will arrive.
-        also: Keys of messages to take if they are there and none of those is.
-        wanted: Whether to take a message that is there under a key of ``also``.
+        also: Further keys. Their messages are taken only while none of the others is there.
+        wanted: Whether to take such a message.
     """
 
     key: Key
@@ -81,14 +81,14 @@ work meanwhile.
 class Inbox:
     """A store of messages by key, which any thread fills and one thread, the taker, empties.
 
-    `take` waits for exactly the message that is asked for, so the taker cannot observe the order in
-    which messages arrive. A duplicate is dropped, whether the first still waits or was taken: the
-    messages of one edge are taken with rising numbers. Two edges number their messages separately.
+    `take` waits for exactly one message. So the taker cannot observe the order in which messages
+    arrive. A duplicate is dropped, whether the first still waits or was taken: the messages of one
+    edge are taken with rising numbers. Two edges number their messages separately.
 
     Attributes:
         awaited: The keys that the taker waits for now.
         arrived_ns: When the message that was taken last arrived, on ``time.monotonic_ns``.
-        recent: The last ten things that the taker has done, for a stall report.
+        recent: The last ten actions of the taker, for a stall report.
         titles: Names addresses in texts; a plan also names replicas.
     """
 
@@ -220,7 +220,7 @@ class Inbox:
         self._taker = taker
 
     def late(self, deadline: Deadline) -> MessageTimeout:
-        """Return the error that says which message is missing and which ones are there."""
+        """Return the error about a missing message; it names those that are there."""
         there = ", ".join(key.words(self.titles) for key in self._waiting) or "nothing"
         seconds = deadline.timeout.total_seconds() if deadline.timeout else 0.0
         return MessageTimeout(
@@ -247,7 +247,8 @@ class Inbox:
 
     def reopen(self, generation: int) -> None:
         """Open the inbox for a new generation after a failure. On the taker's thread."""
-        # What waits comes again. What was taken is still known, and dropped when it comes again.
+        # All that waits is sent again. A message that was taken is known, and dropped when it
+        # comes.
         with self._lock:
             self._generation = generation
             self._waiting.clear()
@@ -264,7 +265,7 @@ class Inbox:
         return self._reason
 
     def story(self) -> str:
-        """Return what is awaited and the last ten actions, for a stall report. Any thread."""
+        """Return the awaited messages and the last ten actions, for a stall report. Any thread."""
         # An atomic copy: the taker appends while the texts are made.
         keys, last = self.awaited, " ".join(map(str, self.recent.copy()))
         awaited = f"waiting for {self._words(keys)}" if keys else "computing"

@@ -5,8 +5,8 @@ that number is the *position*. The *turn* of an item counts the items that its r
 before it. A stage takes its items by rising turn: so it sees each command between the same two
 micro-batches, whatever the timing, and need not be given every position.
 
-What the number of a message counts, its kind says (`Channel.by`). Of a micro-batch, it is the turn
-on the way to the loss, and the position on the way back.
+The kind of a message says what its number counts (`Channel.by`): of a micro-batch the turn on the
+way to the loss, and the position on the way back.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipedream_rt.messages.tree import Structure
 from pipedream_rt.schedules.edges import COORDINATOR, Address, Edge, EdgeKind, Titles
 
 Passed: TypeAlias = list[Any]
-"""What one stage adds to the trail of a micro-batch (`Activation.trail`)."""
+"""The entry of one stage in the trail of a micro-batch (`Activation.trail`)."""
 
 
 class Mode(Enum):
@@ -39,11 +39,11 @@ class Mode(Enum):
 
     @property
     def has_target(self) -> bool:
-        """Whether a loss is computed, for which there is a target."""
+        """Whether the stages compute a loss, for which they need a target."""
         return self in (Mode.TRAIN, Mode.EVALUATE, Mode.EVALUATE_AND_KEEP)
 
     def brings_target(self, loss_in_script: bool) -> bool:
-        """Whether a target is fed, where the script computes the loss of training or a stage."""
+        """Whether a target is fed: not where the script computes the loss of training."""
         return self.has_target and not (loss_in_script and self is Mode.TRAIN)
 
     @property
@@ -87,7 +87,7 @@ class CommandName(Enum):
 
     @property
     def has_reply(self) -> bool:
-        """Whether stages reply; not to what they cannot refuse, for which nobody waits."""
+        """Whether stages reply. Nobody waits for a command that they cannot refuse."""
         return self not in _WITHOUT_REPLY
 
 
@@ -142,7 +142,7 @@ class Ready(Payload):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """What all stages are told of a micro-batch: made once, and passed from stage to stage.
+    """A micro-batch as all stages know it: made once, and passed from stage to stage.
 
     Attributes:
         position: Its position in the feed.
@@ -245,7 +245,7 @@ class Target(Payload):
             micro-batches: how many of these have samples and come to this replica, and the number
             of samples in this one. Else empty.
         metrics: The pickled functions that are computed beside the loss, or in its place.
-        loss: Of what the loss is computed.
+        loss: What the loss is computed of.
     """
 
     structure: Structure
@@ -308,7 +308,7 @@ class OfRule(Payload):
     """A rule of a stage to the same rule of another one, or of another replica.
 
     Attributes:
-        values: What the rule packs beside tensors (`Rule.pack`).
+        values: The values that the rule packs beside tensors (`Rule.pack`).
     """
 
     values: list[Any]
@@ -367,7 +367,7 @@ class Key(NamedTuple):
     """The key of a message, under which it waits in an inbox.
 
     Attributes:
-        number: What it counts, the kind of the edge says (`Channel.by`).
+        number: The kind of the edge says what it counts (`Channel.by`).
         restores: How often the sender has gone back to an earlier state, in which it gives the same
             updates and versions again; 0 where the number always rises.
     """

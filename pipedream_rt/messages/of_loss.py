@@ -1,4 +1,4 @@
-"""Of what the last stage computes the loss."""
+"""What the last stage computes the loss of."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class OfLoss(Enum):
-    """Of what the last stage computes the loss."""
+    """What the last stage computes the loss of."""
 
     PARTS = "of each micro-batch"
     WHOLE = "of the whole mini-batch"

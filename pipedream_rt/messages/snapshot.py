@@ -21,13 +21,13 @@ class Snapshot:
     Attributes:
         weights: Entries of the state dict that are no buffers, newest version, under the keys of
             the unsplit model.
-        steps: What its optimizer and its rules keep for the next steps.
+        steps: The state that its optimizer and its rules keep for the next steps.
         versions: Older versions of the trainable weights that later micro-batches read, by version
             and name.
         buffers: Buffers that are in the state dict, by key.
         hidden: Buffers that are in no state dict, by name.
-        extra: What modules give by ``get_extra_state`` that is no tensor, packed by `pack_hyper`,
-            by key of the state dict.
+        extra: The plain values that modules give by ``get_extra_state``, packed by `pack_hyper`, by
+            key of the state dict.
     """
 
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -39,14 +39,14 @@ class Snapshot:
 
 
 class Wanted(NamedTuple):
-    """What of a checkpoint a stage takes, whose bounds may differ from those of who wrote it.
+    """The part of a checkpoint that a stage takes; the stages that wrote it may have other bounds.
 
     Attributes:
         weights: Keys of its state dict, all of which must be there.
         parameters: Names of the parameters that it owns.
         versions: Names of the parameters that it reads older versions of.
         buffers: Names of its buffers.
-        replica: The name of the replica; empty for replica 0, which has what the stage has.
+        replica: The name of the replica; empty for replica 0, whose state is that of the stage.
         others: Names under which its rules keep something.
     """
 
@@ -64,12 +64,12 @@ def replica_name(replica: int, count: int) -> str:
 
 
 UNFIT = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""Errors that the contents of a checkpoint of something else lead to."""
+"""The errors that follow from a checkpoint of another model or version."""
 
 
 @contextmanager
 def fitting(source: object) -> Iterator[None]:
-    """Turn errors of the body, which uses what was read, into an error about where it is from."""
+    """Turn such an error of the body, which uses what was read, into one that names the source."""
     try:
         yield
     except PipelineError:

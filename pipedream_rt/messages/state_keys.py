@@ -27,7 +27,7 @@ T = TypeVar("T")
 OPTIMIZER = "optimizer"
 GROUP, ATTRIBUTE, OWN_STATE, SPLIT = "group", "attribute", "state", "split"
 OF_OPTIMIZERS = (GROUP, ATTRIBUTE, OWN_STATE, SPLIT)
-"""The parts that belong to an optimizer itself, whose address is the name of their keys."""
+"""The parts that belong to an optimizer itself. The name in their keys is its address."""
 
 CODECS = "codecs"
 OF_REPLICAS = (CODECS,)
@@ -63,7 +63,7 @@ class StateKey(NamedTuple):
 
 
 StepState: TypeAlias = dict[StateKey, Any]
-"""What a stage keeps for its next steps, beside weights and buffers: tensors and plain values."""
+"""The state of a stage for its next steps, beside weights and buffers: tensors and plain values."""
 
 
 def can_be_written(part: object) -> bool:

@@ -1,7 +1,7 @@
 """Values that cross stages: tensors inside tuples, lists, dicts, dataclasses and plain values.
 
-`flatten` splits a value into its tensors, which travel beside the bytes of a message, and its
-structure, which is plain data for msgpack. `unflatten` joins them on the other side.
+`flatten` splits a value into its tensors and its structure. Tensors travel beside the bytes of a
+message; the structure is plain data for msgpack. `unflatten` joins them on the other side.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def flatten(value: object) -> tuple[Structure, list[Tensor]]:
 
 
 def _flatten(value: Any, tensors: dict[int, tuple[int, Tensor]], way: tuple[Any, ...]) -> Structure:
-    """Flatten one node of a value; ``way`` is the way to it: another way, a container and a key."""
+    """Flatten a node of a value; ``way`` leads to it: the way to its container, that, and a key."""
     if isinstance(value, Tensor):
         if is_sparse(value) and not value.requires_grad:
             kind, inner = parts_of_sparse(value)
@@ -116,7 +116,7 @@ def _flatten(value: Any, tensors: dict[int, tuple[int, Tensor]], way: tuple[Any,
 
 
 def plain_int(value: Any) -> Any:
-    """Return a number that pickles as a plain one, as `Pipeline.step` does, as that."""
+    """Return a number as a plain one, if it pickles as one (`Pipeline.step` does)."""
     if type(value) in (int, bool) or not isinstance(value, int) or isinstance(value, Enum):
         return value
     return int(value) if value.__reduce_ex__(2)[0] is int else value
@@ -129,7 +129,7 @@ _TAGS = {cls: tag for tag, cls in (*_SEQUENCES.items(), *_MAPPINGS.items())}
 
 
 def _own_class(value: Any) -> str | None:
-    """Return the tag of a named tuple, of a dict that is a dataclass, and of another dataclass."""
+    """Return the tag of a named tuple, a dict that is a dataclass, or another dataclass."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return "n"
     if not dataclasses.is_dataclass(type(value)) or isinstance(value, list | tuple):
@@ -156,7 +156,7 @@ def flat_copy(value: object) -> Value:
 
 
 NOTHING = flat_copy(None)
-"""What a micro-batch without samples carries, and the target of one without a target."""
+"""The content of a micro-batch without samples, or of a missing target."""
 
 
 def _on_host(tensor: Tensor) -> Tensor:

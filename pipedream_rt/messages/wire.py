@@ -30,7 +30,7 @@ class _Form(NamedTuple):
 
     Attributes:
         values: Returns the values of the fields of an object, in order.
-        write: By place of a field whose value is an enum or another such object: how it travels.
+        write: By index of a field, how it travels where it is an enum or another such object.
         read: The inverse of ``write``.
     """
 

@@ -1,10 +1,10 @@
 """Programs for any sizes of the inputs: a forward is recorded once more, with sizes as symbols.
 
-torch's symbolic shapes follow what the forward does with sizes: what it computes of them becomes a
-`Number` of the program, and what it decides by them becomes a condition. A size that leaves this
-world, as in ``range(x.size(1))``, is a condition too: it must be as recorded. A program for any
-sizes counts only if it is, with the sizes of every forward that was recorded as usual and that
-fulfil its conditions, the very program of that forward.
+torch's symbolic shapes follow the sizes through the forward. A number that it computes from sizes
+becomes a `Number` of the program. A decision by sizes becomes a condition. A size that becomes a
+plain integer, as in ``range(x.size(1))``, is a condition too: it must be as recorded. The program
+is then compared with the forwards that were recorded as usual and that fulfil its conditions: with
+the sizes of each, it must be the very program of that forward.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Symbols:
         return made
 
     def number(self, value: Any) -> Any:
-        """Return what stands in a program for a size, or for what was computed of sizes."""
+        """Return the stand-in for a size, or for a number that was computed from sizes."""
         if not isinstance(value, torch.SymInt):
             raise NotSymbolic(f"a {type(value).__name__} is computed of sizes")
         expression = value.node.expr
@@ -84,7 +84,7 @@ class Symbols:
         return self._numbers.setdefault(expression, Number(len(self._numbers)))
 
     def read(self, function: Callable[..., Any]) -> Any:
-        """Return what a function has read of inputs when the forward was recorded with values."""
+        """Return the value that a function had read of inputs in the forward with values."""
         if not self._reads or self._reads[0].read != function:
             raise NotSymbolic("other values are read than before")
         return self._reads.popleft().value
@@ -138,9 +138,9 @@ class AnySizes:
         return numbers if all(-_LARGEST <= each <= _LARGEST for each in numbers) else None
 
     def agrees_with(self, shapes: Shapes, recorded: Program) -> bool | None:
-        """Whether it is the program that was recorded for some inputs; None if not for such ones.
+        """Whether it is the program recorded for some inputs; None if it does not apply to them.
 
-        Such are inputs of other shapes, or of which other values were read.
+        It does not apply to other shapes, nor where other values were read.
         """
         if (numbers := self.numbers(shapes)) is None:
             return None
@@ -159,8 +159,8 @@ def any_sizes(
 ) -> AnySizes | None:
     """Make of recorded forwards of one kind a program for any sizes; None if there is none.
 
-    ``record`` records the forward of the last example once more. What differs in the shapes of the
-    examples are the sizes that may change.
+    ``record`` records the forward of the last example once more. The sizes that differ between the
+    examples are those that may change.
     """
     shapes, recorded = examples[-1]
     changing = [
@@ -192,7 +192,7 @@ def any_sizes(
 
 
 def _leads_same(one: Program, other: Program, guard: Guard) -> bool:
-    """Whether two programs compute alike what a guard of both reads."""
+    """Whether two programs compute in the same way the value that a guard of both reads."""
     return all(_is_same(one.steps[number], other.steps[number]) for number in guard.steps)
 
 

@@ -4,9 +4,9 @@ A class or a function that can be imported is pickled by its name, so a worker r
 The copy differs where the script has replaced a method (``Layer.forward = faster``), or where the
 worker has read another file of that name. Plain PyTorch would run the script's.
 
-So two things are compared: where each method and function was written, those that the code of
-installed classes names among them, and the files of the user's own modules, without comments. What
-a tool or torch wraps around a function does not count.
+So two things are compared. One is where each method and function was written; those that the code
+of installed classes names are among them. The other is the files of the user's own modules, without
+comments. A wrapper of torch, or of a tool, around a function does not count.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FILE = "the file of "
 
 _INSTALLED = tuple({sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib", "stdlib")})
 _OWN = ("torch", "pipedream_rt", *sys.stdlib_module_names)
-"""Packages in whose functions nobody looks for others that they call."""
+"""Packages whose functions are not searched for others that they call."""
 
 _ALWAYS = ("torch.nn.functional",)
 """Installed modules that are compared too, because scripts replace functions in them."""
@@ -154,7 +154,7 @@ def written_at(value: Any) -> str:
 
 
 def _package(value: Any) -> str:
-    """Return the package whose code a wrapper is: a function, or an object of a class."""
+    """Return the package of the code of a wrapper: a function, or an object of a class."""
     is_function = isinstance(value, FunctionType)
     named = value.__globals__["__name__"] if is_function else type(value).__module__
     return str(named).partition(".")[0]

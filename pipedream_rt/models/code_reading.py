@@ -1,4 +1,4 @@
-"""What the code of a function names: globals, attributes, modules, texts."""
+"""The names in the code of a function: globals, attributes, modules, texts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 
 class Names(NamedTuple):
-    """What some code names.
+    """The names in some code.
 
     Attributes:
         globals: The globals that it reads.
@@ -44,7 +44,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 ENTRY = "[]"
-"""Stands, among what code stores, for the entries of a container."""
+"""Stands for the entries of a container among the names that code stores."""
 
 _KINDS = {
     "LOAD_GLOBAL": "globals", "LOAD_NAME": "globals",
@@ -56,7 +56,7 @@ _KINDS = {
 
 @functools.lru_cache(maxsize=4096)
 def names_in(code: CodeType) -> Names:
-    """Return what the code of a function, and of those inside it, names."""
+    """Return the names in the code of a function, and of those inside it."""
     found: dict[str, set[str]] = {name: set() for name in Names._fields}
     for each in _codes(code):
         for ins in dis.get_instructions(each):

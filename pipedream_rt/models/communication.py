@@ -1,4 +1,4 @@
-"""Whether code asks torch.distributed: it goes by the process group of the process that runs it."""
+"""Whether code asks torch.distributed, whose answers depend on the process that runs it."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
 """Cutting a program into stages: the steps of each stage, and the values that pass between stages.
 
 The steps stay in their order: a stage does those from its first layer up to the first layer of the
-next stage. A value goes from the stage that makes it to the first stage that uses it, from there to
-the next one that does, and so on; its gradient comes back the same way. So the gradients of a value
-that several stages use are summed one after another, from the last use to the first. That is the
-order of the unsplit model, so the sum has the same bits. Stages in between that do not use the
-value do not get it.
+next stage. A value goes from its own stage to the first stage that uses it, from there to the next
+user, and so on; its gradient comes back the same way. So the gradients of a value that several
+stages use are summed one after another, from the last use to the first. That is the order of the
+unsplit model, so the sum has the same bits. Stages in between that do not use the value do not get
+it.
 
-What depends on the model's inputs alone, such as an attention mask, is not sent: each stage that
-needs it computes it again from the inputs.
+A value that depends on the model's inputs alone, such as an attention mask, is not sent: each of
+its users computes it again from the inputs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pipedream_rt.schedules.edges import Address
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageProgram:
-    """What one stage does of a program.
+    """The part of a program that one stage does.
 
     Attributes:
         takes: By producer, the slots that its message fills, in order.

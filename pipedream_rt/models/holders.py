@@ -122,7 +122,7 @@ class Holder:
                 setattr(self.value, key, before)
 
     def called(self, key: Any) -> str:
-        """Return what messages call the value under a key."""
+        """Return the name of the value under a key, for messages."""
         if self.kind in ("cell", "state"):
             return self.where
         return f"{key!r} of {self.where}"
@@ -131,8 +131,8 @@ class Holder:
 class Look:
     """Tells at each mini-batch whether holders hold the very same values as before.
 
-    Whether nobody has written into some tensors, too. ``read`` has the attributes that code names:
-    of modules of torch, whose code is known, no others are looked at.
+    It also tells whether somebody has written into some tensors. ``read`` has the attributes that
+    code names: of modules of torch, whose code is known, no others are looked at.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class Look:
         return list(found)
 
     def renew(self, holders: Iterable[Holder]) -> None:
-        """Note what some holders hold now, which are all that have changed."""
+        """Note the values of some holders now; no others have changed."""
         if sum(map(len, self._sizes)) != self._total:
             return self.note()  # there are other keys
         try:

@@ -1,9 +1,9 @@
-"""What a forward keeps in modules that are taken apart, as a table that it computes once.
+"""State that a forward keeps in modules that are taken apart, such as a table computed once.
 
 No stage has such a module, so nothing is kept from call to call there: each forward computes the
-table again. That is what plain PyTorch does if the table goes by shapes alone, and if a forward
-does the same with it as without it. Both are looked at when a forward is recorded: it is called
-once more after what it has left itself, and after what a forward of other shapes has left.
+table again. That is right if the table depends on shapes alone, and if a forward does the same with
+it as without it. Both are checked when a forward is recorded: it is called once more with the state
+that it has left itself, and with that of a forward of other shapes.
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ def content_of(value: Any) -> str:
 
 
 class Attempt(NamedTuple):
-    """What a forward has left, and what it has done that goes by more than the inputs."""
+    """The state that a forward has left, and its steps that depend on more than the inputs."""
 
     left: Left
     does: list[Any]
 
 
 Call: TypeAlias = Callable[[Left | None], Attempt]
-"""Calls the forward of some inputs after what another call has left, or as at first."""
+"""Calls the forward of some inputs, with the state that another call has left or as at first."""
 
 
 @dataclass(slots=True)
 class Kept:
-    """What forwards of a model have left, as far as later ones are compared with it.
+    """The state that forwards of a model have left, with which later ones are compared.
 
     Attributes:
-        last: What the last forward has left, of those that left anything.
+        last: The state left by the last forward that left any.
         firsts: By mode, the first such forward, and what it has done.
     """
 
@@ -75,7 +75,7 @@ class Kept:
     firsts: dict[Any, tuple[Call, list[Any]]] = field(default_factory=dict)
 
     def require_alike(self, mode: Any, call: Call) -> None:
-        """Refuse a forward that does something else after what it, or another one, has left."""
+        """Refuse a forward that does something else with what it, or another one, has left."""
         cold = call(None)
         warm = call(cold.left)
         if content_of(warm.left.values) != content_of(cold.left.values):
@@ -96,7 +96,7 @@ class Kept:
 
 
 def refuse_kept_values(left: Left, goes_by_shapes: Callable[[Tensor], bool]) -> None:
-    """Refuse that a forward has left more than plain values, and tensors that go by shapes."""
+    """Refuse a forward that has left more than plain values and tensors that depend on shapes."""
     for name, value in left.values.items():
         inside = leaves_of([value, list(value)] if isinstance(value, dict) else value)
         for each in [*value] if isinstance(value, set) else inside:

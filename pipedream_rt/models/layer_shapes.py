@@ -23,13 +23,13 @@ class NotDense(Exception):
 
 
 class Shaped(NamedTuple):
-    """What a layer has made of tensors without values.
+    """The results of a layer that was called with tensors without values.
 
     Attributes:
-        result: What it has returned, with zeros in the place of tensors.
+        result: Its output, with zeros in the place of tensors.
         changed: The given tensors that it has changed in place.
         moved: The names in it of the buffers that it has changed.
-        views: Tensors of the result that lie over the memory of a given one, each with that one.
+        views: Pairs of a tensor of the result, and a given one over whose memory it lies.
     """
 
     result: Any

@@ -56,7 +56,7 @@ _COMPUTE = ("__call__", "forward", "backward", "step")
 """The methods of installed classes in whose place scripts put others."""
 
 Name: TypeAlias = Callable[[Any], str]
-"""What messages call the value under a key; "" for the name of what it is in."""
+"""Returns the name of the value under a key, for messages; "" for the name of its container."""
 
 
 class Parcel:
@@ -64,7 +64,7 @@ class Parcel:
 
     Attributes:
         roots: The place and the value of each root.
-        found: What holds values in it, by kind and ``id``, as of the first walk.
+        found: The holders of values in it, by kind and ``id``, as of the first walk.
         named: What its code names: attributes, globals and functions.
         stored: The attributes and globals that its code sets.
         texts: The texts in its code, and in globals that it reads.
@@ -103,7 +103,7 @@ class Parcel:
         return number
 
     def name(self, place: int) -> str:
-        """Return what messages call a place."""
+        """Return the name of a place, for messages."""
         parent, _, name = self._names[place]
         return name if name or parent < 0 else self.name(parent)
 
@@ -148,7 +148,7 @@ class Parcel:
         return [each for each in pairs if each[1] != each[2]]
 
     def settle(self) -> None:
-        """Take what `changes` has found for what is there."""
+        """Accept the changes that `changes` has found."""
         self.marks = self._now
 
     def cast(self, first: bool = False) -> dict[int, Mark]:
@@ -171,7 +171,7 @@ class Parcel:
 
 
 def _as_is(name: str, _: Any) -> str:
-    """Return a name that does not go by the key."""
+    """Return a name that is the same for every key."""
     return name
 
 
@@ -217,7 +217,7 @@ class _Walk:
                 seen[id(value)] = value, place
                 if self._first or place in first:
                     self._visit(place, value)
-                else:  # what came later is told of, and not gone into
+                else:  # a value that came later is told of, and not gone into
                     marks[place] = (cls.__qualname__, "")
 
     def _push(self, place: int, parts: Iterable[tuple[Any, Any]], name: Name = _UNNAMED) -> None:
@@ -439,14 +439,14 @@ def _key(key: Any) -> Any:
 
 
 def _named(function: FunctionType) -> str:
-    """Return what messages call a function."""
+    """Return the name of a function, for messages."""
     return function.__qualname__.replace("<locals>.", "")
 
 
 def _reduced(value: Any) -> Any:
-    """Return as what an object is pickled, if not by its attributes: parts, or one mark.
+    """Return the parts as which an object is pickled, or one mark.
 
-    None stands for its attributes.
+    None if it is pickled by its attributes.
     """
     cls: type = type(value)
     if _is_plain_object(cls):

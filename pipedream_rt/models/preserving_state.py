@@ -1,4 +1,4 @@
-"""Calling a user's model to look at it, and leaving it and its surroundings as they were."""
+"""Calls a user's model to look at it, and leaves it, and all around it, as it was."""
 
 from __future__ import annotations
 
@@ -189,10 +189,10 @@ def mode_set(model: nn.Module, training: bool | None, modes: Modes) -> Iterator[
 
 
 class Left:
-    """What a forward has left in modules outside of the layers.
+    """The state that a forward has left in modules outside of the layers.
 
     Attributes:
-        values: What it has left, by the name of each attribute.
+        values: The values that it has left, by the name of each attribute.
     """
 
     def __init__(self) -> None:
@@ -230,8 +230,8 @@ def as_it_was(
     """Restore the model and the random generators after the body.
 
     Refuse a body that has changed modules outside of the layers, has seeded torch, or has drawn
-    random numbers of Python or NumPy. With ``left``, changes of attributes are noted there instead,
-    and ``before`` has those with which the body begins.
+    random numbers of Python or NumPy. With ``left``, changes of attributes are noted there instead;
+    ``before`` has those that the body begins with.
     """
     with drawing_alone():
         noted = Left() if left is None else left

@@ -54,7 +54,7 @@ _KINDS = ({"F64", "F32", "F16", "BF16"}, {"I64", "I32", "I16", "I8"})
 
 
 class _Entry(NamedTuple):
-    """What the header of a file says of a tensor."""
+    """A tensor's entry in the header of a file."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -168,7 +168,7 @@ def _misfit(entry: _Entry, tensor: Tensor) -> str:
 
 
 def _advice(missing: Collection[str], hidden: Collection[str]) -> str:
-    """Return what to do about weights or buffers that are missing."""
+    """Return the advice about weights or buffers that are missing."""
     if not any(name in hidden for name in missing):
         return (
             ". If transformers has written the folder, it may use other keys in it than the model "
@@ -219,7 +219,7 @@ def _files_in(folder: Path) -> list[str]:
 
 
 def _header_of(path: Path) -> tuple[dict[str, _Entry], tuple[bytes, int]]:
-    """Return what is in a file, by key; and the digest of that and the size in bytes."""
+    """Return the entries of a file, by key; their digest, and the size in bytes."""
     try:
         with open_tensors(path, follow=True) as file:
             entries = {}

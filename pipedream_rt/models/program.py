@@ -18,7 +18,7 @@ becomes, for ids of shape (8, 5)::
     6 = head(5)
     return 6
 
-What is inside of a layer is not recorded. A program is pure data: it can be compared, pickled and
+The inside of a layer is not recorded. A program is pure data: it can be compared, pickled and
 shown.
 """
 
@@ -77,7 +77,7 @@ class CacheRef:
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """Stands for a number that a micro-batch brings, computed of the sizes of its inputs."""
+    """Stands for a number that a micro-batch brings, computed from the sizes of its inputs."""
 
     index: int
 
@@ -308,7 +308,7 @@ def slots_in(value: Any) -> list[int]:
 NONE_CARRIED: Mapping[str, Any] = {}
 
 STAND_INS = (Slot, Number, StoredRef, CacheRef)
-"""What stands in a program for a value that is not there yet."""
+"""The objects that stand in a program for a value that is not there yet."""
 
 
 def filled(

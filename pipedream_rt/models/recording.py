@@ -73,7 +73,7 @@ from pipedream_rt.models.recurrent import flattening_forbidden
 from pipedream_rt.models.settings import settings_of_devices
 from pipedream_rt.models.shipping import dumps
 from pipedream_rt.models.tensors import home_of, memory_of, named_tensors
-from pipedream_rt.models.torch_contexts import TorchContexts, difference, surroundings_now
+from pipedream_rt.models.torch_contexts import TorchContexts, contexts_now, difference
 from pipedream_rt.models.work import work_of
 from pipedream_rt.torch_private import TorchDispatchMode, set_grad_enabled
 
@@ -88,7 +88,7 @@ _CHANGING = {"batch_norm", "instance_norm", "__setitem__", "embedding", "embeddi
 """Functions that change an argument in place though their names do not end in ``_``."""
 
 _SIZING = {"_pack_padded_sequence"}
-"""Functions whose result has a shape that depends on values, but which torch does not tag so."""
+"""Functions whose result has a shape that depends on values, though torch does not tag them so."""
 
 _FACTS = {
     "size", "dim", "ndimension", "stride", "numel", "nelement", "is_contiguous", "element_size",
@@ -104,7 +104,7 @@ _PLACES = {"data_ptr", "storage", "untyped_storage", "is_set_to"}
 
 
 class _Tag:
-    """What is known of a tensor that the forward has seen.
+    """The facts about a tensor that the forward has seen.
 
     Attributes:
         depends: Flags, such as `_BATCH`.
@@ -139,11 +139,11 @@ def record(
 
     With ``symbols``, sizes of the inputs and what is computed of them become numbers of it.
 
-    ``read`` gets what the forward reads of modules, by the name of each and the attribute: a
-    program has read it once. The model is afterwards as it was. The objects in ``carried`` are as
-    after this forward, with tensors without values. ``kept`` has what earlier forwards have left.
-    ``work`` gets the work of each layer with what follows it up to the next one, by its name, as
-    `work_of` counts it.
+    ``read`` gets the values that the forward reads of modules, by the names of module and
+    attribute: a program has read them once. The model is afterwards as it was. The objects in
+    ``carried`` are as after this forward, with tensors without values. ``kept`` has the state that
+    earlier forwards have left. ``work`` gets, by the name of a layer, its work and that of the
+    steps up to the next layer, as `work_of` counts it.
     """
 
     def call(before: Left | None, tells: bool = True) -> tuple[Program, _ForwardRecorder, Left]:
@@ -216,6 +216,9 @@ def _recorded(
     ):
         watch = _Watch(recorder)
         fake = nullcontext() if symbols is None else symbols.entered()
+        # Two modes. The recorder sees functions as the code calls them, above autograd and
+        # autocast: a stage can call those again. `watch` sees the operators below: they alone tell
+        # of every new tensor and every draw. It is inside of `fake`, whose tensors it is to see.
         with recorder.called(), fake, watch, recorder:
             recorder.begin(watch)
             args, kwargs = replaced((args, kwargs), (_Sparse,), lambda each: each.made())
@@ -262,8 +265,8 @@ class _ForwardRecorder(TorchFunctionMode):
         sized: Whether it has made a shape that depends on values; `_Watch` sets it.
         all_names: The names of all modules, by ``id``.
         values: The attributes of modules that the forward itself reads, by ``id`` and key.
-        does: If it ``tells``, what goes by more than the inputs: calls with the content of what
-            they take, values that are read, and the result.
+        does: If it ``tells``, all that depends on more than the inputs: calls with the content of
+            their arguments, values that are read, and the result.
     """
 
     def __init__(
@@ -280,7 +283,7 @@ class _ForwardRecorder(TorchFunctionMode):
         super().__init__()
         self.does: list[Any] = []
         self._tells = tells
-        self._order: dict[int, int] = {}  # of the slots that go by more than the inputs
+        self._order: dict[int, int] = {}  # of the slots that depend on more than inputs
         self.work = work
         self._worked = 0  # by the layer that runs
         self._works = False  # whether one does, and not what is done for its shapes
@@ -334,6 +337,8 @@ class _ForwardRecorder(TorchFunctionMode):
 
     def _tag(self, tensor: Tensor, depends: int) -> int:
         """Give a tensor the next slot, also if it had one."""
+        # A function in place returns its argument: a step makes a value, so that one is in a slot
+        # of its own, and later steps take it from there.
         tag = _Tag(self._slots, depends)
         self._slots += 1
         self._tags[id(tensor)] = (ref(tensor), tag)
@@ -343,7 +348,7 @@ class _ForwardRecorder(TorchFunctionMode):
         return tag.slot
 
     def tag_of(self, tensor: Tensor) -> _Tag | None:
-        """Return what is known of a tensor; None if it is neither an input nor made by a step."""
+        """Return the facts about a tensor; None if it is neither an input nor made by a step."""
         there = self._tags.get(id(tensor))
         return there[1] if there is not None and there[0]() is tensor else None
 
@@ -352,7 +357,7 @@ class _ForwardRecorder(TorchFunctionMode):
         self._made[id(tensor)] = ref(tensor), self._inside
 
     def note_work(self, amount: int) -> None:
-        """Note work that was done by a layer that runs, or else behind the last one."""
+        """Note work of the layer that runs, or else of the steps behind the last layer."""
         if self._works:
             self._worked += amount
         elif self.work is not None and self._last_layer and not self._inside:
@@ -423,14 +428,14 @@ class _ForwardRecorder(TorchFunctionMode):
         return replaced(value, kinds, stand_in), depends, after
 
     def goes_by_shapes(self, tensor: Tensor) -> bool:
-        """Whether a tensor goes by the shapes of the inputs alone."""
+        """Whether a tensor depends on the shapes of the inputs alone."""
         tag = self.tag_of(tensor)
         made = tag is not None or self._maker_of(tensor) is not None
         known = tag is not None and not tag.depends
         return not tensor.requires_grad and (known or not made)
 
     def _told(self, value: Any) -> str:
-        """Return the content of a value, with numbers for what goes by more than the inputs."""
+        """Return the content of a value, with numbers for what depends on more than the inputs."""
         if not self._tells:
             return ""
 
@@ -445,7 +450,7 @@ class _ForwardRecorder(TorchFunctionMode):
         return content_of(replaced(value, (Tensor, nn.Module), stand_in))
 
     def _module(self, module: nn.Module) -> Any:
-        """Return the stand-in of a module that is passed on, which stages then share."""
+        """Return the stand-in of a module that is passed on; stages then share it."""
         name = self.all_names.get(id(module))
         if name is None:  # the forward has made it
             return module
@@ -495,7 +500,7 @@ class _ForwardRecorder(TorchFunctionMode):
     def _tells_shape(
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], fact: Any
     ) -> None:
-        """Note or refuse that the forward reads a shape, if it depends on values."""
+        """Note or refuse a read of a shape that depends on values."""
         tag = self.tag_of(args[0]) if args and isinstance(args[0], Tensor) else None
         if tag is not None and tag.depends & _SIZED:
             given, depends, after = self._seen((args, kwargs))
@@ -506,7 +511,7 @@ class _ForwardRecorder(TorchFunctionMode):
     ) -> Any:
         """Call and note a function."""
         func = _PICKLED_AS.get(func, func)
-        self._refuse_surroundings(f"{name.strip('_')}()")
+        self._refuse_contexts(f"{name.strip('_')}()")
         given, depends, after = self._seen((args, kwargs))
         told = self._told((args, kwargs))
         if any(isinstance(value, torch.Generator) for value in leaves_of((args, kwargs))):
@@ -531,7 +536,7 @@ class _ForwardRecorder(TorchFunctionMode):
         # The version counter shows which tensors the function changes, whatever its name says.
         versions = [writes_of(copies.get(id(t), t)) for t in tensors]
         self.drew = self.sized = False
-        self.paused += 1
+        self.paused += 1  # it may call other functions of torch, which are a part of its step
         try:
             if self._symbols is not None and depends and name in _READING:
                 result = self._symbols.read(func)  # tensors have no values now
@@ -559,8 +564,8 @@ class _ForwardRecorder(TorchFunctionMode):
     def _reads(
         self, func: Any, name: str, given: Any, depends: int, after: set[int], value: Any
     ) -> None:
-        """Note or refuse that the forward reads values of tensors, on which its way may depend."""
-        if not depends:
+        """Note or refuse a read of values of tensors: the forward may branch on them."""
+        if not depends:  # a constant, the same in every forward
             return
         if "nested_tensor" in name:
             raise refusal(
@@ -756,6 +761,7 @@ class _ForwardRecorder(TorchFunctionMode):
             )
 
         derived, torch.autograd.grad = torch.autograd.grad, grad
+        # Patched, as it does not come to __torch_function__.
         torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
         try:
             yield
@@ -774,6 +780,7 @@ class _ForwardRecorder(TorchFunctionMode):
             if recorder.paused or name in OF_MODULES or hasattr(nn.Module, name):
                 return value
             place = id(module), name
+            # The first one counts, which the program has read.
             if type(value) in PLAIN_LEAVES:
                 recorder.values.setdefault(place, value)
                 if place[0] in recorder._names:
@@ -785,7 +792,7 @@ class _ForwardRecorder(TorchFunctionMode):
         return read
 
     def _setting(self, cls: type[nn.Module]) -> Callable[..., None]:
-        """Return a ``__setattr__`` that refuses what is set outside of the layer itself."""
+        """Return a ``__setattr__`` that refuses changes outside of the layer itself."""
         recorder = self
 
         def set_(module: Any, name: str, value: Any) -> None:
@@ -829,7 +836,7 @@ class _ForwardRecorder(TorchFunctionMode):
     def _layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note the call of a layer; return zeros of the shapes of its outputs."""
         name, where = self._names[id(layer)], line_now()
-        self._refuse_surroundings(f"layer {name!r}")
+        self._refuse_contexts(f"layer {name!r}")
         self._refuse_other_weights(layer, name)
         given, depends, after = self._seen((args, kwargs))
         told = self._told((args, kwargs))
@@ -872,6 +879,7 @@ class _ForwardRecorder(TorchFunctionMode):
             if type(value) not in PLAIN_LEAVES and not isinstance(value, Tensor):
                 self._foreign[id(value)] = (name, value)  # alive, so that no other gets its id
         calls = self._calls[name] = self._calls.get(name, 0) + 1
+        # A layer without weights or state computes alike anywhere: no stage owns its step.
         depends |= _LAYERS if has_weights or moved else 0
         self._add(
             name if calls == 1 else f"{name}#{calls}",
@@ -937,21 +945,21 @@ class _ForwardRecorder(TorchFunctionMode):
             _autocast(self._kind),
             (self, watch),
         )
-        self._before = self._surroundings()
+        self._before = self._contexts()
         self._kernels = settings_of_devices()
         self._drawn = quick_mark_of_draws_outside()
 
-    def _surroundings(self) -> TorchContexts:
-        """Return what is on around the function or layer that is called now."""
+    def _contexts(self) -> TorchContexts:
+        """Return the contexts around the function or layer that is called now."""
         self.paused += 1  # some readers call functions of torch
         try:
-            return surroundings_now(self._ours)
+            return contexts_now(self._ours)
         finally:
             self.paused -= 1
 
-    def _refuse_surroundings(self, what: str) -> None:
+    def _refuse_contexts(self, what: str) -> None:
         """Refuse to call something under a context that the stages would not be in."""
-        if name := difference(self._surroundings(), self._before):
+        if name := difference(self._contexts(), self._before):
             raise refusal(
                 f"{what} is called while {name} is on, without which the stages would compute; put "
                 "the lines under it into an nn.Module of their own, which is then a layer"
@@ -989,7 +997,6 @@ class _Sparse:
         self._kind, self._parts = kind, parts
 
     def made(self) -> Tensor:
-        """Return the sparse tensor."""
         return sparse_of(self._kind, self._parts)
 
 
@@ -1049,7 +1056,7 @@ _SHAPED_BY_VALUES = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_ou
 
 
 def _is_index_of_integers(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an operator is an index without masks, whose result has a shape that is known."""
+    """Whether an operator is an index without masks: the shape of its result is known."""
     if func.overloadpacket is not torch.ops.aten.index:
         return False
     masks = (torch.bool, torch.uint8)

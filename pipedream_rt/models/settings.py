@@ -49,7 +49,6 @@ _DENORMAL, _ONE = 1e-310, 1.0
 
 
 def _default_device() -> str:
-    """Return the default device of this thread."""
     # A default device is a function mode. To count the modes is quicker than to ask for it.
     return str(torch.get_default_device()) if count_function_modes() else "cpu"
 
@@ -143,7 +142,7 @@ def _owner_of(place: str) -> Any:
 
 
 def _if_told(read: Callable[[], Any]) -> Any:
-    """Read a setting; None where torch refuses to tell by this name."""
+    """Read a setting; None where torch refuses to read it under this name."""
     # torch raises where the old name is read after the new one was set, and the other way round.
     try:
         return read()

@@ -67,7 +67,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
         self.tensors[id(value)] = where
 
     def reducer_override(self, value: Any) -> Any:
-        """Pickle in another way what cloudpickle or torch cannot, or does slowly."""
+        """Pickle the objects that cloudpickle or torch cannot pickle, or only slowly."""
         if self._travels and type(value) is Tensor and is_away(value):
             # The worker moves it to the device on which it computes.
             value = _on_host(value)
@@ -125,7 +125,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
 
 
 def _parameter(cls: Any, data: Tensor, requires_grad: bool, state: dict[str, Any]) -> Tensor:
-    """Make a parameter of a subclass."""
     made: Tensor = make_subclass(cls, data, requires_grad)
     vars(made).update(state)
     return made
@@ -146,7 +145,7 @@ def _attribute_of(module: str, name: str) -> Any:
 
 
 def _renamed(cls: type) -> str:
-    """Return where the module of an installed class has it, if not under its own name; else ""."""
+    """Return the name of an installed class in its module, where it has another itself; else ""."""
     # torch.nn.attention.SDPBackend calls itself _SDPBackend, and its code, in C, cannot travel.
     module = sys.modules.get(cls.__module__)
     if module is None or "." in cls.__qualname__ or not is_installed(cls.__module__):
@@ -157,7 +156,7 @@ def _renamed(cls: type) -> str:
 
 
 def _limits_of(cls: Any, dtype: str) -> Any:
-    """Return what torch tells of the numbers of a dtype."""
+    """Return torch's record of the limits of a dtype."""
     return cls(getattr(torch, dtype))
 
 
@@ -318,7 +317,7 @@ def _dump(pickler: _Pickler, value: object) -> None:
 
 
 def loads(data: Any, buffers: Iterable[Any] | None = None) -> Any:
-    """Return what `dumps` has pickled; the classes of this process stay as they are."""
+    """Return the value that `dumps` has pickled; the classes of this process stay as they are."""
     # cloudpickle recognises a class that this process has pickled itself. It would give that class
     # the methods and attributes of the pickle, which are copies with other globals.
     with classes_kept():
@@ -342,7 +341,7 @@ def classes_kept() -> Iterator[None]:
 
 
 def copying(value: T, most: int = 1 << 30) -> Callable[[], T]:
-    """Return what makes copies of a value as it is now, each of which may be changed.
+    """Return a maker of copies of a value as it is now; each copy may be changed.
 
     They share all classes (see `classes_kept`), what pickles by its name, and tensors and arrays
     beyond ``most`` bytes. PicklingError is raised if all else takes more, or if there are too many

@@ -22,7 +22,7 @@ Layers: TypeAlias = dict[str, nn.Module]
 
 Inner: TypeAlias = Mapping[str, str]
 """The layers at which no stage can begin, each with a buffer that layers before it and layers from
-it on change: two stages would each have a copy of it."""
+it on change. Two stages would each have a copy of that buffer."""
 
 NO_INNER: Inner = {}
 
@@ -88,11 +88,9 @@ class FunctionLayer(nn.Module):
         self.function = function
 
     def forward(self, *args: Any) -> Any:
-        """Call the function."""
         return self.function(*args)
 
     def extra_repr(self) -> str:
-        """Return the name of the function."""
         return getattr(self.function, "__qualname__", None) or repr(self.function)
 
 
@@ -121,7 +119,7 @@ def _as_layer(name: str, layer: object) -> nn.Module:
 
 
 def _held_by(function: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a function reads beside its arguments, by name."""
+    """Yield the values that a function reads beside its arguments, by name."""
     if isinstance(function, functools.partial):
         yield from _held_by(function.func)
         yield from ((f"its argument {i}", value) for i, value in enumerate(function.args))
@@ -180,7 +178,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def _refuse_more_than_a_sequence(model: nn.Module) -> None:
-    """Refuse a model that has more than its layers, which would be lost when it is cut."""
+    """Refuse a model that has more than its layers: the rest would be lost when it is cut."""
     lost = []
     if model._parameters or model._buffers:
         lost.append("parameters or buffers")
@@ -203,9 +201,8 @@ def split_points(
     """Return the index of the first layer of every stage, rising from 0.
 
     ``stages`` is their number, to balance the ``work`` of the layers, or else parameters; or the
-    first layer of every stage but the
-    first, by name, or by the index or name of an element. ``elements`` is None if they are the
-    layers.
+    first layer of every stage but the first, by name, or by the index or name of an element.
+    ``elements`` is None if they are the layers.
     """
     names = list(layers)
     if not isinstance(stages, int):

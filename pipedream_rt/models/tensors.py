@@ -46,7 +46,7 @@ def home_of(module: nn.Module) -> torch.device:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Return what tells the memory of a tensor; of a sparse one, that of its values."""
+    """Return a number that stands for the memory of a tensor; of a sparse one, of its values."""
     values = parts_of_sparse(tensor)[1][-1] if is_sparse(tensor) else tensor
     number: int = values.untyped_storage()._cdata
     return number

@@ -1,4 +1,4 @@
-"""The contexts that are on around an operator of torch and that a program cannot carry.
+"""The contexts around an operator of torch that a program cannot carry.
 
 A program carries ``no_grad`` and autocast beside the steps under them. All other contexts act on
 the thread that enters them, and a stage would compute without them. They are found by the state
@@ -50,8 +50,8 @@ _READERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def surroundings_now(but: Collection[object]) -> TorchContexts:
-    """Return what is on in this thread, but for the modes in ``but``."""
+def contexts_now(but: Collection[object]) -> TorchContexts:
+    """Return the contexts that are on in this thread, but for the modes in ``but``."""
     modes = [
         *function_modes(),
         *dispatch_modes(),

@@ -15,11 +15,11 @@ from torch.utils.flop_counter import flop_registry
 from pipedream_rt.torch_private import ATTENTION
 
 _OF_A_BYTE = 8
-"""The FLOPs for which a byte counts that is written: a core multiplies faster than memory takes."""
+"""The FLOPs that a written byte counts for: a core multiplies faster than memory takes."""
 
 _OF_AN_UPDATE = 4
-"""How often an update writes each weight, in the time of a forward, of which a mini-batch takes
-about three: gradients come, and an optimizer goes over weights, gradients and its state."""
+"""How often an update writes each weight, on the scale of a forward; a mini-batch takes about
+three. Gradients come, and an optimizer goes over weights, gradients and its state."""
 
 
 def work_of(

@@ -172,7 +172,6 @@ class Following:
             self.unreadable += 1
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 

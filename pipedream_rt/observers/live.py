@@ -110,7 +110,6 @@ class LivePage:
     # -- what clients get -----------------------------------------------------------------------
 
     def page(self) -> bytes:
-        """Return the whole page."""
         with self._changed:
             self._look()
             return page_of(title_of(self._record), self._panels, live=True).encode(

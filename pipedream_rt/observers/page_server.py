@@ -18,11 +18,11 @@ from typing import Any, Protocol, cast
 from urllib.parse import parse_qs
 
 PATIENCE_S = 15.0
-"""Seconds without news after which a client gets a heartbeat; also those to show the token, or
-where there is none, to get an answer."""
+"""Seconds without news after which a client gets a heartbeat. Also the seconds in which it must
+show the token or, where there is none, get an answer."""
 
 _ROOM_S = 1.0
-"""Seconds for the thread of a connection to end that was ended for another one."""
+"""Seconds for the thread of a connection to end, once that was ended for another one."""
 
 _LARGEST = 1 << 16
 """Bytes of a request that are read."""
@@ -150,7 +150,6 @@ class BoundedHandler(BaseHTTPRequestHandler):
         self.get()
 
     def get(self) -> None:
-        """Answer."""
         raise NotImplementedError
 
     def answer(
@@ -189,9 +188,9 @@ class _Handler(BoundedHandler):
     def get(self) -> None:
         """Answer; without the token, nothing is told."""
         path, _, query = self.path.partition("?")
-        given = parse_qs(query).get("token", [""])[0]
+        shown = parse_qs(query).get("token", [""])[0]
         # Bytes: of texts, `compare_digest` takes ASCII alone.
-        if not secrets.compare_digest(given.encode(), self.server.token):
+        if not secrets.compare_digest(shown.encode(), self.server.token):
             self.answer(HTTPStatus.FORBIDDEN, b"the token is missing or wrong\n")
             return
         self.server.ends_at[self.connection] = math.inf

@@ -129,7 +129,7 @@ class _Bar:
 
 
 def _as_generator(items: Iterable[T]) -> Generator[T, None, None]:
-    """Return items as a generator: the one that they are, so that it is closed with the bar."""
+    """Return items as a generator. If they are one, it is that one: it is closed with the bar."""
     if isinstance(items, Generator):
         return items
     return (item for item in items)
@@ -144,7 +144,6 @@ def count_of(items: Any) -> int | None:
 
 
 def loss_words(result: Any) -> str:
-    """Return the loss of a result in words."""
     return f"loss {number_text(result.loss)}"
 
 

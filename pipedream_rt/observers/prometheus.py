@@ -32,9 +32,9 @@ class _Server(BoundedServer):
 class _Handler(BoundedHandler):
     """Answers each request with the counters: they are for everybody who can connect."""
 
-    def __init__(self, made: Callable[[], bytes], kind: str, *given: Any) -> None:
+    def __init__(self, made: Callable[[], bytes], kind: str, *args: Any) -> None:
         self._made, self._kind = made, kind
-        super().__init__(*given)
+        super().__init__(*args)
 
     def get(self) -> None:
         self.answer(HTTPStatus.OK, self._made(), self._kind)

@@ -1,4 +1,4 @@
-"""What the events of a run tell, in a size that does not grow with the length of the run."""
+"""A record of the events of a run, in a size that does not grow with its length."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Buckets:
 
 @dataclass(slots=True)
 class RunRecord:
-    """What the events of a run tell of it. An `Observer`.
+    """The record of a run, made of its events. An `Observer`.
 
     Attributes:
         begun: The beginning of the last script; None before it.

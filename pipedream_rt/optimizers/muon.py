@@ -107,8 +107,8 @@ def hidden_matrices(model: nn.Module | Sequence[nn.Module]) -> Callable[[str, Te
     """Return a rule for parameter groups: the matrices inside a model, as of attention and MLPs.
 
     These are the weights of all `torch.nn.Linear` and the input projections of all
-    `torch.nn.MultiheadAttention`, but for the last `torch.nn.Linear` of the model, which makes its
-    output, and for weights that an embedding uses too. For example::
+    `torch.nn.MultiheadAttention`, but for the last `torch.nn.Linear` of the model (it makes the
+    output) and for weights that an embedding uses too. For example::
 
         optimizer=(Muon, {"lr": 1e-3}, [(hidden_matrices(model), {"matrices": True})])
 

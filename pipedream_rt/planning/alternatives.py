@@ -121,7 +121,7 @@ def explained(found: Sequence[Partition], machines: Machines, plan: Plan) -> str
 
 
 def _changes(machines: Machines, per_update: int) -> Mapping[str, tuple[Machines, int | None]]:
-    """Return machines and micro-batches per update to plan for, by what is changed, in words."""
+    """Return changed machines and micro-batches per update to plan for, by the change in words."""
     workers = machines.workers
     changes: dict[str, tuple[Machines, int | None]] = {}
     for what, factor in (("twice", 2.0), ("half", 0.5)):

@@ -77,7 +77,7 @@ _FIELDS = checks_of(Chosen)
 
 
 def choose_stages(model: UnsplitModel, options: Options, workers: Sequence[int]) -> Chosen:
-    """Return the split that the run has had, if it was chosen for the same things; else a new one.
+    """Return the run's earlier split if it was chosen for the same job; else a new one.
 
     ``workers`` are the numbers of workers that a plan may use, rising.
     """
@@ -158,14 +158,14 @@ def _may_replicate(model: UnsplitModel, options: Options) -> bool:
     """Whether stages may have replicas: no option that the script gives is refused with them."""
     if options.schedule not in _REPLICATED:
         return False
-    given = options.corrections
+    corrections = options.corrections
     return may_replicate(
         Facts(
             plan=plan_for(options.schedule, num_stages=2, per_update=8, replicas=(2, 1)),
             model=facts_of_model(model.modules, model.parameters),
             training=options.training,
             # Those of "auto" are looked at later.
-            corrections=tuple(given) if isinstance(given, list | tuple) else (),
+            corrections=tuple(corrections) if isinstance(corrections, list | tuple) else (),
         )
     )
 

@@ -27,8 +27,8 @@ class Choice:
 
     Attributes:
         stages: The first layer of every stage but the first, by name.
-        schedule: The schedule that the stages were chosen for; None if one stage was chosen, for
-            which `Pipeline` chooses.
+        schedule: The schedule that the stages were chosen for; None if one stage was chosen: then
+            `Pipeline` chooses.
         micro_batches: The number of micro-batches, likewise.
         layout: The layout that was given, with slack and replicas.
         why: The plan as a table, for people.
@@ -68,9 +68,9 @@ def choose(model: nn.Module | Iterable[nn.Module], **options: Any) -> Choice:
     refuse_unknown("Pipeline", options)
     if options.get("stages", "auto") != "auto":
         raise ConfigError("choose() chooses the stages; leave stages= to Pipeline")
-    given = Options(**{**options, "stages": "auto"})
-    unsplit = UnsplitModel(model, given.loss_fn, opens=given.example is not None)
-    found, why = with_stages_chosen(unsplit, resolved(given))
+    chosen_for = Options(**{**options, "stages": "auto"})
+    unsplit = UnsplitModel(model, chosen_for.loss_fn, opens=chosen_for.example is not None)
+    found, why = with_stages_chosen(unsplit, resolved(chosen_for))
     assert isinstance(found.stages, list)
     return Choice(
         stages=found.stages,

@@ -1,4 +1,4 @@
-"""What a stage costs in our runtime: its period, its memory, and the messages behind it.
+"""The costs of a stage in our runtime: its period, its memory, and the messages behind it.
 
 Times are in seconds for each micro-batch that the whole pipe does, sizes in bytes. A stage has r
 replicas; micro-batch m goes to replica m mod r. With k micro-batches per update and ``after``
@@ -89,7 +89,6 @@ class Costing:
 
     @cached_property
     def _forward(self) -> Floats:
-        """Seconds of a forward."""
         return self._spans("forward")
 
     @cached_property

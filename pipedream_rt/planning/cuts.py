@@ -4,7 +4,7 @@ A cut parts the layers into those before it and those behind it, so that no laye
 one behind it. The layers before a cut are an *ideal* of the graph. A chain of n layers has n cuts;
 the first is behind the first layer, the last behind the last one. A graph with branches has more,
 because layers of two branches can be on different sides in any combination; only some pairs of its
-cuts include one another. A stage is what lies between two cuts of which one includes the other.
+cuts include one another. A stage lies between two cuts of which one includes the other.
 
 Source: the states of the antichain graph in Narayanan et al., PipeDream (SOSP 2019), released code.
 """

@@ -1,4 +1,4 @@
-"""What the links between workers cost, measured over a running pipeline, and what codecs cost."""
+"""The costs of links between workers, measured over a running pipeline, and of codecs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SMALL = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkCosts:
-    """What a message from one worker to the next costs, in the planner's terms.
+    """The costs of a message from one worker to the next, in the planner's terms.
 
     Attributes:
         latency: The seconds that a small message is under way.

@@ -41,7 +41,7 @@ def _now(device: torch.device) -> float:
 
 
 _ROUNDS = 6
-"""Rounds of times of a layer at most, while they differ too much from each other."""
+"""The most rounds of timing a layer, while its times differ too much."""
 
 
 _SETTLED, SETTLED_S = 0.25, 100e-6
@@ -58,7 +58,7 @@ def spread_of(times: Sequence[float]) -> float:
 def timed_until_settled(
     timed: Callable[[], tuple[float, float, float]], repeats: int
 ) -> list[tuple[float, float, float]]:
-    """Return so many times of a layer, as `_ProfiledLayer.timed` takes them, that they agree.
+    """Time a layer (`_ProfiledLayer.timed`) until the times agree; return them all.
 
     ``repeats`` times are one round.
     """
@@ -178,7 +178,7 @@ _TARGET = -1
 
 
 class _ProfiledLayer:
-    """A layer, with what is between it and the next one, and what came in.
+    """A layer with its inputs, and with the steps between it and the next layer.
 
     Attributes:
         loss: Makes the loss of the output, on the last part.
@@ -228,7 +228,7 @@ class _ProfiledLayer:
         return made, leaves
 
     def _forward(self, values: dict[int, Any]) -> dict[int, Any]:
-        """Do the steps; return what goes out, by slot, and the loss as -1."""
+        """Do the steps; return the outputs by slot, and the loss as -1."""
         kind, casts = self._home.type, self._autocast is not None
         cast = torch.autocast(kind, dtype=self._autocast, enabled=casts)
         with torch.enable_grad(), cast:
@@ -243,7 +243,7 @@ class _ProfiledLayer:
         return out
 
     def outcome(self) -> dict[int, Any]:
-        """Return what goes out, by slot, without the graph that made it."""
+        """Return the outputs by slot, without the graph that made them."""
 
         def alone(tensor: Tensor) -> Tensor:
             return tensor.detach().requires_grad_(tensor.requires_grad)
@@ -299,6 +299,5 @@ class _ProfiledLayer:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in a value."""
     tensors: list[Tensor] = found(value, Tensor)
     return tensors

@@ -2,7 +2,7 @@
 
 A partition says which layers are a stage, and on which workers its replicas are. What it predicts:
 
-- the throughput is what the simulator says, and never above that of the slowest stage or link;
+- the throughput is that of the simulator, and never above that of the slowest stage or link;
 - the staleness of a stage follows the formulas of `costing`; the slowdown of a run is read, at the
   mean staleness of its stages, from a curve that ``benchmarks/learning.py`` has measured.
 """

@@ -95,7 +95,7 @@ def _best(
 
 
 def _none_for(numbers: Collection[int], there: Iterable[int]) -> ConfigError:
-    """Make the error that says that no plan uses one of the numbers of workers."""
+    """Make the error for the case that no plan uses one of the numbers of workers."""
     return ConfigError(
         f"no plan uses {' or '.join(map(str, sorted(numbers)))} workers; there are plans for "
         f"{', '.join(map(str, there))}"

@@ -192,8 +192,10 @@ def optimizer_choice(optimizer: object) -> Optimizer | None:
             known = inspect.signature(type(optimizer)).parameters
             # A profile has one optimizer: that of the group with the most parameters.
             largest = max(optimizer.param_groups, key=lambda group: len(group["params"]))
-            given = {**optimizer.defaults, **largest}
-            return type(optimizer), {k: v for k, v in given.items() if k in known and k != "params"}
+            values = {**optimizer.defaults, **largest}
+            return type(optimizer), {
+                k: v for k, v in values.items() if k in known and k != "params"
+            }
     return None
 
 

@@ -51,7 +51,7 @@ class StageChoice(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """How the rest of the model behind some cut begins, and how many workers it uses.
+    """The first stage of the part behind a cut, and the number of workers of that part.
 
     Attributes:
         first: The first worker of its first stage.
@@ -76,11 +76,11 @@ class _Head(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Which plans the search looks at.
+    """The bounds of the search.
 
     Attributes:
         replicas: The most replicas of a stage; None for any number.
-        workers: How many workers a plan uses; None for as many as are best.
+        workers: The number of workers of a plan; None for the best number.
     """
 
     replicas: int | None = None
@@ -112,7 +112,7 @@ def stages_by_workers(
 
 @dataclass(frozen=True, slots=True)
 class _Goal:
-    """What the sweep minimises.
+    """The value that the sweep minimises.
 
     Attributes:
         of_stage: The value of a first stage, for some spans by row and column; infinite where the

@@ -9,14 +9,13 @@ replica sends its own sum for update 3 to the others; with ``S3`` it takes their
 the order of the replicas, and steps. If the optimizer is sharded, each replica steps its own part
 of the weights, and with ``T3`` it takes the rest from the others.
 
-An update whose gradients are clipped by the norm of the whole model may have to wait for that norm,
-which comes later than its step. Then ``S3`` measures its gradients, and ``A3`` applies them, just
-before the first forward of the stage that reads the result. Elsewhere ``S3`` applies them at once.
+Where gradients are clipped by the norm of the whole model, an update may have to wait for that
+norm. Then ``S3`` measures its gradients, and ``A3`` applies them just before the stage's first
+forward with the result. Elsewhere ``S3`` applies them at once.
 
-Four kinds are no part of a written order, since the plan puts them in: ``A3``; ``D3``, with which
-a stage ends a flush after 3 updates; and two of the coordinator, ``N3``, with which it injects
-micro-batch 3, and ``G3``, with which it gives the gradient of that one's output, where the script
-computes the loss.
+Four kinds are in no written order; the plan puts them in. ``A3`` is one. With ``D3`` a stage ends a
+flush after 3 updates. Two are the coordinator's: ``N3`` injects micro-batch 3, and ``G3`` gives the
+gradient of its output, where the script computes the loss.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ OF_UPDATES = (Kind.STEP, Kind.REDUCE, Kind.TAKE, Kind.APPLY, Kind.DRAIN)
 others is that of a micro-batch."""
 
 OF_COORDINATOR = (Kind.INJECT, Kind.GRADIENT)
-"""The kinds of the coordinator's actions."""
+"""The kinds of actions that the coordinator does."""
 
 OF_ORDERS = (
     Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT, Kind.STEP, Kind.REDUCE, Kind.TAKE,

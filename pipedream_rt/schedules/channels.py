@@ -33,7 +33,7 @@ class Channel:
     """A kind of edge.
 
     Attributes:
-        ends: Between which addresses it has edges, in words.
+        ends: The addresses at the ends of its edges, in words.
         needed: The rows of the messages that an action waits for.
         given: The rows of the messages that an action sends.
     """
@@ -48,7 +48,7 @@ class Channel:
 def _edges(
     kind: EdgeKind, sources: Iterable[Address], targets: Iterable[Address]
 ) -> list[EdgeRule]:
-    """Return a row for each pair, in which a message has the number of the action's index."""
+    """Return a row for each pair; its messages have the index of the action as number."""
     return [EdgeRule(Edge(kind, source, target)) for source in sources for target in targets]
 
 
@@ -70,9 +70,9 @@ def _activations_needed(
 
 
 def _told_by_the_next_one(plan: Placement, address: Address, update: int) -> EdgeRule:
-    """Return the need of a replica without a micro-batch of an update: a peek at its next one."""
-    # Nothing of that mini-batch comes to it. Its own next micro-batch, or a flush before that, is
-    # what tells it of the update.
+    """A replica that has no micro-batch in an update peeks at its next one."""
+    # No message of that mini-batch comes to it. It learns of the update from its own next
+    # micro-batch, or from a flush before that.
     stage, k = plan.stage_of(address), plan.per_update
     first = plan.next_own(address, update * k)
     sources = [plan.address_of(p, first) for p in plan.producers(stage)] or [COORDINATOR]
@@ -151,9 +151,9 @@ def _losses_needed(plan: Placement, kind: Kind, address: Address, index: int) ->
 
 
 def _last_paid(plan: Placement, end: Address, behind: int, micro_batch: int) -> int:
-    """Return the last micro-batch of an exit in the mini-batch ``behind`` before that of another.
+    """Return an exit's last micro-batch, of the mini-batch ``behind`` places before another's.
 
-    Its loss, or its output, must have come before the coordinator acts on the other.
+    The coordinator acts on the other only when it has the loss, or the output, of this one.
     """
     # Below 0 for the first mini-batches, so that they wait for nothing.
     last = (micro_batch // plan.per_update - behind + 1) * plan.per_update - 1
@@ -245,7 +245,7 @@ def _shares_given(plan: Placement, kind: Kind, address: Address, index: int) -> 
 
 
 def _after_updates(plan: Placement, edges: Iterable[Edge]) -> Iterator[EdgeRule]:
-    """Yield rows whose last message is of the newest update that has ended."""
+    """Yield rows that end with the message of the newest ended update."""
     for edge in edges:
         yield EdgeRule(edge, functools.partial(_update_ended_by, plan.per_update))
 

@@ -83,7 +83,7 @@ class _Checker:
     def run(self) -> None:
         for worker, stage, action in self._execution:
             if action.kind not in OF_UPDATES and worker != COORDINATOR:
-                self._place(worker, stage, action)
+                self._draw(worker, stage, action)
         self._finish()
 
     def _look(self, worker: int, stage: Address, action: Action) -> None:
@@ -96,11 +96,11 @@ class _Checker:
         except (VersionError, _RuleBroken) as error:
             raise self._broken(worker, stage, action, str(error)) from error
 
-    def _place(self, worker: int, stage: int, action: Action) -> None:
+    def _draw(self, worker: int, stage: int, action: Action) -> None:
         """Draw an action of length 1 as early as its messages allow."""
         m = action.index
-        came = [self._sent.pop((each.edge, m), 0) for each in self._plan.needs(action, stage)]
-        start = max(self._clocks[worker], *came, 0)
+        arrivals = [self._sent.pop((each.edge, m), 0) for each in self._plan.needs(action, stage)]
+        start = max(self._clocks[worker], *arrivals, 0)
         self.grid.place(worker, start, str(action))
         self._clocks[worker] = start + 1
         # Actions on updates are not drawn, so their messages delay nothing here.

@@ -62,7 +62,7 @@ class _Written:
 
     @staticmethod
     def _check(where: str, worker: int, shape: Shape, action: Any) -> None:
-        """Refuse what is no action, or one that the worker cannot do."""
+        """Refuse an object that is no action, and an action that the worker cannot do."""
         if not isinstance(action, Action) or not isinstance(action.kind, Kind):
             raise ScheduleError(f"{where} yielded {action!r}, which is no Action")
         if type(action.index) is not int or action.index < 0:
@@ -82,10 +82,10 @@ class _Written:
     def in_flight(self, stage: int, shape: Shape) -> int:
         """Return the number that the user's object gives, or else count it."""
         if hasattr(self._written, "in_flight"):
-            said = self._written.in_flight(stage, shape)
-            if type(said) is not int:
-                raise ScheduleError(f"in_flight of the schedule returned {said!r}, not an int")
-            return said
+            count = self._written.in_flight(stage, shape)
+            if type(count) is not int:
+                raise ScheduleError(f"in_flight of the schedule returned {count!r}, not an int")
+            return count
         stop, k = proof_length(shape, self._written), shape.per_update
         most = 0
         # From the start, and from the middle as after a flush: an order may differ there.

@@ -68,7 +68,7 @@ class Edge(NamedTuple):
 
 
 class By(Enum):
-    """What numbers the messages of a channel."""
+    """The counter that numbers the messages of a channel."""
 
     MICRO_BATCH = "micro-batch"
     UPDATE = "update"

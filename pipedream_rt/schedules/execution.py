@@ -1,8 +1,8 @@
 """The execution of the orders of all workers against each other, without a clock.
 
 Which actions are executed, and in which order on each worker, does not depend on time. The checker
-adds rules to an execution, and the simulator adds times. What an action waits for is in the table
-of channels alone; nothing here depends on the kind of a message.
+adds rules to an execution, and the simulator adds times. Only the table of channels says what an
+action waits for; nothing here depends on the kind of a message.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Waiting(NamedTuple):
 
 
 class _Channels:
-    """What has been sent so far. Edges are counted here: a list is quicker than a dictionary.
+    """The messages sent so far. Edges are counted here: a list is quicker than a dictionary.
 
     Attributes:
-        given: By edge, the number of the last message that was sent.
+        sent: By edge, the number of the last message that was sent.
         sleeps: By edge, whether its receiver's worker sleeps until a message comes.
         targets: By edge, its receiver's worker.
     """
@@ -54,7 +54,7 @@ class _Channels:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._numbers: dict[tuple[EdgeKind, int, int], int] = {}
-        self.given: list[int] = []
+        self.sent: list[int] = []
         self.sleeps: list[bool] = []
         self.targets: list[int] = []
 
@@ -63,8 +63,8 @@ class _Channels:
         kind, source, target = row.edge
         number = self._numbers.get((kind, source, target))
         if number is None:
-            number = self._numbers[kind, source, target] = len(self.given)
-            self.given.append(_BEGIN[kind])
+            number = self._numbers[kind, source, target] = len(self.sent)
+            self.sent.append(_BEGIN[kind])
             self.sleeps.append(False)
             is_worker = target != COORDINATOR
             self.targets.append(self._plan.worker_of(target) if is_worker else COORDINATOR)
@@ -72,7 +72,7 @@ class _Channels:
 
 
 class _EdgeRules(NamedTuple):
-    """What an action needs and gives, by the numbers of edges in `_Channels`.
+    """The needs and outputs of an action, by the numbers of edges in `_Channels`.
 
     Most messages have the number of the action's index; they need no row and are quick to compare.
     The fields ``..._up_to`` have the others.
@@ -116,8 +116,8 @@ class Execution:
     def __iter__(self) -> Iterator[Done]:
         """Yield the actions, each in constant time: a sleeping worker is woken, never polled."""
         plan, orders, look = self._plan, self._orders, self._look
-        ways = _Channels(plan)
-        given, sleeps, targets = ways.given, ways.sleeps, ways.targets
+        channels = _Channels(plan)
+        sent, sleeps, targets = channels.sent, channels.sleeps, channels.targets
         only = {worker: plan.first_of(worker) for worker in range(plan.workers)}
         only[COORDINATOR] = COORDINATOR
         # By address and kind, with replicas also by the place in the cycle. The coordinator's entry
@@ -140,25 +140,25 @@ class Execution:
                 key = (kind, m % cycles[address]) if cycles else kind
                 rows = found[address].get(key)
                 if rows is None:
-                    rows = found[address][key] = self._rows(ways, action, address)
+                    rows = found[address][key] = self._rows(channels, action, address)
                 for edge in rows.needs:
-                    if given[edge] < m:
+                    if sent[edge] < m:
                         break
                 else:
                     for edge, row in rows.needs_up_to:
-                        if given[edge] < row.of(m).number and not (
+                        if sent[edge] < row.of(m).number and not (
                             row.peek and self._flushed(row, m)
                         ):
                             break
                     else:
                         yield worker, address, action
                         for edge in rows.gives:
-                            given[edge] = m
+                            sent[edge] = m
                             if sleeps[edge]:
                                 sleeps[edge] = False
                                 ready.append(targets[edge])
                         for edge, row in rows.gives_up_to:
-                            given[edge] = row.of(m).number
+                            sent[edge] = row.of(m).number
                             if sleeps[edge]:
                                 sleeps[edge] = False
                                 ready.append(targets[edge])
@@ -171,22 +171,22 @@ class Execution:
             if entry is not None:
                 action, edge = entry
                 address = only[worker] if action.stage is None else action.stage
-                needs = (row for row in plan.rows(action, address)[0] if ways[row] == edge)
+                needs = (row for row in plan.rows(action, address)[0] if channels[row] == edge)
                 need = next(needs).of(action.index)
                 self.waiting.append(Waiting(worker, address, action, need))
 
-    def _rows(self, ways: _Channels, action: Action, address: Address) -> _EdgeRules:
-        """Return the rows of an action, apart by whether their number is the action's index."""
+    def _rows(self, channels: _Channels, action: Action, address: Address) -> _EdgeRules:
+        """Split the rows of an action: numbered by its index, or by a count of their own."""
         needs, gives = self._plan.rows(action, address)
         return _EdgeRules(
-            needs=tuple(ways[row] for row in needs if row.number is None),
-            needs_up_to=tuple((ways[row], row) for row in needs if row.number is not None),
-            gives=tuple(ways[row] for row in gives if row.number is None),
-            gives_up_to=tuple((ways[row], row) for row in gives if row.number is not None),
+            needs=tuple(channels[row] for row in needs if row.number is None),
+            needs_up_to=tuple((channels[row], row) for row in needs if row.number is not None),
+            gives=tuple(channels[row] for row in gives if row.number is None),
+            gives_up_to=tuple((channels[row], row) for row in gives if row.number is not None),
         )
 
     def _flushed(self, row: EdgeRule, update: int) -> bool:
-        """Whether a flush comes before the micro-batch that an update would peek at."""
+        """Whether a flush comes first, so that there is no micro-batch to peek at."""
         assert row.number is not None
         after = bisect_right(self._bounds, update * self._plan.per_update)
         return row.number(update) >= self._bounds[after]
@@ -200,14 +200,14 @@ _HINTS = {
     "of an update: let the later stage end its backwards earlier, or put the layers that use the "
     "weight into one stage",
 }
-"""What to do about a deadlock, by the kind of the missing message."""
+"""The advice about a deadlock, by the kind of the missing message."""
 
 _OF_SCRIPT = (
     "the script computes the loss of a whole mini-batch, so all its outputs must come before the "
     'first backward: use schedule="gpipe", which does all forwards of a mini-batch first, or '
     "micro_batches=1; or compute the loss on the last stage, by loss_fn="
 )
-"""What to do where the last stage waits for a gradient from the script."""
+"""The advice where the last stage waits for a gradient from the script."""
 
 
 def deadlock_of(waiting: Sequence[Waiting], titles: Titles) -> str:

@@ -70,7 +70,7 @@ def one_forward_one_backward(warm_up: int, per_update: int, start: int) -> Itera
 
 
 def replicated_1f1b(worker: int, shape: Shape, start: int) -> Iterator[Action]:
-    """Yield what one of several replicas does: 1F1B over its own micro-batches, and the updates.
+    """Yield the actions of one of several replicas: 1F1B over its own micro-batches, and updates.
 
     It sends its gradients as soon as it has them, and steps one own micro-batch later, so that
     there is time to reduce them. Replica 0 of two on the first of two stages, k = 2::
@@ -236,7 +236,7 @@ class Interleaved1F1B:
         # With one stage on each worker this is plain 1F1B, whose warm-up is shorter.
         warm_up = min(2 * (n - 1 - worker) + (v - 1) * n if v > 1 else n - 1 - worker, v * k)
 
-        def place(i: int) -> tuple[int, int]:
+        def forward_at(i: int) -> tuple[int, int]:
             """Return the micro-batch of the i-th forward, and which stage of this worker it is."""
             group, rest = divmod(i, n * v)
             return group * n + rest % n, rest // n
@@ -244,10 +244,10 @@ class Interleaved1F1B:
         for first in count(start, k):
             for i in range(v * k + warm_up):
                 if i < v * k:
-                    m, chunk = place(i)
+                    m, chunk = forward_at(i)
                     yield forward(first + m, stages[chunk])
                 if i >= warm_up:
-                    m, chunk = place(i - warm_up)
+                    m, chunk = forward_at(i - warm_up)
                     yield backward(first + m, stages[v - 1 - chunk])
             # From the last stage to the first, as norms go; in another order a step would wait for
             # the norm of a later step of the same worker.

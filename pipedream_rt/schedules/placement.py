@@ -135,10 +135,10 @@ class Placement:
         # Norms go to the stage before, and totals from stage 0 to all.
         if self.norms != "none":
             near = [
-                {*around, 0, max(0, s - 1), min(s + 1, stages[-1])} for s, around in enumerate(near)
+                {*nearby, 0, max(0, s - 1), min(s + 1, stages[-1])} for s, nearby in enumerate(near)
             ]
         # Micro-batch m goes to replica m mod r of each neighbour, so routes repeat with their lcm.
-        cycles = tuple(math.lcm(*(counts[s] for s in around)) for around in near)
+        cycles = tuple(math.lcm(*(counts[s] for s in nearby)) for nearby in near)
         put(self, "_cycles", cycles)
         put(self, "_rows", {})
         put(self, "_delay", [])
@@ -212,7 +212,7 @@ class Placement:
         return self.shape.first_own(address, micro_batch)
 
     def next_of_stage(self, address: Address, next_own: int, update: int) -> int:
-        """Return the oldest micro-batch that may still read a version, after a replica's update.
+        """Return the oldest micro-batch that may still read a version once a replica has updated.
 
         ``next_own`` is the next forward of the replica itself.
         """
@@ -424,5 +424,5 @@ class Placement:
         return -(-deepest // self.per_update) + 1
 
 
-def _append(ways: dict[Edge, tuple[Tie, ...]], edge: Edge, tie: Tie) -> None:
-    ways[edge] = (*ways.get(edge, ()), tie)
+def _append(ties: dict[Edge, tuple[Tie, ...]], edge: Edge, tie: Tie) -> None:
+    ties[edge] = (*ties.get(edge, ()), tie)

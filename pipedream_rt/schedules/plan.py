@@ -43,7 +43,7 @@ from pipedream_rt.schedules.recipes import RECIPES, Recipe
 from pipedream_rt.schedules.shape import Shape, slack_of
 
 _Rows: TypeAlias = tuple[tuple[EdgeRule, ...], tuple[EdgeRule, ...]]
-"""What an action needs, then what it gives."""
+"""The needs of an action, then its outputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,15 +180,15 @@ class Plan(Placement):
 
             N0 N1 G0 N2 G1 N3 G2 ...
         """
-        k, given = self.per_update, start
+        k, answered = self.per_update, start
         ahead = self.credits() * k
         for m in count(start) if stop is None else range(start, stop):
-            if self.loss_in_script and m - given >= ahead:
-                yield from map(gradient, range(given, given + k))
-                given += k
+            if self.loss_in_script and m - answered >= ahead:
+                yield from map(gradient, range(answered, answered + k))
+                answered += k
             yield inject(m)
         if self.loss_in_script and stop is not None:
-            yield from map(gradient, range(given, stop))
+            yield from map(gradient, range(answered, stop))
 
     def rest(self, order: Iterator[Action], worker: int, stop: int, left: int) -> Iterator[Action]:
         """Yield the rest of a worker's endless order when the micro-batches end: the drain.
@@ -324,15 +324,15 @@ def plan_of(
 
 def replicas_of(replicas: int | Sequence[int], num_stages: int) -> tuple[int, ...]:
     """Return the numbers of replicas by stage, checked; empty if each stage has one."""
-    given = tuple(replicas) if isinstance(replicas, Sequence) else (replicas,) * num_stages
-    if any(not isinstance(r, int) or isinstance(r, bool) or r < 1 for r in given):
+    counts = tuple(replicas) if isinstance(replicas, Sequence) else (replicas,) * num_stages
+    if any(not isinstance(r, int) or isinstance(r, bool) or r < 1 for r in counts):
         raise ConfigError(f"replicas must be integers of at least 1, not {replicas!r}")
-    if given and len(given) != num_stages:
+    if counts and len(counts) != num_stages:
         raise ConfigError(
-            f"replicas has {len(given)} numbers, but there are {num_stages} stages; give one "
+            f"replicas has {len(counts)} numbers, but there are {num_stages} stages; give one "
             "number for each stage"
         )
-    return () if set(given) == {1} else given
+    return () if set(counts) == {1} else counts
 
 
 def with_applies(

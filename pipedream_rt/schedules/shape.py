@@ -193,20 +193,20 @@ def lag_of(replicas: int, after: int) -> int:
 def slack_of(slack: int | Sequence[int], num_stages: int) -> tuple[int, ...]:
     """Return the slack of every hop, from one number for all or a number for each."""
     hops = num_stages - 1
-    given = list(slack) if isinstance(slack, Sequence) else [slack]
-    for value in given:
+    values = list(slack) if isinstance(slack, Sequence) else [slack]
+    for value in values:
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise ConfigError(f"slack must be integers of at least 0, not {value!r}")
         if value > _MOST_SLACK:
             raise ConfigError(f"slack must be {_MOST_SLACK} at the most, not {value}")
-    if isinstance(slack, int) or not given:
-        given = (given or [0]) * hops
-    if len(given) != hops:
+    if isinstance(slack, int) or not values:
+        values = (values or [0]) * hops
+    if len(values) != hops:
         raise ConfigError(
-            f"slack has {len(given)} numbers, but {num_stages} stages have {hops} hops between "
+            f"slack has {len(values)} numbers, but {num_stages} stages have {hops} hops between "
             "them; give one number for each hop, or one for all"
         )
-    return tuple(given)
+    return tuple(values)
 
 
 def parse_slack(texts: Sequence[str]) -> int | tuple[int, ...]:

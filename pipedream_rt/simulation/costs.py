@@ -283,10 +283,10 @@ def costs_of(found: Mapping[str, Any]) -> Costs:
     Raises:
         ConfigError: A name or a value is no cost.
     """
-    given = {name: parsed(name, value) for name, value in found.items()}
-    if "forward" not in given:
+    fields = {name: parsed(name, value) for name, value in found.items()}
+    if "forward" not in fields:
         raise ConfigError("costs: there is no 'forward', the time of each stage's forward")
-    return Costs(**given)
+    return Costs(**fields)
 
 
 def parsed(name: str, value: Any) -> Any:
@@ -372,7 +372,6 @@ def _bytes_in(unit: str, is_rate: bool) -> float | None:
 
 
 def _number(what: str, value: str | float) -> float:
-    """Return a finite number."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):

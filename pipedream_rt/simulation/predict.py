@@ -187,14 +187,14 @@ def _turnaround(trace: Trace, coordinator: Spans, injected: Spans) -> float:
     k = trace.plan.per_update
     ahead = trace.credits * k
     losses = coordinator[coordinator["kind"] == LOSS_CAME]
-    came = dict(zip(losses["index"].tolist(), losses["arrived"].tolist(), strict=True))
+    arrived = dict(zip(losses["index"].tolist(), losses["arrived"].tolist(), strict=True))
     starts = dict(zip(injected["index"].tolist(), injected["start"].tolist(), strict=True))
     ends = dict(zip(injected["index"].tolist(), injected["end"].tolist(), strict=True))
     flushed = _flushed_at(trace)
     found = [
-        max(starts[m] - max(came[m - ahead + k - 1], ends[m - 1]), 0)
+        max(starts[m] - max(arrived[m - ahead + k - 1], ends[m - 1]), 0)
         for m in starts
-        if m % k == 0 and m not in flushed and m - 1 in ends and m - ahead + k - 1 in came
+        if m % k == 0 and m not in flushed and m - 1 in ends and m - ahead + k - 1 in arrived
     ]
     return _mean(found)
 
@@ -289,7 +289,6 @@ def what_if(trace: Trace, changes: Mapping[str, Any]) -> Trace:
 
 
 def _changed_plan(plan: Plan, changes: Mapping[str, Any]) -> Plan:
-    """Return the plan of a run with changes."""
     name = changes.get("schedule", plan.name)
     if name not in RECIPES and "schedule" not in changes:
         raise ConfigError(

@@ -133,11 +133,11 @@ class _Channel:
 
     def take_up_to(self, number: int) -> int:
         """Take all messages up to a number; return when the last of them came, -1 for none."""
-        came = -1
+        arrival = -1
         while self.numbers and self.numbers[0] <= number:
             self.numbers.popleft()
-            came = max(came, self.arrivals.popleft())
-        return came
+            arrival = max(arrival, self.arrivals.popleft())
+        return arrival
 
 
 @dataclass(slots=True)
@@ -190,7 +190,7 @@ class _Run:
         self._costs, self._micro_batches, self._credits = costs, micro_batches, credits
         self._latency, self._turnaround = _ns(costs.latency), _ns(costs.turnaround)
         self._links: dict[tuple[int, int], _Link] = {}
-        self._ways: dict[Edge, _Channel] = {}
+        self._channels: dict[Edge, _Channel] = {}
         # By address; the coordinator comes last, where its address -1 finds it.
         places = [*plan.addresses, COORDINATOR]
         self._doings = {kind: [self._doings_of(kind, a) for a in places] for kind in Kind}
@@ -205,11 +205,11 @@ class _Run:
         most = each * plan.num_stages + updates * len(plan.addresses)
         self.recorder = Recorder(most + (3 if plan.loss_in_script else 2) * micro_batches)
 
-    def _way(self, edge: Edge) -> _Channel:
+    def _channel(self, edge: Edge) -> _Channel:
         """Return an edge with its costs."""
-        found = self._ways.get(edge)
+        found = self._channels.get(edge)
         if found is None:
-            found = self._ways[edge] = self._made(edge)
+            found = self._channels[edge] = self._made(edge)
         return found
 
     def _made(self, edge: Edge) -> _Channel:
@@ -260,21 +260,21 @@ class _Run:
                 of_stages = seconds.get(kind, ())
                 took = of_stages[plan.stage_of(address)] if of_stages and not idle else _FREE
                 speed, sending = costs.speed[plan.worker_of(address)], costs.overhead * len(gives)
-            goes = [(self._way(row.edge), row) for row in gives]
-            comes = [(self._way(row.edge), row) for row in needs if not row.peek]
+            goes = [(self._channel(row.edge), row) for row in gives]
+            comes = [(self._channel(row.edge), row) for row in needs if not row.peek]
             counted = any(row.peek or row.edge.kind in _COUNTED for row in (*needs, *gives))
-            losses = [way for way, row in goes if row.edge.kind is EdgeKind.LOSS]
+            losses = [channel for channel, row in goes if row.edge.kind is EdgeKind.LOSS]
             return _Doing(
                 code=CODES[kind],
                 samples=tuple(_ns((value + sending) / speed) for value in took),
-                comes=[way for way, row in comes if row.edge.kind not in _COUNTED],
-                counted_in=[(way, row) for way, row in comes if row.edge.kind in _COUNTED],
-                peeks=[(self._way(row.edge), row) for row in needs if row.peek],
-                goes=[way for way, row in goes if row.edge.kind not in _COUNTED],
-                counted_out=[(way, row) for way, row in goes if row.edge.kind in _COUNTED],
+                comes=[channel for channel, row in comes if row.edge.kind not in _COUNTED],
+                counted_in=[(channel, row) for channel, row in comes if row.edge.kind in _COUNTED],
+                peeks=[(self._channel(row.edge), row) for row in needs if row.peek],
+                goes=[channel for channel, row in goes if row.edge.kind not in _COUNTED],
+                counted_out=[(channel, row) for channel, row in goes if row.edge.kind in _COUNTED],
                 loss=losses[0] if losses else None,
                 plain=not counted and address != COORDINATOR,
-                size=sum(way.size for way, _ in goes),
+                size=sum(channel.size for channel, _ in goes),
             )
 
         return _Doings(doing)
@@ -305,10 +305,10 @@ class _Run:
             doing = row[m % cycles[stage]] if cycles else row
             ready = start = clocks[worker]
             arrived, waited_for = 0, NOBODY
-            for way in doing.comes:
-                came = way.arrivals.popleft()
-                if came >= arrived:
-                    arrived, waited_for = came, way.source
+            for channel in doing.comes:
+                arrival = channel.arrivals.popleft()
+                if arrival >= arrived:
+                    arrived, waited_for = arrival, channel.source
             if doing.plain:
                 version = version_of(kind, stage, m)
             else:
@@ -320,8 +320,8 @@ class _Run:
             samples = doing.samples
             end = start + (samples[0] if len(samples) == 1 else samples[m % len(samples)])
             clocks[worker] = end
-            for way in doing.goes:
-                way.send(end)
+            for channel in doing.goes:
+                channel.send(end)
             if not doing.plain:
                 self._others_go(doing, stage, m, end)
             ledger = ledgers[stage]
@@ -341,15 +341,17 @@ class _Run:
     ) -> tuple[int, int, int, int]:  # fmt: skip
         """Take the messages that are not plain; return (arrived, waited_for, start, version)."""
         last = -1
-        for way, of_way in doing.counted_in:
-            came = way.take_up_to(of_way.of(index).number)
-            last = max(last, came)
-            if came > arrived:
-                arrived, waited_for = came, way.source
-        for way, of_way in doing.peeks:
+        for channel, row in doing.counted_in:
+            arrival = channel.take_up_to(row.of(index).number)
+            last = max(last, arrival)
+            if arrival > arrived:
+                arrived, waited_for = arrival, channel.source
+        for channel, row in doing.peeks:
             # Nothing to peek at if its forward is done, or a flush comes before it.
-            if way.arrivals and of_way.of(index).number >= self._next[address]:
-                arrived, waited_for = max((arrived, waited_for), (way.arrivals[0], way.source))
+            if channel.arrivals and row.of(index).number >= self._next[address]:
+                arrived, waited_for = max(
+                    (arrived, waited_for), (channel.arrivals[0], channel.source)
+                )
         if address != COORDINATOR:
             return arrived, waited_for, start, self._version_of(kind, address, index)
         if last >= 0:  # the last loss of a mini-batch has given a credit back
@@ -358,12 +360,23 @@ class _Run:
 
     def _others_go(self, doing: _Doing, address: Address, index: int, end: int) -> None:
         """Send the counted messages, and record when a loss arrives at the coordinator."""
-        for way, of_way in doing.counted_out:
-            way.send_up_to(of_way.of(index).number, end)
+        for channel, row in doing.counted_out:
+            channel.send_up_to(row.of(index).number, end)
         if doing.loss is not None:
-            came = doing.loss.arrivals[-1]
+            arrival = doing.loss.arrivals[-1]
             self.recorder.record(
-                LOSS_CAME, COORDINATOR, index, 0, 0, 0, address, came, came, came, came, 0
+                LOSS_CAME,
+                COORDINATOR,
+                index,
+                0,
+                0,
+                0,
+                address,
+                arrival,
+                arrival,
+                arrival,
+                arrival,
+                0,
             )
 
     def _version_of(self, kind: Kind, address: Address, index: int) -> int:

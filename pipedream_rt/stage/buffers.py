@@ -52,7 +52,7 @@ def load_state(module: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 class ForwardBuffers:
-    """Copies the buffers that forwards change, so that each backward finds what autograd saved."""
+    """Copies the buffers that forwards change, so that each backward finds the saved ones."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

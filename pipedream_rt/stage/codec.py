@@ -32,7 +32,7 @@ _DIRECTIONS = ("both", "forward", "backward")
 
 
 class Codec:
-    """What both kinds have.
+    """The part that both kinds have in common.
 
     Attributes:
         direction: What it codes: values (``"forward"``), gradients (``"backward"``) or ``"both"``.
@@ -116,11 +116,11 @@ class OutsideGraph(ByteCodec):
         return self.codec.takes(tensor)
 
     def pack(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Encode."""
+        """Return the encoded tensor as the only part."""
         return (self.codec.encode(tensor),)
 
     def unpack(self, parts: Sequence[Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Decode."""
+        """Return the tensor that the codec decodes from the only part."""
         return self.codec.decode(parts[0], shape, dtype)
 
 

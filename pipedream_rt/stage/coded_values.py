@@ -17,7 +17,7 @@ from pipedream_rt.stage.codec import GraphCodec, Sizes, naming, require_floating
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """What crosses in the place of a value: plain data and tensors, as any dataclass.
+    """The coded form of a value: plain data and tensors, which cross as any dataclass does.
 
     Attributes:
         was: By tensor, ``[dtype, shape]`` before it was encoded; empty if it was not.

@@ -17,7 +17,7 @@ class Turns:
     """The turns of one host on a shared thread.
 
     Attributes:
-        wanted: What its stages wait for; None before the first turn.
+        wanted: The message that its stages wait for; None before the first turn.
         has_ended: Whether its stages have raised an error, or were ended.
     """
 
@@ -28,7 +28,7 @@ class Turns:
         self._steps: Steps[None] = host.run()
 
     def take(self, *, once: bool = False) -> bool:
-        """Run until a message is not there, or for one if `once`; return whether anything ran."""
+        """Run until a message is missing, or for one if `once`; return whether anything ran."""
         goes_on = self.wanted is None
         try:
             wanted = next(self._steps) if self.wanted is None else self.wanted
@@ -88,7 +88,7 @@ def _take(each: Turns) -> bool:
 
 
 def _wait_for_one(every: Sequence[Turns], waiter: Waiter) -> None:
-    """Wait until a message comes that one of them wants; one that has waited too long fails."""
+    """Wait until a message comes that a host wants; a host that has waited too long fails."""
     shortest: float | None = None
     for each in every:
         assert each.wanted is not None

@@ -138,11 +138,10 @@ class EvaluationBuffers:
         return number in self._kept
 
     def end(self, number: int) -> None:
-        """Forget the buffers of an evaluation."""
         self._kept.pop(number, None)
 
     def of(self, number: int, kept: bool) -> AbstractContextManager[None]:
-        """Return the context of a pass of an evaluation, or by itself for number 0."""
+        """Return the context of a pass of evaluation `number`; 0 is for a pass by itself."""
         if kept:  # the stage's own buffers are to change
             return nullcontext()
         return self._going_on(number) if number else same_buffers(self._module)
@@ -178,12 +177,12 @@ class EvaluationBuffers:
 
 
 class Functions(NamedTuple):
-    """What the stage that computes the loss is sent with a micro-batch, ready to be called.
+    """The functions that come with a micro-batch to the stage of the loss, ready to be called.
 
     Attributes:
-        loss_fn: What is computed in the place of the loss of training; None for that.
-        metrics: What is computed beside it, by name.
-        holders: What holds the values that each of them reads, by its name; the loss is ``"loss"``.
+        loss_fn: The loss in the place of that of training; None for that of training.
+        metrics: The metrics that are computed beside it, by name.
+        holders: By name of each, the holders of the values that it reads; the loss is ``"loss"``.
     """
 
     loss_fn: LossFunction | None
@@ -191,7 +190,7 @@ class Functions(NamedTuple):
     holders: dict[str, list[Holder]]
 
     def changed_by(self, name: str) -> str:
-        """Return what a function has changed, in words; "" for nothing."""
+        """Name the value that a function has changed; "" for none."""
         holders = self.holders[name]
         found = [holder.called(key) for holder in holders for key, *_ in holder.changes()]
         return found[0] if found else ""
@@ -207,8 +206,8 @@ def packed_metrics(
 ) -> bytes:
     """Return metrics, and the loss of an evaluation, pickled for the stage that computes the loss.
 
-    They are empty if there is neither. ``weights`` has, by ``id``, where each weight of the model
-    lies, and its name: a function that holds one would see that of the script.
+    They are empty if there is neither. ``weights`` has, by ``id``, the memory and the name of each
+    weight of the model: a function that holds one would see the script's copy.
     """
     named = [*metrics.items()] if isinstance(metrics, Mapping) else [(0, metrics)]
     for name, metric in named:
@@ -242,7 +241,7 @@ def packed_metrics(
 # One entry is enough: all micro-batches of an evaluation, or an epoch, bring the same bytes.
 @functools.lru_cache(maxsize=1)
 def unpacked(packed: bytes) -> Functions:
-    """Return what `packed_metrics` has packed."""
+    """Return the functions that `packed_metrics` has packed."""
     loss_fn, metrics = loads(packed) if packed else (None, {})
     if isinstance(loss_fn, nn.Module):
         loss_fn.eval()
@@ -256,34 +255,34 @@ def unpacked(packed: bytes) -> Functions:
 
 def measured(packed: bytes, output: Any, target: Value) -> dict[str, float | str]:
     """Return the number of each metric by name; for one that gives none, a text that says why."""
-    said: dict[str, float | str] = {}
+    numbers: dict[str, float | str] = {}
     if not packed:
-        return said
-    functions, given = unpacked(packed), unflatten(target.structure, target.tensors)
+        return numbers
+    functions, expected = unpacked(packed), unflatten(target.structure, target.tensors)
     for name, metric in functions.metrics.items():
         try:
             with torch.no_grad():
-                found = float(metric(output, given))
+                found = float(metric(output, expected))
         except Exception as error:  # the user's; the run goes on, since nothing needs a metric
-            said[name] = f"{type(error).__name__}: {error}"
+            numbers[name] = f"{type(error).__name__}: {error}"
             continue
         changed = functions.changed_by(name)
-        said[name] = (
+        numbers[name] = (
             f"it changes {changed}, as to collect something, which the script would not see: "
             "evaluate() takes the mean over mini-batches, and predict() yields all outputs"
             if changed
             else found
         )
-    return said
+    return numbers
 
 
-def refuse_bad_metrics(said: Mapping[str, float | str]) -> None:
+def refuse_bad_metrics(metrics: Mapping[str, float | str]) -> None:
     """Raise for the first metric that has a text in the place of a number."""
-    for name, value in said.items():
+    for name, value in metrics.items():
         if isinstance(value, str):
             raise ConfigError(words_of_bad_metric(name, value))
 
 
-def words_of_bad_metric(name: str, said: str) -> str:
+def words_of_bad_metric(name: str, problem: str) -> str:
     """Return the error text of a metric that gave no number."""
-    return f'the metric "{name}" must return a number for an output and a target; {said}'
+    return f'the metric "{name}" must return a number for an output and a target; {problem}'

@@ -48,7 +48,7 @@ _BY = {channel.kind: channel.by for channel in OF_ACTIONS}
 
 
 class Computing:
-    """A context around every computation of a stage, which sums up the time that they take.
+    """A context around every computation of a stage: it sums up the time of all.
 
     ``busy_ns`` is that of the clock, ``processor_ns`` that for which a core was there.
     """
@@ -68,7 +68,7 @@ class Computing:
 
 
 class Exchange:
-    """Makes messages of what a stage returns, on the edges that the plan names.
+    """Makes messages of a stage's results, on the edges that the plan names.
 
     Attributes:
         turn: The turn of the next item of its feed.
@@ -129,7 +129,7 @@ class Exchange:
         return (*(Key(edge, turn) for edge in self._next_from), Key(self._commands, turn))
 
     def has_peeked(self, row: EdgeRule, index: int) -> bool:
-        """Whether the micro-batch is here that an action must look at without taking it."""
+        """Whether the micro-batch has come that an action looks at without taking it."""
         # The last forward, if none was taken ahead; those of one replica are `replicas` apart.
         newest = self.stage.next_forward
         if self.ahead is None:
@@ -153,7 +153,7 @@ class Exchange:
                 yield Key(edge, number, self.restores)
 
     def _up_to(self, row: EdgeRule, index: int, done: dict[Edge, int]) -> Sequence[int]:
-        """Return the numbers, of updates or versions, up to a row's last that are not `done`."""
+        """Return the numbers up to a row's last, of updates or versions, that are not `done`."""
         if row.number is None:
             return (index,)
         edge, last = row.edge, row.number(index)
@@ -192,7 +192,7 @@ class Exchange:
     # -- what actions give ------------------------------------------------------------------------
 
     def give(self, action: Action, outgoing: Outgoing) -> None:
-        """Send what an action gives for updates and versions, by kind of edge."""
+        """Send the outputs of an action for updates and versions, by kind of edge."""
         index = action.index
         for row in self._plan.rows(action, self.address)[1] if outgoing else ():
             if row.edge.kind in outgoing:
@@ -259,7 +259,7 @@ class Exchange:
     def send_back(
         self, micro_batch: int, found: Sequence[Gradients], hyper: list[Hyper] | None = None
     ) -> None:
-        """Send the gradients that a backward found to the stages that its inputs came from."""
+        """Send the gradients of a backward to the stages that its inputs came from."""
         position, route = self.positions[micro_batch], self.route(micro_batch)
         skips = self.stage.skips
         for edge, number in route.back:

@@ -1,12 +1,12 @@
-"""Tells modules that ask for it whether a micro-batch is the first one to read its weights.
+"""Tells those modules that ask whether a micro-batch is the first to read its weights.
 
 Modules of Transformer Engine take ``is_first_microbatch``: if True, they cast their weights, and
 keep the result in the place of the one before; if False, they use what they have kept; if None,
 they cast and keep nothing. Their backward reads what their forward has used. So in a pipeline:
 
-- True is said for the first micro-batch of a mini-batch that reads a weight version, and False for
-  those that read the same one after it;
-- while a micro-batch in flight still needs what is kept, others of another version are told None.
+- the first micro-batch of a mini-batch that reads a weight version gets True, and later ones that
+  read the same version get False;
+- while a micro-batch in flight still needs the kept weights, those of another version get None.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class FirstMicroBatch:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._said: bool | None = None
-        # Of the weights whose casts the modules keep, what `read_by` returned; and by micro-batch.
+        self._is_first: bool | None = None
+        # What `read_by` returned for the weights whose casts the modules keep; and by micro-batch.
         self._kept: object = None
         self._in_flight: dict[int, object] = {}
         asking = [each for each in module.modules() if _asks(each)]
@@ -42,9 +42,9 @@ class FirstMicroBatch:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Add the argument to a module's call, unless the caller has given it."""
-        if self._said is None or kwargs.get(_NAME) is not None:
+        if self._is_first is None or kwargs.get(_NAME) is not None:
             return None
-        return args, {**kwargs, _NAME: self._said}
+        return args, {**kwargs, _NAME: self._is_first}
 
     def forward(
         self, micro_batch: int, read_by: Callable[[int], object]
@@ -76,11 +76,11 @@ class FirstMicroBatch:
 
     @contextmanager
     def _saying(self, first: bool) -> Iterator[None]:
-        self._said = first
+        self._is_first = first
         try:
             yield
         finally:
-            self._said = None
+            self._is_first = None
 
 
 def _asks(module: nn.Module) -> bool:

@@ -30,8 +30,8 @@ class Guards:
         always: Whether each forward is watched, as other stages have some of the buffers.
     """
 
-    def __init__(self, spec: StageSpec, weights: Weights, given: GivenValues) -> None:
-        self._given = given
+    def __init__(self, spec: StageSpec, weights: Weights, values: GivenValues) -> None:
+        self._values = values
         self._stage, self._module = spec.stage, spec.layers
         self._weights, self._shared = weights, spec.shared
         # A schedule with flushes has one version, so that a change in place is as in plain PyTorch;
@@ -58,7 +58,7 @@ class Guards:
             for weights, copies in zip(owners, before, strict=True):
                 weights.require_unchanged(micro_batch, copies)
             self._refuse_new_names()
-            self._given.refuse_parted()
+            self._values.refuse_parted()
         for name, now in self._marks_of_shared().items():
             moved = name in values and not torch.equal(values[name], self._module.get_buffer(name))
             if now != shared[name] or moved:
@@ -113,7 +113,7 @@ class Guards:
 
     @contextmanager
     def refusing_others(self) -> Iterator[None]:
-        """Refuse, and undo, that the body replaces modules, or parameters or their ``data``."""
+        """Undo and refuse replaced modules, parameters or ``data`` of parameters in the body."""
         slots_of: list[tuple[Any, dict[str, Any]]] = [
             (slots, dict(slots))
             for owner in self._module.modules()
@@ -146,7 +146,7 @@ class Guards:
 
 
 def _kinds(module: nn.Module) -> dict[str, str]:
-    """Return by name whether it is a parameter, a frozen parameter or a buffer."""
+    """Return the kind of each tensor by name: a parameter, a frozen parameter or a buffer."""
     found = {
         name: "parameter" if p.requires_grad else "frozen parameter"
         for name, p in module.named_parameters()
@@ -155,14 +155,14 @@ def _kinds(module: nn.Module) -> dict[str, str]:
 
 
 @contextmanager
-def telling_changed_inputs(given: Value | None) -> Iterator[None]:
+def telling_changed_inputs(inputs: Value | None) -> Iterator[None]:
     """Warn if a forward, the body, changes the tensors of the mini-batch in place."""
-    if given is None:
+    if inputs is None:
         yield
         return
-    before = mark_of_writes(given.tensors)
+    before = mark_of_writes(inputs.tensors)
     yield
-    names, after = places(given.structure), mark_of_writes(given.tensors)
+    names, after = places(inputs.structure), mark_of_writes(inputs.tensors)
     for number, (one, other) in enumerate(zip(before, after, strict=True)):
         if one != other:
             _log.warning(

@@ -128,7 +128,7 @@ class StageHost:
         return stage.optimizer and stage.optimizer.torch_optimizer
 
     def remove_parts(self) -> None:
-        """Remove what was written of a checkpoint that nobody can finish. Any thread."""
+        """Remove the files of a checkpoint that nobody can finish. Any thread."""
         # The stages may have ended by now, which they do by themselves where their links break.
         loop = self._loop
         for part in self._parts if loop is None else loop.parts():
@@ -192,7 +192,7 @@ class StageHost:
             name=self.plain_name,
         )
 
-    def _place(self, error: BaseException) -> str:
+    def _where(self, error: BaseException) -> str:
         """Return in words which layer raised an error, on what input, and what to do about it."""
         stage = self._stages.get(self._doing.stage)
         if isinstance(error, PipelineError) or stage is None:
@@ -213,13 +213,13 @@ class StageHost:
         self.inbox.close(error)
 
     def _failed(self, error: BaseException) -> Failed:
-        """Return an error of the present action as data, with itself if it pickles."""
+        """Return an error of the present action as data, with its pickle if there can be one."""
         index, action = self._doing.stage, str(self._doing.action)
         if isinstance(error, NonFiniteLoss):  # of a forward that may be a while ago
             action = error.action
         name = type(error).__qualname__
         try:
-            text, trace = str(error) + self._place(error), trace_of(error)
+            text, trace = str(error) + self._where(error), trace_of(error)
         except Exception as problem:  # the error's own __str__ may raise
             text = trace = f"(the error has no text: its __str__ raised {type(problem).__name__})"
         try:
@@ -315,7 +315,7 @@ def described(value: Any) -> str:
 
 
 def advice_on(error: BaseException, value: Any) -> str:
-    """Return what to do about an error of a layer; empty where that is not known."""
+    """Return the advice about an error of a layer; empty where there is none."""
     counts = isinstance(error, TypeError) and "positional argument" in str(error)
     if counts and isinstance(value, tuple | list):
         return (
@@ -337,10 +337,10 @@ def advice_on(error: BaseException, value: Any) -> str:
 
 def trace_of(error: BaseException) -> str:
     """Return the traceback with the user's own lines alone, in causes too, if there are any."""
-    told = traceback.TracebackException.from_exception(error)
+    shown = traceback.TracebackException.from_exception(error)
     found = False
     seen: set[int] = set()
-    parts: list[traceback.TracebackException | None] = [told]
+    parts: list[traceback.TracebackException | None] = [shown]
     while parts:
         part = parts.pop()
         if part is None or id(part) in seen:
@@ -352,4 +352,4 @@ def trace_of(error: BaseException) -> str:
         parts += [part.__cause__, part.__context__]
     if not found:  # the error is ours or torch's: all lines count
         return "".join(traceback.format_exception(error))
-    return "".join(told.format())
+    return "".join(shown.format())

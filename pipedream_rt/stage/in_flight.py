@@ -1,4 +1,4 @@
-"""What the forward of a micro-batch leaves for its backward: where autograd begins and ends."""
+"""The state that a forward leaves for its backward: where autograd begins and ends."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Flight:
         caught: By input, by tensor that asked for a gradient: a list to which autograd appends it.
         entrances: The autograd nodes at which these gradients are caught.
         outputs: By consumer, the edges where the backward begins; on the loss's stage, the loss.
-        unit: The gradient of the loss, which is one, on the stage that computes it.
+        unit: The gradient of the loss (a one), on the stage that computes it.
         said: Parts of the loss, and metrics, by name; on that stage.
         split: The backward whose first half is done; None before that, and if there is nothing to
             differentiate.
@@ -94,7 +94,7 @@ class Flight:
         return values
 
     def leave(self, made: Sequence[Any]) -> list[Value]:
-        """Return what goes to each consumer, and note where its backward will begin."""
+        """Return the values for each consumer, and note where the backward will begin."""
         flat = list(map(flatten, made))
         # Edges, not tensors, which would keep the values of the outputs in memory.
         self.outputs = [

@@ -59,8 +59,8 @@ class Passes:
                     f"the loss_fn of an evaluation changes {changed}, which the script would not "
                     "see, and which its next mini-batch might go by; give one that only computes"
                 )
-            said = {**parts, **measured(metrics, made[0], target)}
-            return self._runner.device.number(loss), said
+            reported = {**parts, **measured(metrics, made[0], target)}
+            return self._runner.device.number(loss), reported
 
     def infer(
         self,

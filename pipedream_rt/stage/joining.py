@@ -33,7 +33,7 @@ def joined(
     """Return the output of a whole mini-batch: structure, tensors, and which ask for a gradient.
 
     Tensors are joined along their first dimension, which counts samples; those that are the same in
-    all parts may have none. They are the caller's own. ``what`` it is, in errors.
+    all parts may have none. They are the caller's own. ``what`` is its name in errors.
     """
     first = parts[0].value
     if len(parts) == 1:
@@ -80,7 +80,7 @@ def slices(
 ) -> list[list[Tensor | None]]:
     """Return, by micro-batch, the gradients of those tensors of its output that ask for one.
 
-    ``asks`` says which tensors of the joined output do, of which there are the ``gradients``.
+    ``asks`` says which tensors of the joined output ask for one; ``gradients`` has these.
     """
     left = iter(gradients)
     of_all = [next(left) if asked else None for asked in asks]
@@ -106,7 +106,7 @@ def _at(name: str) -> str:
 
 
 def summed(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Return the sum of two gradients, of which each may be missing."""
+    """Return the sum of two gradients; either may be missing."""
     return other if one is None else one if other is None else one + other
 
 

@@ -97,6 +97,11 @@ class LoopOptions:
 class Loop:
     """Drives the stages of one worker by their order and the messages of their inbox alone."""
 
+    # Methods that wait are generators: they yield a `Wanted` and are sent its message. So the same
+    # loop runs on a thread of its own, which sleeps (`Inbox.follow`), and on one that it shares
+    # with other hosts, which works for these meanwhile (`cooperative.py`). Methods that compute are
+    # plain functions: an action never waits half-way, and a command comes between two actions.
+
     def __init__(
         self,
         stages: Sequence[Stage],
@@ -112,8 +117,8 @@ class Loop:
         self._worker = worker
         self._inbox = inbox
         self._options = options
-        # What waits for a backward may wait for the script, which thinks as long as it likes. That
-        # a worker hangs, the coordinator finds out.
+        # A wait for a backward may be one for the script, which takes as long as it likes. The
+        # coordinator finds out that a worker hangs.
         self._patience = None if self._plan.loss_in_script else options.timeout
         self._free_ns = time.monotonic_ns()  # when the last span ended
         # When the last message of the present action arrived (`time.monotonic_ns`), and from where.
@@ -126,7 +131,7 @@ class Loop:
         self.doing = Doing(stages[0].address)
 
     def run(self) -> Steps[None]:
-        """Do the actions of the order, without end; yield what is waited for, get the message."""
+        """Do the actions of the order, without end; yield each `Wanted`, and get its message."""
         while True:
             yield from self._run_until_flush()
 
@@ -172,7 +177,7 @@ class Loop:
                 item = yield from self._next_item(hosted)
                 if isinstance(item.payload, Command):
                     return item
-                hosted.ahead = item
+                hosted.ahead = item  # its turn has passed: the inbox gives it only once
         return None
 
     def _flush(self, order: Iterator[Action], hosted: Exchange, command: Message) -> Steps[None]:
@@ -182,7 +187,9 @@ class Loop:
         stop = unflatten(head.structure, command.tensors)
         if stop is None:  # this stage has taken all that was fed before the command
             stop = hosted.stage.next_forward
+        # This one has left the inbox; other stages of the worker take theirs in their drains.
         self._commands = {hosted.address: command}
+        # An order has no end of its own, so the actions that are left are counted.
         left = self._plan.work(self._worker, self._start, stop) - self._ended
         for action in self._plan.rest(order, self._worker, stop, left):
             doer = self._host_of(action)
@@ -228,8 +235,11 @@ class Loop:
         else:
             self._note(hosted, action)
         for row in self._plan.rows(action, hosted.address)[0]:
+            # Taken above, by turn: the feed counts passes and commands too, the plan does not.
             if row.edge.kind in _OF_FEED:
                 continue
+            # One key after another, as the plan lists them, whichever message is there first: so
+            # a rule sees them in an order that no timing can change.
             for key in hosted.keys(row, action.index):
                 message = yield Wanted(key, Deadline(self._patience))
                 self._note_arrival(message)
@@ -247,6 +257,9 @@ class Loop:
     def _next_item(self, hosted: Exchange) -> Steps[Message]:
         """Serve the items of a stage's feed until one trains, or is a flush, and return that."""
         while True:
+            # The key is the turn, which counts all that this stage is fed. So an evaluation or a
+            # command takes no micro-batch's key, wherever it comes.
+            #
             # There is no deadline, because a script may pause between two mini-batches for as long
             # as it likes. The control connection notices a dead coordinator and closes the inbox.
             first, *instead = hosted.next_keys()
@@ -283,7 +296,7 @@ class Loop:
         return [by_edge[edge] for edge in route.activations] + targets
 
     def _wanted(self, key: Key) -> Wanted:
-        """Return what to wait for, with a deadline, since the message is sure to come."""
+        """Return the wait for a message, with a deadline, since it is sure to come."""
         return Wanted(key, Deadline(self._options.timeout))
 
     # -- compute and send -------------------------------------------------------------------------
@@ -300,7 +313,7 @@ class Loop:
         if kind is Kind.FORWARD:
             version = self._forward(hosted, m, messages)
         elif kind in _BACK:
-            version = stage.version_of(m)
+            version = stage.version_of(m)  # before its end, which forgets it
             self._backward(hosted, action, messages)
         else:
             self._update(hosted, action, messages)
@@ -330,6 +343,7 @@ class Loop:
                     outgoing = stage.apply(update)
                 case Kind.TAKE:
                     stage.take(update)
+            # Now: the next action may change what the checkpoint is to have.
             if hosted.saver.saving is not None:
                 hosted.saver.save_if_due()
         hosted.give(action, outgoing)
@@ -392,6 +406,7 @@ class Loop:
             stage.told(m, skips, hyper)
         found: list[Gradients] = []
         outgoing: Outgoing = {}
+        # A checkpoint that waits for its update has copied the buffers already.
         waits = hosted.saver.saving is not None
         with hosted.computing, hosted.saver.watching_buffers() if waits else nullcontext():
             if kind is Kind.BACKWARD:
@@ -402,11 +417,11 @@ class Loop:
                 stage.backward_weight(m)
             if kind in ENDS:
                 outgoing = stage.end(m)
-        if kind is not Kind.WEIGHT:
+        if kind is not Kind.WEIGHT:  # first: the stage before waits for these
             hosted.send_back(m, found, hyper)
         if outgoing:
             hosted.give(action, outgoing)
-        if kind in ENDS:
+        if kind in ENDS:  # last: gradients are keyed by it
             del hosted.positions[m]
 
     # -- items that do not train ----------------------------------------------------------------
@@ -436,7 +451,7 @@ class Loop:
             self._record(kind, hosted, position, version, start, begin)
 
     def _pass(self, hosted: Exchange, head: Head, messages: Sequence[Message]) -> None:
-        """Pass a micro-batch of evaluation or inference through a stage, or what ended that."""
+        """Pass a micro-batch that does not train, or the error that ended it, through a stage."""
         stage, failed = hosted.stage, failed_of(messages)
         made: list[Value] | float | DeferredScalar | None = None
         metrics: dict[str, float | str] = {}
@@ -460,7 +475,7 @@ class Loop:
     def _passed(
         stage: Stage, head: Head, inputs: Sequence[Value], messages: Sequence[Message]
     ) -> tuple[list[Value] | float | DeferredScalar, dict[str, float | str]]:
-        """Return what a stage makes of a micro-batch that does not train, and the metrics."""
+        """Return a stage's result for a micro-batch that does not train, and the metrics."""
         if head.mode.evaluates:
             target, beside = target_of(messages)
             return stage.passes.evaluate(

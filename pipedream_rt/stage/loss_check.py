@@ -1,8 +1,8 @@
 """Compares the loss of a whole mini-batch with the weighted mean of its micro-batches' losses.
 
-A pipeline trains on micro-batches as if these were equal. They are for a mean over samples or
-labels. For a loss that compares samples with each other, or adds them up, the run would silently
-train on something else.
+A pipeline trains on micro-batches as if these two were equal. They are equal for a mean over
+samples or labels. For a loss that compares samples with each other, or adds them up, the run would
+silently train on something else.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class Compared(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What is found of a loss and the micro-batches of a mini-batch.
+    """The verdict on a loss, by the micro-batches of a mini-batch.
 
     Attributes:
-        is_mean: Whether that of all is the weighed mean of theirs; None if that is not known.
-        why: What speaks against it, or why it is not known, in words.
+        is_mean: Whether the loss of all is the weighed mean of theirs; None if that is not known.
+        why: The reason why it is not, or why that is not known, in words.
         is_of_all: Whether it may have to be computed of all samples at once.
     """
 
@@ -92,9 +92,9 @@ class LossCheck:
         self._is_done = self._is_given_up = False
 
     def keep(self, output: Any, target: Value, share: float, parts: int, samples: int) -> None:
-        """Keep a micro-batch, one of `parts`, of `samples` samples, as its loss is to be given it.
+        """Keep a copy of a micro-batch, one of `parts`, of `samples` samples, before its loss.
 
-        The loss may then change both in place.
+        The loss may change output and target in place.
         """
         if self._is_given_up or parts < 2:
             return
@@ -123,7 +123,7 @@ class LossCheck:
 
 
 def are_large(outputs: Sequence[Tensor], parts: int) -> bool:
-    """Whether outputs, of one of several parts, mean too many to copy those of all."""
+    """Whether the outputs of one of several parts are too large to copy those of all."""
     return parts * sum(tensor.nbytes for tensor in outputs) > _MOST_BYTES
 
 
@@ -149,25 +149,27 @@ def _verdict(loss: LossFunction, parts: Sequence[Compared], doubles: Sequence[bo
         copy = copying(loss)
     except Exception as error:  # what it holds may be of any class
         return Verdict(None, f"it cannot be copied ({error})", is_of_all=True)
-    given = [(flatten(part.output), flatten(part.target)) for part in parts]
-    said = Verdict(None)
+    pairs = [(flatten(part.output), flatten(part.target)) for part in parts]
+    answer = Verdict(None)
     # Double precision first: hardly anything of a difference is rounding there.
     for double in doubles:
         try:
-            found = _losses(copy, given, (whole, target), double)
+            found = _losses(copy, pairs, (whole, target), double)
         except _OfPart as error:
             n = samples[error.number]
             why = f"it cannot be computed of {n} of the {sum(samples)} samples ({error.__cause__})"
-            said = Verdict(None, why, is_of_all=True)
+            answer = Verdict(None, why, is_of_all=True)
         except Exception as error:  # the user's code, given more, or another dtype
-            said = Verdict(None, f"it cannot be computed of all of them ({error})", is_of_all=True)
+            answer = Verdict(
+                None, f"it cannot be computed of all of them ({error})", is_of_all=True
+            )
         else:
             return _judged(found, [part.share for part in parts])
-    return said
+    return answer
 
 
 def _judged(found: _Losses, shares: Sequence[float]) -> Verdict:
-    """Return what losses of a mini-batch say."""
+    """Return the verdict on the losses of a mini-batch."""
     rounding = rounding_of(found.whole.dtype)
     first = float(found.parts[0])
 
@@ -199,8 +201,8 @@ class _Losses(NamedTuple):
     """Losses of a mini-batch, each computed by a copy of the loss function as it is now.
 
     Attributes:
-        reseeded: That of the first part with random numbers of another seed.
-        later: That of the first part by a copy that has computed those of all others.
+        reseeded: The loss of the first part with random numbers of another seed.
+        later: The loss of the first part, by a copy that has computed those of all others.
     """
 
     whole: Tensor
@@ -212,11 +214,11 @@ class _Losses(NamedTuple):
 def _losses(
     copy: Callable[[], LossFunction], parts: Sequence[_Pair], whole: _Pair, double: bool
 ) -> _Losses:
-    def of(*given: _Pair, seed: int = 0) -> Tensor:
+    def of(*pairs: _Pair, seed: int = 0) -> Tensor:
         """Return the loss of the last of some outputs and targets, after those before it."""
         with classes_kept():
             loss = copy()
-            return [_value(loss, each, double, seed) for each in given][-1]
+            return [_value(loss, each, double, seed) for each in pairs][-1]
 
     first, *others = parts
     of_whole, of_parts = of(whole), []
@@ -228,12 +230,12 @@ def _losses(
     return _Losses(of_whole, of_parts, of(first, seed=1), of(*others, first))
 
 
-def _value(loss: LossFunction, given: _Pair, double: bool, seed: int) -> Tensor:
+def _value(loss: LossFunction, pair: _Pair, double: bool, seed: int) -> Tensor:
     """Return the loss of an output and a target, with the random numbers of a seed."""
     # Copies, since a loss may keep something or work in place.
     output, target = (
         unflatten(structure, [_in_double(t) if double else t.clone() for t in tensors])
-        for structure, tensors in given
+        for structure, tensors in pair
     )
     torch.manual_seed(seed)
     if double and isinstance(loss, torch.nn.Module):

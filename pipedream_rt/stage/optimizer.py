@@ -70,10 +70,10 @@ class StageOptimizer:
     """
 
     def __init__(
-        self, spec: OptimizerSpec, parameters: dict[str, nn.Parameter], place: int = 0
+        self, spec: OptimizerSpec, parameters: dict[str, nn.Parameter], address: int = 0
     ) -> None:
         self._parameters = parameters
-        self._place = str(place)  # the name of its own state, which no other optimizer has
+        self._own_name = str(address)  # the name of its own state, which no other optimizer has
         self._group_numbers: list[int] = []  # in the whole model: groups without parameters are out
         self.steps: list[str] = []
         groups = []
@@ -104,7 +104,7 @@ class StageOptimizer:
         return self.torch_optimizer.param_groups
 
     def prepare(self, hyper: list[Hyper]) -> torch.optim.Optimizer | None:
-        """Set what the script has changed, by group of the whole model; return what steps."""
+        """Set the script's hyper-parameters, by group of the model; return the torch optimizer."""
         if self.torch_optimizer is None:
             return None
         for i, (number, group) in enumerate(zip(self._group_numbers, self._groups, strict=True)):
@@ -120,21 +120,21 @@ class StageOptimizer:
         attributes = _attributes_of(self.torch_optimizer)
         named = {n: dict(state[p]) for n, p in self._parameters.items() if p in state}
         _refuse_unfit_tensors([*named.values(), attributes])
-        split = {StateKey(SPLIT, self._place): self._names}
+        split = {StateKey(SPLIT, self._own_name): self._names}
         return optimizer_state(named) | self._own_state(attributes) | split
 
     def _own_state(self, attributes: Hyper) -> StepState:
         """Return, packed, what it keeps for all parameters and has changed since it was built."""
         assert self.torch_optimizer is not None
         found: StepState = {}
-        place, mine = self._place, {id(p) for p in self._parameters.values()}
+        own_name, mine = self._own_name, {id(p) for p in self._parameters.values()}
         state = self.torch_optimizer.state
         if others := {key: value for key, value in state.items() if id(key) not in mine}:
-            found[StateKey(OWN_STATE, place)] = pack_hyper(others, "state")
+            found[StateKey(OWN_STATE, own_name)] = pack_hyper(others, "state")
         for i, (number, group) in enumerate(zip(self._group_numbers, self._groups, strict=True)):
             for name, value in pack_group(group).items():
                 if name not in self._from_script[i] and self._built[i].get(name) != value:
-                    found[StateKey(GROUP, place, (number, name))] = value
+                    found[StateKey(GROUP, own_name, (number, name))] = value
         now = _digests(attributes, self._parameters)
         changed = [n for n in attributes if self._attributes_built.get(n) != now[n]]
         if any(_has_key(attributes[name], mine) for name in changed):
@@ -143,7 +143,7 @@ class StageOptimizer:
                 "differ in every process, so keep them in optimizer.state[parameter]"
             )
         for name in changed:
-            found[StateKey(ATTRIBUTE, place, (name,))] = pack_hyper(attributes[name], name)
+            found[StateKey(ATTRIBUTE, own_name, (name,))] = pack_hyper(attributes[name], name)
         return found
 
     @property
@@ -157,7 +157,7 @@ class StageOptimizer:
             return
         # Not by load_state_dict, which casts to the dtype of the parameter and keeps the strides of
         # the given tensor: a fused kernel needs equal strides in weights and moments.
-        given = by_name(state, OPTIMIZER, self._parameters)
+        saved = by_name(state, OPTIMIZER, self._parameters)
         # A count of steps, and the product of NAdam, are on the host, except for kernels that read
         # them on the device.
         counted_there = {
@@ -168,11 +168,11 @@ class StageOptimizer:
         }
         for name, parameter in self._parameters.items():
             self.torch_optimizer.state.pop(parameter, None)
-            if given[name]:
+            if saved[name]:
                 on_host = () if id(parameter) in counted_there else ("step", "mu_product")
                 self.torch_optimizer.state[parameter] = {
                     path[0]: _loaded(value, None if path[0] in on_host else parameter)
-                    for path, value in given[name].items()
+                    for path, value in saved[name].items()
                     if path
                 }
         self._load_own_state(state)
@@ -185,7 +185,7 @@ class StageOptimizer:
         )
 
     def _load_own_state(self, state: Mapping[StateKey, Any]) -> None:
-        """Reset groups and attributes to what they were built with, then load what was saved."""
+        """Reset groups and attributes to their values when built, then load the saved ones."""
         assert self.torch_optimizer is not None
         own, saved = vars(self.torch_optimizer), self._saved_own(state)
         self._from_script = [set() for _ in self._groups]

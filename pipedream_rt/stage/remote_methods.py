@@ -20,7 +20,7 @@ from pipedream_rt.stage.stage import Stage
 
 
 def forward(stage: Stage, x: Any) -> Any:
-    """Return what a stage of a sequence gives on: eval mode, newest weights, no gradient."""
+    """Return the output of a stage of a sequence: eval mode, newest weights, no gradient."""
     structure, tensors = flatten(x)
     (made,) = stage.passes.infer(0, [Value(structure, tuple(tensors), (False,) * len(tensors))])
     return unflatten(made.structure, made.tensors)

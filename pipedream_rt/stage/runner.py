@@ -97,7 +97,7 @@ class Runner:
         program = self.device.placed(program)
         needed = {
             *slots_in(program.output),
-            *(s for given in program.gives.values() for s in given),
+            *(s for slots in program.gives.values() for s in slots),
         }
         calls = []
         # From the end, where it is known which slots later steps need.
@@ -127,7 +127,7 @@ class Runner:
         return values
 
     def put_in(self, program: int, source: int, value: Any, values: dict[int, Any]) -> None:
-        """Put what came from a source into the slots that a program has for it."""
+        """Put a value from a source into the slots that a program has for it."""
         if self._coding is not None:
             value = self._coding.decoded(source, value)
         slots = self.programs[program].whole.takes.get(source, ())
@@ -195,9 +195,9 @@ class Runner:
         again = _Again(self.buffers, self.buffers.copies())
         ready = self.programs[program]  # the stage may have forgotten it by then
 
-        def run(*given: Any) -> list[Any]:
+        def run(*inputs: Any) -> list[Any]:
             # Copies, since a step may change an input in place that the second time needs too.
-            copies = map(_copy_of, given)
+            copies = map(_copy_of, inputs)
             return self._run(ready, dict(zip(values, copies, strict=True)), number)
 
         try:
@@ -230,9 +230,9 @@ class Runner:
     def loss(
         self, output: Any, target: Value, other: LossFunction | None = None
     ) -> tuple[Tensor, dict[str, float]]:
-        """Compute the loss that is trained on, and its named parts, which are only reported.
+        """Compute the loss to train on, and its named parts, only to be reported.
 
-        ``other`` is what an evaluation computes in its place.
+        ``other`` is the loss of an evaluation.
         """
         loss_fn = other or self.loss_fn
         assert loss_fn is not None
@@ -253,7 +253,7 @@ class Runner:
             ) from error
 
     def statistics(self) -> dict[str, Any]:
-        """Return what codecs of the graph have counted."""
+        """Return the counts of the codecs of the graph."""
         return {} if self._coding is None else self._coding.statistics()
 
     def cache(self, number: int, program: int) -> Mapping[str, Any]:

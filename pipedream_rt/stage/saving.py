@@ -102,7 +102,7 @@ class StageSaver:
 
     @contextmanager
     def watching_buffers(self) -> Iterator[None]:
-        """Give up a checkpoint that waits for its update if a backward, the body, sets buffers."""
+        """Give up a waiting checkpoint if the body, a backward, sets buffers."""
         saving, before = self.saving, self._mark_of_buffers()
         yield
         if saving is not None and before != self._mark_of_buffers():
@@ -165,7 +165,7 @@ class StageSaver:
         self._tell(saving.position, result)
 
     def _write_replica(self, saving: _Saving, state: Snapshot) -> tuple[Any, ...]:
-        """Write what this replica alone has; return what `write_stage` does."""
+        """Write the state that this replica alone has; return what `write_stage` returns."""
         stage = self._stage
         shards = stage.plan.shape.shards(stage.index)
         own = {k: v for k, v in state.steps.items() if shards or k.part in OF_REPLICAS}

@@ -1,4 +1,4 @@
-"""The script's values that a stage has copies of: each micro-batch sees those it was fed with."""
+"""A stage's copies of values of the script: a micro-batch sees the values it was fed with."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class GivenValues:
         if wanted == self._now:
             return
         for (number, key), packed in wanted.items():
-            place = (number, key)
-            if place not in self._first:
-                self._first[place] = self._holders[number].raw().get(key, _NOTHING)
-            if self._now.get(place, _NOTHING) != packed:
+            entry = (number, key)
+            if entry not in self._first:
+                self._first[entry] = self._holders[number].raw().get(key, _NOTHING)
+            if self._now.get(entry, _NOTHING) != packed:
                 self._put(number, key, unpack_hyper(packed))
         # A backward may come after forwards that were fed with later values.
         for number, key in self._now.keys() - wanted.keys():

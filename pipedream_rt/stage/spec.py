@@ -51,7 +51,7 @@ def has_own_loss(output: Any) -> bool:
 
 
 OnNan: TypeAlias = Literal["raise", "ignore"]
-"""What a stage does about a training loss that is NaN or infinite."""
+"""The reaction of a stage to a training loss that is NaN or infinite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +75,9 @@ class StageSpec:
         compile: The arguments of `nn.Module.compile` for every layer; None to compile none.
         trace_spans: Number of spans that a worker keeps for a trace; 0 for no trace.
         trace_shown: Where it shows the newest of them; None for nowhere.
-        holders: What holds the script's values, by the numbers that micro-batches name.
-        shared_holders: The numbers of those that other stages have too.
-        shared: The names of the buffers that other stages have too, which must not change.
+        holders: The holders of the script's values, by the numbers that micro-batches name.
+        shared_holders: The numbers of the holders that other stages have too.
+        shared: The names of the buffers that other stages have too: they must not change.
         aliases: The keys of state dicts under which other stages have weights that this one owns,
             by their keys on this stage.
         modes: Which modules do not follow the mode of the model.

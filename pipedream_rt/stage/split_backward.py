@@ -17,9 +17,9 @@ Some graphs cannot be cut in this way:
 
 - If no input asks for a gradient, the second half does everything.
 - The first half computes everything, and the second only adds the weights' gradients to the pending
-  update, if a weight is used several times; if a node of the path that has weights is an autograd
-  Function in Python, as in compiled layers, which computes all its gradients whenever it runs and
-  may not run twice; or if the path has a reentrant checkpoint.
+  update, in three cases. A weight is used several times. A node of the path that has weights is an
+  autograd Function in Python, as in compiled layers: it computes all its gradients whenever it
+  runs, and may not run twice. Or the path has a reentrant checkpoint.
 - A backward that draws random numbers both on the path and off it is refused, because cut in two it
   would draw them in another order.
 
@@ -49,13 +49,13 @@ Gradients = tuple[Tensor | None, ...]
 
 @dataclass(slots=True)
 class _Replay:
-    """The gradients that came to a node in the first half, which it gets again in the second.
+    """The gradients that came to a node in the first half; it gets them again in the second.
 
     Attributes:
-        came: The gradients, by output of the node; None until some came.
+        noted: The gradients, by output of the node; None until some came.
     """
 
-    came: list[Tensor | None] | None = None
+    noted: list[Tensor | None] | None = None
     noting: bool = True
 
     def hook(self, gradients: Gradients) -> Gradients | None:
@@ -63,10 +63,10 @@ class _Replay:
         # A prehook, registered last: what it notes is what the user's hooks have made of the
         # gradients. In the second half these hooks run again, and what they return is replaced.
         if self.noting:
-            self.came = list(gradients)
+            self.noted = list(gradients)
             return None
-        came = self.came or []
-        kept = (came[i] if i < len(came) else None for i in range(len(gradients)))
+        noted = self.noted or []
+        kept = (noted[i] if i < len(noted) else None for i in range(len(gradients)))
         return tuple(g if k is None else k for g, k in zip(gradients, kept, strict=True))
 
 
@@ -161,9 +161,9 @@ class SplitBackward:
         for node in self._path:
             weights = self._weights_of(node)
             if weights and node not in self._inputs:
-                place = _OnPath(node, weights)
-                self._on_path.append(place)
-                self._handles.append(node.register_prehook(place.replay.hook))
+                entry = _OnPath(node, weights)
+                self._on_path.append(entry)
+                self._handles.append(node.register_prehook(entry.replay.hook))
 
     def second_half(self) -> None:
         """Add the gradients of the weights to the ``grad`` of their leaves, and free the graph."""
@@ -194,19 +194,19 @@ class SplitBackward:
             if edge.node not in self._path:
                 edges.append(edge)
                 gradients.append(gradient)
-        for place in self._on_path:
-            if place.replay.came is None:
+        for entry in self._on_path:
+            if entry.replay.noted is None:
                 continue  # no gradient came this way
-            place.replay.noting = False
-            came = [(i, g) for i, g in enumerate(place.replay.came) if g is not None]
+            entry.replay.noting = False
+            noted = [(i, g) for i, g in enumerate(entry.replay.noted) if g is not None]
             found = torch.autograd.grad(
-                [GradientEdge(place.node, i) for i, _ in came],
-                place.edges,
-                [g for _, g in came],
+                [GradientEdge(entry.node, i) for i, _ in noted],
+                entry.edges,
+                [g for _, g in noted],
                 retain_graph=True,
                 allow_unused=True,
             )
-            for edge, part in zip(place.edges, found, strict=True):
+            for edge, part in zip(entry.edges, found, strict=True):
                 if part is not None:
                     edges.append(edge)
                     gradients.append(part)

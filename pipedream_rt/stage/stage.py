@@ -271,7 +271,7 @@ class Stage:
             ) from None
 
     def _differentiated(self, micro_batch: int, loss: Tensor, share: float) -> Tensor:
-        """Return what is differentiated in the place of a loss; refuse one without a gradient."""
+        """Return the tensor that is differentiated for a loss; refuse one without a gradient."""
         if not loss.requires_grad:
             raise ConfigError(
                 f"stage {self.index}: the loss of micro-batch {micro_batch} depends on no weight "
@@ -294,7 +294,7 @@ class Stage:
     def _around_forward(
         self, micro_batch: int, inputs: Sequence[Value]
     ) -> AbstractContextManager[object]:
-        """Return what some stages, and some micro-batches, need around a forward."""
+        """Return the contexts that some stages, and some micro-batches, need around a forward."""
         looks = self.guards.always or not micro_batch & (micro_batch - 1)  # 0, 1, 2, 4, 8, ...
         if not (looks or self._has_buffers or self._asks_first):
             return _NOTHING
@@ -336,7 +336,7 @@ class Stage:
     # -- backward -----------------------------------------------------------------------------
 
     def told(self, micro_batch: int, skips: bool, hyper: list[Hyper] | None) -> None:
-        """Take what the script has said of the update of a micro-batch, before its backward."""
+        """Take the script's word on the update of a micro-batch, before its backward."""
         self.skips = self.skips or skips
         if hyper is not None:
             self._flight_of(micro_batch).hyper = hyper
@@ -423,7 +423,7 @@ class Stage:
         self._flight_of(micro_batch)
 
     def _flight_of(self, micro_batch: int) -> Flight:
-        """Return what the forward of a micro-batch has left for its backward."""
+        """Return the flight of a micro-batch, which its forward has left for its backward."""
         flight = self._in_flight.get(micro_batch)
         if flight is None:
             raise ScheduleError(
@@ -435,7 +435,7 @@ class Stage:
     # -- step and apply -------------------------------------------------------------------------
 
     def _pending(self, update: int) -> Update:
-        """Take what is pending, as an update."""
+        """Take the pending gradients, as an update."""
         gradients, skipped = self.parameters.take_gradients(), self.skips
         if skipped:  # for an input, a backward may have computed some
             gradients = [None] * len(gradients)
@@ -444,7 +444,7 @@ class Stage:
         return made
 
     def reduce(self, update: int) -> Outgoing:
-        """Return what this replica has summed for an update, for the others."""
+        """Return the gradients that this replica has summed for an update, for the others."""
         made, outgoing = self._pending(update), dict[EdgeKind, Any]()
         for reduce in self._reduces:
             outgoing |= reduce(made)

@@ -93,7 +93,7 @@ def begun(stage: Stage, copy: Copy) -> Snapshot:
 def completed(stage: Stage, begun: Snapshot, copy: Copy) -> Snapshot:
     """Return a snapshot with the part that updates change.
 
-    What it has of versions and steps already was taken before the update, and stays.
+    Versions and steps in it were taken before the update, and stay.
     """
     return replace(
         begun,
@@ -114,7 +114,7 @@ def completed(stage: Stage, begun: Snapshot, copy: Copy) -> Snapshot:
 
 
 def wanted(stage: Stage) -> Wanted:
-    """Return what a stage takes of a checkpoint."""
+    """Return the parts of a checkpoint that a stage takes."""
     slots, state = buffer_slots(stage.module), stage.module.state_dict()
     replica = stage.plan.replica_of(stage.address)
     return Wanted(

@@ -16,7 +16,7 @@ Gradients: TypeAlias = list[Tensor | None]
 """The gradients of those tensors of a value that asked for one, in order; None where none came."""
 
 Outgoing: TypeAlias = dict[EdgeKind, Any]
-"""What rules give for an update or a version, by kind of edge; `Rule.pack` makes messages of it."""
+"""The outputs of rules for an update or a version, by kind of edge; `Rule.pack` packs them."""
 
 
 def activation_of(message: Message) -> Activation:
@@ -50,7 +50,7 @@ def gradients_of(message: Message, tensors: tuple[Tensor, ...]) -> Gradients:
 
 
 def said_of_update(messages: Sequence[Message]) -> tuple[bool, list[Hyper] | None]:
-    """Return what gradients say of the update: whether it is skipped, and its hyper-parameters."""
+    """Return the script's word on the update: whether it is skipped, and its hyper-parameters."""
     payloads = [each.payload for each in messages if isinstance(each.payload, Gradient)]
     hyper = next((each.hyper for each in payloads if each.hyper is not None), None)
     return any(each.skips for each in payloads), hyper
@@ -64,7 +64,7 @@ def trail_of(inputs: Sequence[Message]) -> list[Passed]:
 
 
 def failed_of(inputs: Sequence[Message]) -> Failed | None:
-    """Return what an earlier stage has raised in a pass; of several, that of the first input."""
+    """Return the error of an earlier stage in a pass; of several, that of the first input."""
     payloads = (m.payload for m in inputs if isinstance(m.payload, Activation))
     return next((each.failed for each in payloads if each.failed is not None), None)
 

@@ -29,9 +29,9 @@ class Met(NamedTuple):
     """A micro-batch whose loss is computed with those of the others of its update.
 
     Attributes:
-        output: What the model has returned, in the graph of autograd.
+        output: The output of the model, in the graph of autograd.
         value: The same as a value.
-        share: What it weighs in the mini-batch, with that as 1.
+        share: Its weight, with that of the mini-batch as 1.
     """
 
     number: int
@@ -51,7 +51,7 @@ class Met(NamedTuple):
 
 
 class LossOfUpdate(NamedTuple):
-    """What is sent of the loss of an update, with its last micro-batch that has samples.
+    """The loss of an update, sent with its last micro-batch that has samples.
 
     Attributes:
         loss: The loss of the whole; None where it was computed of each micro-batch.
@@ -68,7 +68,7 @@ class WholeLoss:
     """The micro-batches of an update until its loss is computed, and then their gradients.
 
     Attributes:
-        met: Those that were forward.
+        met: Those whose forward is done.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class WholeLoss:
         self._gradients: dict[int, Gradients] = {}
 
     def verdict(self, loss_fn: LossFunction) -> Verdict:
-        """Return what is found of a loss by these micro-batches."""
+        """Return the verdict on a loss by these micro-batches."""
         compared = [
             Compared(
                 unflatten(each.value.structure, [t.detach() for t in each.value.tensors]),
@@ -133,8 +133,8 @@ class WholeLoss:
                 (loss,), (loss.new_ones(loss.shape),), False, False, (),
                 allow_unreachable=True, accumulate_grad=True,
             )  # fmt: skip
-            came = [dense_of(each[0]) if each else None for each in self._caught]
-            of_parts = slices(self._parts, self._asks, came)
+            of_outputs = [dense_of(each[0]) if each else None for each in self._caught]
+            of_parts = slices(self._parts, self._asks, of_outputs)
             numbers = [part.number for part in self._parts]
             self._gradients = dict(zip(numbers, of_parts, strict=True))
             self._parts, self._asks, self._caught = [], [], []
@@ -142,12 +142,14 @@ class WholeLoss:
 
 
 def mean_of_said(
-    said: Sequence[Mapping[str, float | str]], shares: Sequence[float]
+    reported: Sequence[Mapping[str, float | str]], shares: Sequence[float]
 ) -> dict[str, float | str]:
     """Return the weighed means of numbers by name; a text, which says what is wrong, stays."""
     found: dict[str, float | str] = {}
-    for name in dict.fromkeys(name for each in said for name in each):
-        there = [(each[name], share) for each, share in zip(said, shares) if name in each and share]
+    for name in dict.fromkeys(name for each in reported for name in each):
+        there = [
+            (each[name], share) for each, share in zip(reported, shares) if name in each and share
+        ]
         text = next((value for value, _ in there if isinstance(value, str)), None)
         numbers = [(value, share) for value, share in there if not isinstance(value, str)]
         if text is not None:

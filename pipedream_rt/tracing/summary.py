@@ -139,7 +139,6 @@ def longest_stretch(spans: Spans) -> Spans:
 
 
 def _stage(trace: Trace, stage: int, spans: Spans, busy: int, begin: int) -> StageSummary:
-    """Return the summary of one stage."""
     # A worker may have been ready before the run began: that is no waiting.
     waited = np.maximum(spans["start"] - np.maximum(spans["ready"], begin), 0)
     waits = {
@@ -177,10 +176,10 @@ def hop_times(edge: Edge, sender: Spans, receiver: Spans) -> npt.NDArray[Any]:
     """Return the nanoseconds from the ends of the sender's actions to the arrival of messages."""
     kinds = _SENDERS[edge.kind]
     sent = sender[np.isin(sender["kind"], kinds)]
-    came = receiver[np.isin(receiver["kind"], kinds)]
-    _, i, j = np.intersect1d(sent["index"], came["index"], return_indices=True)
+    taken = receiver[np.isin(receiver["kind"], kinds)]
+    _, i, j = np.intersect1d(sent["index"], taken["index"], return_indices=True)
     # In one process a message may arrive before the end of its action is noted.
-    latencies: npt.NDArray[Any] = np.maximum(came["arrived"][j] - sent["end"][i], 0)
+    latencies: npt.NDArray[Any] = np.maximum(taken["arrived"][j] - sent["end"][i], 0)
     return latencies
 
 
@@ -249,7 +248,7 @@ WORKER_HEAD = ("worker", "stages", "process", "heard", "memory", "doing")
 
 
 def worker_rows(workers: Sequence[Mapping[str, Any]], most: int = 60) -> list[tuple[str, ...]]:
-    """Return what workers do now, a row for each; ``most`` letters of it at most."""
+    """Return rows about what workers do now; ``most`` letters of it at most."""
     return [
         (
             str(each["name"]),
@@ -285,7 +284,7 @@ def describe(trace: Trace) -> str:
 
 
 def _headline(trace: Trace, summary: Summary) -> str:
-    """Return the line that says what was run, how long it took, and how fast it was."""
+    """Return the line about the whole run: its schedule, its time and its speed."""
     plan = trace.plan
     slack = f"slack {', '.join(map(str, plan.shape.slack))}, " if plan.shape.slack else ""
     return (
@@ -325,7 +324,7 @@ def _stage_table(trace: Trace, summary: Summary) -> str:
 
 
 def _caveats(trace: Trace) -> list[str]:
-    """Return the lines that say how exact the times are, and which spans are missing."""
+    """Return lines about the exactness of the times, and about missing spans."""
     lines = []
     error = max(worker.clock_error_ns for worker in trace.workers)
     if not trace.simulated:

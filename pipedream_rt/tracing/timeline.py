@@ -34,7 +34,7 @@ NAMES = {
     DRAIN: "end of a flush",
     PASS: "evaluation, inference",
 }
-"""What an action is called, by the number of its kind in a span."""
+"""The names of actions, by the number of the kind in a span."""
 _COLOURS = dict(
     zip(
         NAMES,
@@ -63,7 +63,7 @@ class Box(NamedTuple):
         kind: The number of the action's kind in a span.
         start: In nanoseconds from the start of the trace, as is ``end``.
         label: The action, as ``F3``, or ``2:F3`` if the worker hosts several stages.
-        tip: What else there is to say of it, in words.
+        tip: All else about it, in words.
         shade: From 0 for the first stage of the worker up to below 1.
     """
 

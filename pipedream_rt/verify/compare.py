@@ -49,7 +49,7 @@ class Place(NamedTuple):
 
 
 Seen: TypeAlias = dict[Place, Any]
-"""What a training has computed, in the order of computation: `sampled` tensors, and losses."""
+"""The values of a training, in the order of computation: `sampled` tensors, and losses."""
 
 MOST = 1 << 14
 """The elements of a tensor that are compared, at most: so its size does not count."""

@@ -1,4 +1,4 @@
-"""A mini-batch beside its micro-batches, in plain PyTorch: what is other because it was cut."""
+"""A mini-batch beside its micro-batches, in plain PyTorch: what differs because it was cut."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MANY = 16
 
 
 class Cutting(NamedTuple):
-    """What a mini-batch computes otherwise in micro-batches than as one.
+    """The differences between a mini-batch in micro-batches and as one.
 
     Attributes:
         losses: That of the whole, and the weighed sum of the micro-batches.
@@ -65,7 +65,7 @@ def _compared(plain: PlainTraining, cut: CutBatch) -> Cutting | None:
     filled = list(cut.filled.values())[:2]
     (whole, _), *parts = cut.first(2)
     total = math.fsum(part.share for part in filled) or 1.0
-    # Told losses add up already.
+    # Losses that were divided by the total add up already.
     shares = [1.0 if cut.told else part.share / total for part in filled]
     one = [(*plain.flat(whole), 1.0)]
     several = [

@@ -39,7 +39,7 @@ _CONSTANT = (*PLAIN, bytes, type, FunctionType, ModuleType, torch.dtype, torch.d
 
 
 class Shared:
-    """What copies of a job's model, loss and optimizer share with the script, by name."""
+    """The objects that copies of a job's model, loss and optimizer share with the script."""
 
     def __init__(self, job: Job) -> None:
         self._threads = job.options.layout.threads
@@ -75,7 +75,7 @@ class Shared:
 
 
 class Kept:
-    """What holders hold, and other objects, as they were: up to ``limit`` bytes of tensors.
+    """The values of holders, and other objects, as they were: up to ``limit`` bytes of tensors.
 
     Attributes:
         tensors: The tensors that are put back.
@@ -147,7 +147,7 @@ class Kept:
             self._undo.append(undo)
 
     def _of_tensor(self, tensor: Tensor) -> Callable[[], object] | None:
-        """Return what puts the values of a tensor back."""
+        """Return a function that puts the values of a tensor back."""
         if tensor.is_meta or tensor.is_inference() or tensor.layout is not torch.strided:
             return None
         self._count(tensor.nbytes)
@@ -166,7 +166,7 @@ class Kept:
 
 
 def held_by(holders: Iterable[Holder]) -> dict[str, Any]:
-    """Return what holders hold, by what messages call it, in a form that can be compared."""
+    """Return the values of holders by their names in messages, in a form that can be compared."""
     return {h.called(key): _comparable(value) for h in holders for key, value in h.raw().items()}
 
 
@@ -177,7 +177,7 @@ def generators_in(holders: Iterable[Holder]) -> list[Any]:
 
 
 def _of_file(file: Any) -> Callable[[], object]:
-    """Return what sets the place back at which a file is read."""
+    """Return a function that sets the place back at which a file is read."""
     try:
         return partial(file.seek, file.tell())
     except (OSError, ValueError):  # a pipe; or a text that is being iterated over

@@ -57,7 +57,7 @@ class Copies:
 Gradients: TypeAlias = dict[str, Tensor]
 
 Flat: TypeAlias = tuple[Value, Value, float]
-"""What the model takes of a mini-batch, its target, and the factor of its loss."""
+"""The inputs of a mini-batch, its target, and the factor of its loss."""
 
 
 def copies_of(job: Job, state: Mapping[str, Any] | None) -> Copies:
@@ -188,6 +188,7 @@ class _Seeding(TorchFunctionMode):
         self, names: Sequence[str], inside: Sequence[str], seed: Callable[[str], object]
     ) -> None:
         super().__init__()
+        # A recorded forward draws in one order, so a function is compared with the next name only.
         self._left, self._inside, self._seed = list(names), inside, seed
 
     def __torch_function__(
@@ -236,7 +237,9 @@ class PlainTraining:
         self._layers = self._model.sequence or {
             name: whole.get_submodule(name) for name in job.reading.forwards.layers
         }
-        self._given = {} if self._model.sequence is not None else without_cache(self._model.whole)
+        self._without_cache = (
+            {} if self._model.sequence is not None else without_cache(self._model.whole)
+        )
         spared = weights_in(copies.model.modules.values())
         roots = ([("model", whole), ("the loss", copies.loss_fn)], [("", self._optimizer)])
         holders, of_optimizer = (list(Parcel(each, spared).found.values()) for each in roots)
@@ -332,6 +335,7 @@ class PlainTraining:
         """Compute the gradients of all micro-batches; return whether there was the time."""
         tap, whole = Tap(self._layers, seen, self.seed), WholeLoss()
         try:
+            # One by one, as stages do: `cutting.py` asks whether the mini-batch as one is the same.
             for i, part in cut.filled.items():
                 if i and late():
                     return False
@@ -344,15 +348,16 @@ class PlainTraining:
                     whole.met.append(Met.of(number, part.samples, output, part.target))
                     continue
                 loss = self._loss_of(output, copy_of(part.target))
-                tap.at = None
+                tap.at = None  # else a checkpoint, which calls layers again, would be noted
                 if isinstance(self._loss, GivenGradients):
                     seen[Place(step, number, "result")] = self._loss.outputs
                 else:
                     seen[Place(step, number, "loss")] = loss.item()
-                if share:
+                if share:  # without a share the loss may be NaN, and stages do no backward either
                     # In a backward each stage draws for itself: what is drawn cannot be compared.
                     self.seed(number, "backward")
                     before = self.drawn()
+                    # No product by 1.0: the graph is to be the one that the stage has.
                     (loss * share if share != 1.0 else loss).backward()
                     if self.drawn() != before:
                         self.notes["backward"] = None
@@ -374,8 +379,10 @@ class PlainTraining:
             before = self.drawn()
             asked = [t for t, asks in zip(each.value.tensors, each.value.requires_grad) if asks]
             pairs = zip(asked, whole.gradients(each.number), strict=True)
-            given = [(tensor, gradient) for tensor, gradient in pairs if gradient is not None]
-            torch.autograd.backward([t for t, _ in given], [g for _, g in given])
+            with_gradient = [
+                (tensor, gradient) for tensor, gradient in pairs if gradient is not None
+            ]
+            torch.autograd.backward([t for t, _ in with_gradient], [g for _, g in with_gradient])
             if self.drawn() != before:
                 self.notes["backward"] = None
 
@@ -385,8 +392,10 @@ class PlainTraining:
         if clip is not None:
             self._clip(clip)
         for name, parameter in self._trained.items():
-            if parameter.grad is not None:
+            if parameter.grad is not None:  # clipped: stages note those that they step with
                 seen[Place(step, -1, "gradient", name)] = sampled(parameter.grad)
+            # With those of the stages the step is compared by itself: else rounding in gradients
+            # would be seen in the weights once more, and larger.
             if gradients is not None:
                 parameter.grad = gradients.get(name)
         before = self.drawn()
@@ -399,7 +408,7 @@ class PlainTraining:
                 seen[Place(step, -1, "state", name)] = sampled(value)
 
     def nudge(self) -> None:
-        """Round weights otherwise, by which a gradient that is noise is another one."""
+        """Round weights otherwise: a gradient that is noise then differs."""
         with torch.no_grad():
             for name in self.stepped:
                 self._trained[name].mul_(1 + torch.finfo(self._trained[name].dtype).eps)
@@ -445,10 +454,10 @@ class PlainTraining:
         With ``anew`` each begins as it was kept, so what they change meanwhile does not count.
         """
         total = 0.0
-        for given, target, share in batches:
+        for inputs, target, share in batches:
             if anew:
                 kept.put_back()
-            loss = self._computed(copy_of(given), copy_of(target))
+            loss = self._computed(copy_of(inputs), copy_of(target))
             (loss * share).backward()
             total += loss.item() * share
         left = self.held()
@@ -460,8 +469,8 @@ class PlainTraining:
 
     def flat(self, batch: Batch) -> tuple[Value, Value]:
         """Return copies of what the model takes of a mini-batch, and of its target."""
-        given, target = inputs_of(self.job, batch)
-        return flat_copy(given), flat_copy(target)
+        inputs, target = inputs_of(self.job, batch)
+        return flat_copy(inputs), flat_copy(target)
 
     @contextmanager
     def in_eval_mode(self, kinds: type[nn.Module]) -> Iterator[None]:
@@ -505,30 +514,29 @@ class PlainTraining:
             state |= self._loss.state_dict(prefix=f"{LOSS_LAYER}.", keep_vars=True)
         return state
 
-    def _computed(self, given: Any, target: Any) -> Tensor:
+    def _computed(self, inputs: Any, target: Any) -> Tensor:
         """Return the loss of inputs."""
-        return self._loss_of(self._output(given), target)
+        return self._loss_of(self._output(inputs), target)
 
-    def _output(self, given: Any, draws: Any = None) -> Any:
+    def _output(self, inputs: Any, draws: Any = None) -> Any:
         """Return the output of inputs; ``draws`` is a context of the forward."""
         with self._casting(), draws or nullcontext():
-            return self._forward(given)
+            return self._forward(inputs)
 
     def _loss_of(self, output: Any, target: Any) -> Tensor:
-        """Return the loss of an output."""
         with self._casting():
             assert self._loss is not None
             loss: Tensor = total_of(self._loss(output, target))[0]
             return loss
 
-    def _forward(self, given: Any) -> Any:
+    def _forward(self, inputs: Any) -> Any:
         """Call the model, or its layers one after another."""
         if self._model.sequence is None:
-            args, kwargs = given
-            return self._model.whole(*args, **{**self._given, **kwargs})
+            args, kwargs = inputs
+            return self._model.whole(*args, **{**self._without_cache, **kwargs})
         for layer in self._model.sequence.values():
-            given = layer(given)
-        return given
+            inputs = layer(inputs)
+        return inputs
 
     def _casting(self) -> AbstractContextManager[Any]:
         """Return the context in which forwards and losses run."""
@@ -541,7 +549,6 @@ class PlainTraining:
         torch.manual_seed(layer_seed(self.job.options.seed, number, name))
 
     def _clip(self, clip: Clip) -> None:
-        """Clip the gradients."""
         if clip.value is not None:
             nn.utils.clip_grad_value_(self._trained.values(), clip.value)
             return
@@ -561,7 +568,7 @@ def rounding_in(job: Job) -> float:
 
 
 def copy_of(value: Value) -> Any:
-    """Return what was flattened, with copies of its tensors."""
+    """Return a flattened value, with copies of its tensors."""
     return unflatten(value.structure, [tensor.clone() for tensor in value.tensors])
 
 
@@ -571,8 +578,8 @@ def inputs_of(job: Job, batch: Batch) -> tuple[Any, Any]:
     A forward or a loss may change them in place, and the mini-batch is the script's own.
     """
     batch = unmarked(batch)
-    given = batch.args[0] if job.model.sequence is not None else (batch.args, batch.kwargs)
+    inputs = batch.args[0] if job.model.sequence is not None else (batch.args, batch.kwargs)
     copies: tuple[Any, Any] = replaced(
-        (given, batch.target), (Tensor,), functools.partial(own, copy=True)
+        (inputs, batch.target), (Tensor,), functools.partial(own, copy=True)
     )
     return copies

@@ -51,7 +51,7 @@ from pipedream_rt.verify.stand_in import NOTE, MeanOfOutputs, with_stand_in
 from pipedream_rt.verify.twin import Twin, names_by_stage, steps_that_draw
 
 _RESULTS = ("loss", "result")
-"""The kinds of what the workers return for a micro-batch."""
+"""The kinds of values that the workers return for a micro-batch."""
 
 _NOT_COMPARED = "the first mini-batch was not compared with plain PyTorch"
 
@@ -179,7 +179,7 @@ def _both(
 def _parted(
     plain: PlainTraining, cut: CutBatch, own: Seen, theirs: Seen
 ) -> tuple[int, Parted | None]:
-    """Return how many values were compared, and which is the first that differs, if one does."""
+    """Return the number of values that were compared, and the first that differs, if any."""
     noise = functools.cache(lambda: noise_of(plain, cut))
 
     def excused(place: Place, by: float) -> bool:
@@ -195,7 +195,7 @@ def _parted(
 def _said_of(
     cutting: Cutting | None, notes: list[str], in_script: bool = False
 ) -> tuple[str, float, str] | None:
-    """Return what micro-batches change, by how much and why; None for nothing but state."""
+    """Return which value micro-batches change, by how much and why; None for state alone."""
     if cutting is None:
         return None
     if cutting.kept:
@@ -352,7 +352,9 @@ class Watching:
                 raise ConfigError(f"verified: {found}")
             say(f"verified: {found}")
 
-    def answered(self, cut: CutBatch | None, values: Sequence[Value], given: Sequence[Any]) -> None:
+    def answered(
+        self, cut: CutBatch | None, values: Sequence[Value], gradients: Sequence[Any]
+    ) -> None:
         """Look at the first update whose loss the script has computed.
 
         Of each micro-batch there is the output, and the gradients of those tensors that ask for
@@ -365,7 +367,9 @@ class Watching:
             self._cut, self._hyper = cut, [optimizer.groups()]
         if self._at_first is None or self._cut is None:
             return
-        targets = [_spread(value, of_part) for value, of_part in zip(values, given, strict=True)]
+        targets = [
+            _spread(value, of_part) for value, of_part in zip(values, gradients, strict=True)
+        ]
         answered = _with_targets(self._cut, targets)
         self._cut = None
 
@@ -421,7 +425,7 @@ class Watching:
                 _log.warning("%s", note)
         if text is None:
             return
-        said = "{} differs by {:.2g}. {}".format(*text)
+        problem = "{} differs by {:.2g}. {}".format(*text)
         # A loss on the last stage is compared there.
         if (
             self._job.decisions.left_out.micro_batches
@@ -429,10 +433,10 @@ class Watching:
             and (in_script or not cutting.loss)
         ):
             raise ConfigError(
-                f"{said}. To train on micro-batches all the same, as plain PyTorch does where it "
-                f"accumulates gradients, give micro_batches={self._job.plan.per_update}"
+                f"{problem}. To train on micro-batches all the same, as plain PyTorch does where "
+                f"it accumulates gradients, give micro_batches={self._job.plan.per_update}"
             )
-        _log.warning("%s", said)
+        _log.warning("%s", problem)
 
     def _refuse(self, parted: Parted) -> NoReturn:
         """Raise the error about a first mini-batch that is not as in plain PyTorch."""
@@ -510,9 +514,9 @@ class Watching:
             return seen, whole_and_parts(plain, cut.first_part or cut)
 
 
-def _spread(value: Value, given: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+def _spread(value: Value, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """Return the gradients of all tensors of an output; None for those that ask for none."""
-    left = iter(given)
+    left = iter(gradients)
     return tuple(next(left, None) if asks else None for asks in value.requires_grad)
 
 
@@ -537,7 +541,7 @@ def _is_after(until: float) -> bool:
 
 
 def say_memory(job: Job, steps: int) -> None:
-    """Say what a verification of mini-batches will take."""
+    """Say how much memory a verification of mini-batches will take."""
     size = _size_of(job)
     # Twice the weights, gradients and an optimizer's state; and what of it is stepped once more.
     most = (5 * size + 4 * min(size, budget_of(job))) >> 20
@@ -571,7 +575,7 @@ def _steps_plainly(job: Job) -> bool:
 
 
 def watching(job: Job, run: Run, asked: int) -> Watching | None:
-    """Return what verifies the first mini-batches of a run; None if nothing does."""
+    """Return the `Watching` of the first mini-batches of a run; None if nothing is verified."""
     trains = (
         job.reading.loss_fn is not None or job.plan.loss_in_script
     ) and job.reading.optimizer is not None

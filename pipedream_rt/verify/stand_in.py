@@ -1,4 +1,4 @@
-"""What stands for the loss that a script computes, where a copy of its model trains beside it.
+"""The stand-in for a loss in the script, where a copy of the model trains beside it.
 
 The loss itself is plain PyTorch in the script, so there is nothing to compare it with. Its
 gradients are known for a mini-batch that the script has answered (`GivenGradients`). For others

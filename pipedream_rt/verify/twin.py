@@ -1,4 +1,4 @@
-"""Copies of a job's stages in this process, of which all that they compute can be seen."""
+"""Copies of a job's stages in this process: all that they compute can be seen."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Twin:
 
     Attributes:
         parts: The optimizer, taken apart.
-        left_out: What of the job is left out, in sentences.
-        forwards: What the forwards of the copy do.
+        left_out: The parts of the job that are left out, in sentences.
+        forwards: The forwards of the copy.
         gradients: Copies of those with which the stages have stepped last, by name.
     """
 
@@ -55,7 +55,7 @@ class Twin:
             self._stages: list[Stage] = [
                 cluster.reference(address, "stage").local_value() for address in made.plan.addresses
             ]
-        self._run.feeder.decision.said = lambda text: None  # the run itself says it
+        self._run.feeder.decision.announce = lambda text: None  # the run itself says it
         self._group.recovery._specs.clear()  # never started again, so nobody needs the weights here
         # The script changes nothing meanwhile; plain PyTorch trains the copy of its model.
         made.script_values.watches = False
@@ -143,7 +143,7 @@ class Twin:
 
 
 def _plain_options(job: Job, copies: Copies, batch: Batch) -> tuple[Options, list[str]]:
-    """Return the options of a job without what plain PyTorch lacks, and a note of what that is."""
+    """Return the options of a job that plain PyTorch has too, and a note about the others."""
     options, training, layout, plan = (
         job.options,
         job.options.training,

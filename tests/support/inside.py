@@ -55,7 +55,7 @@ def lose(pipe, stage=1):
     """Let a worker that is a thread be gone."""
     found, name = recovery(pipe), f"stage-{stage}"
     gone = WorkerLost(f"worker {name!r} is gone", worker=name, stage=stage)
-    found._came.fail_of(found.generation)(gone)
+    found._receiver.fail_of(found.generation)(gone)
 
 
 def hosts(pipe):

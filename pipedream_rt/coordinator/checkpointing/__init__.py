@@ -1,1 +1,1 @@
-"""Checkpoints that are made while a run goes on, and what identifies a state."""
+"""Checkpoints that are made while a run goes on, and fingerprints of states."""

@@ -48,7 +48,7 @@ class _Begun:
     Attributes:
         position: Position of the command to save, in the feed.
         manifest: The manifest, without files, fingerprints and results.
-        unseen: The mini-batches before it whose results the script had not seen when it began.
+        unseen: The mini-batches before it whose results the script had not seen by then.
         root: Folder of the run, in which ``part`` becomes a checkpoint.
         keep: Number of the newest checkpoints to keep; None to keep all.
     """
@@ -224,10 +224,12 @@ class Checkpointer:
         self._failed = 0
         log = self._group.feed.log
         log.begin(dataclasses.replace(begun.restore_point, folder=folder, run=manifest.run))
-        # Where the run went back to an earlier step, a resume must not take what it gave up.
+        # A run that went back to an earlier step has given up later checkpoints: a resume must not
+        # take one.
         put_aside_later(begun.root, folder)
         if begun.keep is not None:
-            # Origins stay, whatever their number: a recovery goes back to them.
+            # The checkpoints of restore points stay, whatever their number: a recovery goes back to
+            # them.
             prune(
                 begun.root,
                 begun.keep,

@@ -31,7 +31,7 @@ EXIT_CODE = 128 + signal.SIGTERM
 
 
 _CLOSED = b"\0"
-"""What `close` wakes the thread with: the number of no signal."""
+"""The byte with which `close` wakes the thread: the number of no signal."""
 
 
 class Preemption:
@@ -89,11 +89,11 @@ class Preemption:
             if signal.SIGTERM in numbers:
                 break
         woken.settimeout(self._grace.total_seconds())
-        came = time.monotonic()
+        began = time.monotonic()
         with suppress(TimeoutError):
             while _CLOSED not in (numbers := woken.recv(64)):
                 # Slurm sends it to all processes of a job, and `pipedream-rt run` passes it on.
-                if signal.SIGTERM in numbers and time.monotonic() - came > _SAME_SIGNAL_S:
+                if signal.SIGTERM in numbers and time.monotonic() - began > _SAME_SIGNAL_S:
                     break
             else:
                 return

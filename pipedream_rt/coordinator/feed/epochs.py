@@ -25,7 +25,7 @@ _log = log_of(__name__)
 
 
 class Script(Protocol):
-    """What an iteration over outputs asks of the script's place in the plan (`ScriptLoss`)."""
+    """The part of `ScriptLoss` that an iteration over outputs uses."""
 
     def take(self) -> Any:
         """Wait for the output of the oldest mini-batch on its way."""
@@ -34,17 +34,17 @@ class Script(Protocol):
         """Give the gradients that lie on it; return the number of the mini-batch."""
 
     def leave(self) -> None:
-        """Skip the updates of what is on its way."""
+        """Skip the updates of the mini-batches on their way."""
 
     def require_closed(self, what: str) -> None:
         """Refuse something while an update of forwards is open."""
 
 
 class State(Protocol):
-    """What an iteration over outputs asks of the run's state (`RunState`)."""
+    """The part of `RunState` that an iteration over outputs uses."""
 
     def rest_is_due(self) -> bool:
-        """Whether a checkpoint wants that nothing is on its way."""
+        """Whether a checkpoint waits until nothing is on its way."""
 
     def mini_batch_was_fed(self) -> None:
         """Make the checkpoint."""
@@ -61,7 +61,7 @@ def _say_if_not_drawn(what: str, begun: list[bool]) -> None:
 
 
 class Epoch(Generator[T, None, None]):
-    """What an epoch yields, one after another; its length is that of its loader."""
+    """The iteration over an epoch; its length is that of its loader."""
 
     def __init__(self, what: str, results: Generator[T, None, None], loader: object) -> None:
         self._results, self._loader = results, loader
@@ -89,7 +89,7 @@ class Epoch(Generator[T, None, None]):
         return self._results.throw(*error)
 
     def close(self) -> None:
-        """Leave the epoch; what was injected is trained on all the same."""
+        """Leave the epoch; injected mini-batches are trained on all the same."""
         self._results.close()
 
 

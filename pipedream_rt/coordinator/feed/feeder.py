@@ -70,14 +70,14 @@ class Feeder:
 
     Attributes:
         optimizer: The optimizer that the stages step with; None if there is none.
-        decision: Of what the last stage computes the loss.
+        decision: What the last stage computes the loss of.
         credits: Number of mini-batches that may be on their way at a time.
-        items: What reads the items of loaders.
+        items: The reader of items of loaders.
         step: Number of mini-batches injected so far.
         script: The values of the script that stages have copies of.
         first: Called with the first mini-batch, before it is fed, and the number of micro-batches.
         passes: Number of micro-batches fed so far for evaluation and inference.
-        numbers: Numbers for what stages keep between the passes of a generation or evaluation.
+        numbers: Numbers for the caches and buffers that stages keep from pass to pass.
         pending: The mini-batches on their way, oldest first.
         waited_s: The seconds for which the script has waited for results.
         watch_first: Called with each injected mini-batch until it returns False; None for nobody.
@@ -168,7 +168,7 @@ class Feeder:
             raise ConfigError(ELSEWHERE)
 
     def places_of_inputs(self, part: MicroBatch) -> Iterator[tuple[int, list[int]]]:
-        """Yield stages, with the places of what each takes among inputs that ask for gradients."""
+        """Yield stages, with the places of their inputs among those that ask for gradients."""
         asks = zip(part.inputs.tensors, part.inputs.requires_grad)
         at = {id(each): i for i, each in enumerate(t for t, asked in asks if asked)}
         for stage, _, tensors in self.forwards.shares(part.program, part.inputs):
@@ -228,7 +228,7 @@ class Feeder:
         return self.decision.applied(self._cutter.cut(batch, self.training, adds))
 
     def _part(self, number: int) -> str:
-        """Say what part of its mini-batch a training micro-batch is; empty for all of it."""
+        """Say which part of its mini-batch a training micro-batch is; empty for all of it."""
         step, i = divmod(number, self._per_update)
         known = [self._newest] if self._newest is not None else []
         for pending in (*self.pending, *known):
@@ -285,7 +285,7 @@ class Feeder:
         return head.position
 
     def _losses_add(self, batch: Accumulated) -> bool:
-        """Whether losses of micro-batches that are told the total add up to that of the whole."""
+        """Whether losses of micro-batches add up to that of the whole where the total is given."""
         if TOTAL not in batch.parts[0].kwargs or self._per_update == batch.of:
             return False
         for part in batch.parts if self._adds is None else ():
@@ -305,7 +305,7 @@ class Feeder:
         refuse_contexts()
 
     def part(self, batch: Batch, mode: Mode, samples: int = 1) -> MicroBatch:
-        """Return what is fed of a micro-batch."""
+        """Return a micro-batch as it is fed."""
         return self._cutter.part(batch, mode, self._group.feed.training, samples)
 
     def _compared(self, cut: CutBatch) -> dict[int, list[int]]:
@@ -336,7 +336,7 @@ class Feeder:
         if again != of_parts[0] and not math.isnan(again):
             _log.warning(RANDOM)
             return ""
-        # Told losses add up, and means are compared.
+        # Losses that were divided by the total add up, and means are compared.
         whole = whole / len(of_parts) if cut.told else whole
         filled = cut.filled.values()
         weighed = [(loss, part.share) for loss, part in zip(of_parts, filled, strict=False)]
@@ -383,7 +383,7 @@ class Feeder:
         return message
 
     def _came(self, pending: PendingStep, messages: Sequence[Message]) -> None:
-        """Set the outcome of a mini-batch, and tell of it."""
+        """Set the outcome of a mini-batch, and show it to those who watch."""
         payloads = (message.payload for message in messages)
         taken = [each for each in payloads if isinstance(each, Loss)]
         pending.outcome = _result(pending, taken)
@@ -506,7 +506,7 @@ class Feeder:
 
     @contextmanager
     def _buffers_of(self, number: int) -> Iterator[list[int]]:
-        """In the body, let stages keep buffers of an evaluation, and recoveries redo ``stays``."""
+        """Let stages keep buffers of an evaluation in the body, and recoveries redo ``stays``."""
         stays: list[int] = []
         try:
             yield stays
@@ -544,7 +544,7 @@ class Feeder:
         ahead: deque[tuple[int, MicroBatch]] = deque()
 
         def collect(fails: bool = True) -> tuple[MicroBatch, Loss, Any]:
-            """Take what came of the oldest micro-batch on its way; raise what a stage has."""
+            """Take the result of the oldest micro-batch on its way; raise the error of a stage."""
             position, part = ahead[0]
             loss, output = self._take_loss(position)
             ahead.popleft()  # now: what is waited for again must still be there
@@ -571,7 +571,7 @@ class Feeder:
                 collect(fails=False)
 
     def _refuse_failed(self, loss: Loss) -> None:
-        """Raise what a stage has raised in a pass that does not train."""
+        """Raise the error of a stage in a pass that does not train."""
         if loss.failed is not None:
             raise self._group.recovery.error_of(loss.failed)
 

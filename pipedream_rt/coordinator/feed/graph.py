@@ -24,7 +24,7 @@ from pipedream_rt.stage.joining import Part, dense_of, summed
 
 
 class Stages(Protocol):
-    """What a call asks for in a backward."""
+    """The part of `ScriptLoss` that a call uses in a backward."""
 
     def input_gradients(self, call: Call) -> list[Tensor | None]:
         """Return the gradients of those inputs that ask for one."""
@@ -50,7 +50,7 @@ class Call:
         parts: Its micro-batches, and ``fed`` how they were fed.
         messages: The messages in which its output came.
         asked: The inputs that require a gradient.
-        outputs: What these hold, by micro-batch.
+        outputs: The outputs in these, by micro-batch.
         asks: Which tensors of the joined output ask for a gradient.
         gradients: The sums of the gradients that came so far, by tensor that asks for one. They
             are of the weights too: where only the gradient of an input was asked for, as by
@@ -59,8 +59,8 @@ class Call:
         trains: Whether a backward was for the weights.
         is_given: Whether these went to the stages.
         is_reached: Whether a backward has reached its inputs.
-        came: Whether the gradients of its inputs came, in ``found``: places of inputs, and the
-            message of the stage that takes them.
+        is_answered: Whether the gradients of its inputs came, in ``found``: places of inputs, and
+            the message of the stage that takes them.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Call:
         self.gradients: list[Tensor | None] = []
         self.of_inputs: list[Tensor | None] = []
         self.trains = False
-        self.is_given = self.is_reached = self.came = False
+        self.is_given = self.is_reached = self.is_answered = False
         self.found: list[tuple[list[int], Message]] = []
 
     def end(self) -> None:

@@ -9,8 +9,8 @@ every iterable that yields the same items from the same generators, as a
 
 A sampler that is seeded per epoch (``sampler.set_epoch(epoch)``) gets the right number from
 ``for epoch in range(pipe.epoch, epochs)``. Those that count epochs by themselves, as accelerate's
-do, are set to the number and the seed that they had. Whatever else a loader goes by: the first item
-that is drawn again is compared with the one before, and a difference is logged.
+do, are set to the number and the seed that they had. A loader may depend on more than that. So the
+first item that is drawn again is compared with the one before, and a difference is logged.
 
 Some loaders, such as ``torchdata``'s StatefulDataLoader, know their place: they have
 ``state_dict()``, which returns numbers, texts, lists and dicts, and ``load_state_dict(state)``,
@@ -102,7 +102,7 @@ def _counters(loader: object) -> Iterator[tuple[object, dict[str, int]]]:
 
 
 _COUNTERS = ("epoch", "_epoch", "iteration", "initial_seed")
-"""The names of attributes by which samplers count epochs, or keep a seed that they have drawn."""
+"""The names of attributes in which samplers count epochs, or keep a drawn seed."""
 
 
 def _is_count(value: object) -> bool:
@@ -201,7 +201,7 @@ class Loading:
     Attributes:
         fetched: A list with the item that was drawn ahead; empty at the end of the loader.
         pending: The mini-batches whose results the script has not seen yet.
-        error: What the loader raised, kept until the results of the items before it are handed
+        error: The error of the loader, kept until the results of the items before it are handed
             out; None if it raised nothing.
     """
 

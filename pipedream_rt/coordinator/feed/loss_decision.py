@@ -1,4 +1,4 @@
-"""Of what the loss of a mini-batch is computed: what the job says, or the first one decides."""
+"""What the loss of a mini-batch is computed of, as the job says or the first one decides."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ ELSEWHERE = (
 
 
 class LossDecision:
-    """Of what the loss is computed.
+    """The decision what the loss is computed of.
 
     Attributes:
-        of_loss: What is known of it so far.
-        said: Called with what the first mini-batch has decided, in words.
+        of_loss: The decision so far.
+        announce: Called with the decision of the first mini-batch, in words.
 
-    ``own``: whether the model computes the loss itself, of what it gets.
+    ``own``: whether the model computes the loss itself, from its inputs.
     """
 
     def __init__(self, of_loss: OfLoss, own: bool) -> None:
         self.of_loss, self._own = of_loss, own
-        self.said: Callable[[str], object] = functools.partial(note, _log)
+        self.announce: Callable[[str], object] = functools.partial(note, _log)
 
     @property
     def whole(self) -> bool | None:
@@ -45,17 +45,17 @@ class LossDecision:
         return {OfLoss.WHOLE: True, OfLoss.PARTS: False}.get(self.of_loss)
 
     def resume(self, whole: bool | None) -> None:
-        """Take what the first mini-batch of a run said of the loss, unless the script says it."""
+        """Take over the decision of a run's first mini-batch, unless the script has decided."""
         if self.of_loss is OfLoss.DECIDE and whole is not None:
             self.of_loss = OfLoss.WHOLE if whole else OfLoss.PARTS
 
     @property
     def leaves_uncut(self) -> bool:
-        """Whether the model is to get mini-batches whole, of which it computes the loss."""
+        """Whether the model gets mini-batches whole, because it computes the loss of them."""
         return self._own and self.of_loss is OfLoss.WHOLE
 
     def applied(self, cut: CutBatch) -> CutBatch:
-        """Return a mini-batch of which is said of what its loss is computed."""
+        """Return a mini-batch that says what its loss is computed of."""
         if self.of_loss is cut.parts[0].loss or len(cut.filled) < 2 or self._own:
             return cut
         elsewhere = self.of_loss is not OfLoss.PARTS and is_cut_elsewhere(cut.batch)
@@ -71,7 +71,7 @@ class LossDecision:
         return cut._replace(parts=[part._replace(loss=self.of_loss) for part in cut.parts])
 
     def came(self, taken: Sequence[Loss]) -> None:
-        """Take what the last stage has decided by a mini-batch, if it was to decide."""
+        """Take the decision of the last stage from a mini-batch's losses, if it was to decide."""
         if self.of_loss is OfLoss.DECIDE and any(each.parts or each.whole for each in taken):
             self._decide(next((each.whole for each in taken if each.whole), ""))
 
@@ -87,4 +87,4 @@ class LossDecision:
     def _decide(self, why: str) -> None:
         self.of_loss = OfLoss.WHOLE if why else OfLoss.PARTS
         if why:
-            self.said(about_whole_loss(why, cut=not self._own))
+            self.announce(about_whole_loss(why, cut=not self._own))

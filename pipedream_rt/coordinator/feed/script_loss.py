@@ -59,7 +59,7 @@ class _Handed:
         self.parts, self.is_given = parts, False
         structure, tensors, self._asks = joined(parts)
         self._leaves = [t for t, asked in zip(tensors, self._asks, strict=True) if asked]
-        self._came: list[Tensor | None] = [None] * len(self._leaves)
+        self._caught: list[Tensor | None] = [None] * len(self._leaves)
         for i, leaf in enumerate(self._leaves):
             leaf.requires_grad_()
             leaf.register_hook(lambda gradient, i=i: self._note(i, gradient))
@@ -73,28 +73,28 @@ class _Handed:
                 "loss.backward(). Call backward before these; and detach what is kept of an output "
                 "for later mini-batches"
             )
-        self._came[i] = summed(self._came[i], dense_of(gradient))
+        self._caught[i] = summed(self._caught[i], dense_of(gradient))
 
     def end(self) -> None:
         """Refuse further gradients, and forget all values: the hooks of the leaves stay."""
         self.is_given, self.value = True, None
-        self._leaves, self._came, self._asks, self.parts = [], [], [], ()
+        self._leaves, self._caught, self._asks, self.parts = [], [], [], ()
 
     def by_part(self, gradients: Given) -> list[Given]:
         """Return the gradients of each micro-batch."""
         return [*slices(self.parts, self._asks, gradients)]
 
     def gradients(self) -> list[Tensor | None]:
-        """Return what lies on the leaves: the sum of all backwards, or what the script put there.
+        """Return the gradients on the leaves: sums of all backwards, or those that the script put.
 
         It has the strides with which it came. `leaf.grad` may have others, those of the leaf, and
         kernels round differently for other strides.
         """
-        pairs = ((leaf.grad, came) for leaf, came in zip(self._leaves, self._came, strict=True))
+        pairs = ((leaf.grad, total) for leaf, total in zip(self._leaves, self._caught, strict=True))
         return [
-            came if came is not None and lies is not None and torch.equal(came, dense_of(lies))
+            total if total is not None and lies is not None and torch.equal(total, dense_of(lies))
             else lies if lies is None else dense_of(lies)
-            for lies, came in pairs
+            for lies, total in pairs
         ]  # fmt: skip
 
 
@@ -140,7 +140,7 @@ class ScriptLoss:
         return self._handed.value
 
     def answer(self) -> int:
-        """Give the gradients that lie on the output that the script has, if it has one.
+        """Give the gradients of the output in the hands of the script, if there is one.
 
         Return the number of the last mini-batch whose output the script has had.
         """
@@ -148,23 +148,25 @@ class ScriptLoss:
             return self._last
         gradients, parts = handed.gradients(), handed.parts
         self._require_finite(gradients, self._feeder.pending[0].step)
-        given, skips = handed.by_part(gradients), all(g is None for g in gradients)
+        of_parts, skips = handed.by_part(gradients), all(g is None for g in gradients)
         self._handed = None
         handed.end()
-        self._give_all(given, skips)
+        self._give_all(of_parts, skips)
         if not skips:
-            self._look(None, [part.value for part in parts], given)
+            self._look(None, [part.value for part in parts], of_parts)
         return self._last
 
-    def _look(self, cut: CutBatch | None, values: Sequence[Value], given: Sequence[Given]) -> None:
+    def _look(
+        self, cut: CutBatch | None, values: Sequence[Value], gradients: Sequence[Given]
+    ) -> None:
         """Let the first update that the script has computed be looked at."""
         if (watch := self.watch_first) is not None:
             self.watch_first = None  # not once more, if it raises
-            watch(cut, values, given)
+            watch(cut, values, gradients)
 
-    def _give_all(self, given: Sequence[Given], skips: bool) -> None:
+    def _give_all(self, gradients: Sequence[Given], skips: bool) -> None:
         """Give the gradients of the oldest mini-batch, by micro-batch with samples."""
-        pending, left = self._feeder.pending.popleft(), iter(given)
+        pending, left = self._feeder.pending.popleft(), iter(gradients)
         # A mini-batch that is given in part must end the pipeline.
         with self._group.life.guard("the gradients of a mini-batch were sent"):
             for i, (key, number) in enumerate(self._feeder.keys_of(pending)):
@@ -221,8 +223,8 @@ class ScriptLoss:
             flags = tuple(tensor.requires_grad for tensor in inputs)
             parts = [p._replace(inputs=p.inputs._replace(requires_grad=flags)) for p in parts]
         self._group.feed.define()
-        hyper, given = optimizer.hyper(), feeder.script.now()
-        call = Call(self, parts, [self._feed(part, hyper, given) for part in parts], asked)
+        hyper, script_values = optimizer.hyper(), feeder.script.now()
+        call = Call(self, parts, [self._feed(part, hyper, script_values) for part in parts], asked)
         with self._group.life.guard("forward waited for its output"):
             call.messages = [feeder.take(fed.key, fed.number) for fed in call.fed]
         self._calls.append(call)
@@ -233,11 +235,11 @@ class ScriptLoss:
         structure, tensors, asks = joined(call.outputs)
         return unflatten(structure, in_graph(call, tensors, asks))
 
-    def _feed(self, part: MicroBatch, hyper: list[Hyper], given: list[list[Any]]) -> Fed:
+    def _feed(self, part: MicroBatch, hyper: list[Hyper], script_values: list[list[Any]]) -> Fed:
         """Feed the next micro-batch of the open update."""
         feeder = self._feeder
         number = feeder.step * self._plan.per_update + len(self._fed)
-        position = feeder.feed(part, number, hyper, given)
+        position = feeder.feed(part, number, hyper, script_values)
         fed = Fed(number, position, part.samples, feeder.key_of(number, position))
         self._fed.append(fed)
         return fed
@@ -298,12 +300,12 @@ class ScriptLoss:
 
     @property
     def _one_more(self) -> str:
-        """What to do where the last of the micro-batches has applied its update."""
+        """The advice where the last of the micro-batches has applied its update."""
         count = self._plan.per_update + 1
         return f"give micro_batches={count} or more, one more than its forwards"
 
     def _refuse_mixture(self) -> None:
-        """Refuse an update of forwards for the weights, and of others for their inputs alone."""
+        """Refuse an update that mixes forwards for weights with forwards for inputs alone."""
         alone = [call for call in self._calls if call.is_reached and not call.trains]
         if alone and any(call.trains for call in self._calls):
             raise ConfigError(
@@ -327,17 +329,17 @@ class ScriptLoss:
         calls, feeder, optimizer = self._calls, self._feeder, self._feeder.optimizer
         assert optimizer is not None
         skips, hyper = not (update and any(call.trains for call in calls)), optimizer.hyper()
-        given = [each for call in calls for each in self._by_part(call)]
+        gradients = [each for call in calls for each in self._by_part(call)]
         # An update that is given in part must end the pipeline.
         with self._group.life.guard("the gradients of an update were sent"):
             self._fill(hyper)
-            of_fed = dict(zip((fed for call in calls for fed in call.fed), given, strict=True))
+            of_fed = dict(zip((fed for call in calls for fed in call.fed), gradients, strict=True))
             already = {fed for call in calls if call.is_given for fed in call.fed}
             for fed in self._fed:
                 if fed not in already:
                     self._give(fed, () if skips else of_fed.get(fed, ()), skips, hyper)
             for call in calls:
-                if not call.came:
+                if not call.is_answered:
                     self._rest.extend(key for key, _ in self._keys_of_inputs(call))
         self._calls, self._fed = [], []
         self._applied, self._has_closed = None, True
@@ -348,14 +350,14 @@ class ScriptLoss:
         for call in calls:  # the graph refers to them, for as long as the script keeps an output
             call.end()
         if not skips:
-            self._look(cut, values, given)
+            self._look(cut, values, gradients)
 
     def _fill(self, hyper: list[Hyper]) -> None:
-        """Feed what is missing of the open update: micro-batches without samples."""
+        """Fill the open update up with micro-batches without samples."""
         missing = self._plan.per_update - len(self._fed)
-        given = self._feeder.script.now() if missing else []
+        script_values = self._feeder.script.now() if missing else []
         for _ in range(missing):
-            self._rest.append(self._feed(EMPTY, hyper, given).key)
+            self._rest.append(self._feed(EMPTY, hyper, script_values).key)
 
     @torch.enable_grad()  # a backward turns it off, and stages may compute in this thread
     def input_gradients(self, call: Call) -> list[Tensor | None]:
@@ -386,8 +388,8 @@ class ScriptLoss:
                     self._give_call(each, ends and not trains, hyper if ends else None)
         self._applied = hyper if last and trains else None
         for each in until:
-            if each.asked and not each.came:
-                each.came = True
+            if each.asked and not each.is_answered:
+                each.is_answered = True
                 for key, places in self._keys_of_inputs(each):
                     each.found.append((places, self._group.take(key)))
         total: list[Tensor | None] = [None] * len(call.asked)
@@ -458,7 +460,7 @@ class ScriptLoss:
             self._group.take(self._rest.popleft())
 
     def settle(self) -> None:
-        """Give what the script has computed, before something needs the stages; or refuse."""
+        """Give the gradients that the script has, before something needs the stages; or refuse."""
         self.require_closed("this")
         if later := len(self._feeder.pending) - (self._handed is not None):
             raise ConfigError(

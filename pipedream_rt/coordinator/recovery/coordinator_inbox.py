@@ -17,11 +17,11 @@ _log = log_of(__name__)
 
 
 class CoordinatorInbox:
-    """The receiver of messages, which go into the inbox, and of failures, which close it.
+    """The receiver of messages and failures: messages go into the inbox, failures close it.
 
-    The transport and the watch hold this object rather than the pipeline, so that a pipeline which
-    the user drops can be collected, and its workers end. Threads that receive must not wait, so
-    they only put something aside; the thread that takes from the inbox makes the error of it.
+    The transport and the watch hold this object rather than the pipeline. So a pipeline that the
+    user drops can be collected, and its workers end. Threads that receive must not wait, so they
+    only put something aside; the thread that takes from the inbox makes the error of it.
 
     Attributes:
         inbox: The coordinator's inbox, the same in all generations.
@@ -93,7 +93,7 @@ class CoordinatorInbox:
         return error
 
     def _part_of(self, failed: Failed, cause: BaseException) -> str:
-        """Say what part of a mini-batch the user's code had that has raised."""
+        """Say which part of a mini-batch the user's code had when it raised."""
         number = failed.action[1:]
         if isinstance(cause, PipelineError) or failed.action[:1] != "F" or not number.isdecimal():
             return ""

@@ -31,7 +31,7 @@ class Restart:
 
     Attributes:
         generation: Number of the generation that the recovery began.
-        reason: What had failed, in one line.
+        reason: The failure, in one line.
         seconds: Time from when the coordinator noticed the failure until it had fed the new
             workers all that was fed before.
         replayed: Number of micro-batches that were fed again.
@@ -61,8 +61,8 @@ def is_passing(error: BaseException) -> bool:
 def is_passing_at_start(error: BaseException) -> bool:
     """Whether new workers can help where the first ones have failed while the pipeline opens.
 
-    What a stage raises then, it would raise again: nothing was fed yet. Workers that nobody has
-    started will not come either, and a refusal is an answer.
+    A stage would raise the same error again: nothing was fed yet. Workers that nobody has started
+    will not come either, and a refusal is an answer.
     """
     if isinstance(error, StageFailed):
         return _is_of_others(error.__cause__)
@@ -71,7 +71,7 @@ def is_passing_at_start(error: BaseException) -> bool:
 
 
 def _is_of_others(error: BaseException | None) -> bool:
-    """Whether an error says nothing of the run: of a connection, or of what the system refused."""
+    """Whether an error says nothing of the run: a broken connection, or a refusal by the system."""
     if isinstance(error, PipelineError):
         cause = error.__cause__
         return isinstance(error, TransportError) or isinstance(cause, OSError) or _is_short(cause)
@@ -79,11 +79,11 @@ def _is_of_others(error: BaseException | None) -> bool:
 
 
 _SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOBUFS, errno.ENOSPC}
-"""What the system answers while descriptors, memory, processes or disk are used up."""
+"""The system's error numbers while descriptors, memory, processes or disk are used up."""
 
 
 def _is_short(error: BaseException | None) -> bool:
-    """Whether the system had none left of something that others may give back."""
+    """Whether the system had run out of a resource that others may give back."""
     if isinstance(error, OSError):
         return error.errno in _SHORT
     # Python says so of a thread that the system does not start.

@@ -1,4 +1,4 @@
-"""What was fed to the stages, and what is next: positions, turns, and the log for recoveries."""
+"""The feed of the stages, past and next: positions, turns, and the log for recoveries."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ _TOUCHING = (
 
 
 class Feed:
-    """What the coordinator feeds to the stages of the present generation.
+    """The feed of the stages of the present generation.
 
     Attributes:
         position: Position of the next item.
         next_micro_batch: Number of the next micro-batch to be fed for training.
         training: The mode that all modules were set to (`Module.train`); None if never.
         loads: The number of times that weights were loaded.
-        touched: Whether stages were told to do what may have changed weights or optimizers.
-        log: What was fed since the restore points.
+        touched: Whether stages got a command that may have changed weights or optimizers.
+        log: The feed since the restore points.
     """
 
     def __init__(self, plan: Plan, forwards: Forwards, life: Lifecycle, *, logged: bool) -> None:
@@ -74,7 +74,7 @@ class Feed:
         self.log = FeedLog(on=logged)
 
     def begin(self, send: Send) -> list[bytes]:
-        """Begin a generation, whose stages start with the definitions that are returned."""
+        """Begin a generation; return the definitions with which its stages start."""
         self._send = send
         self._turns = [0] * len(self._plan.addresses)
         definitions = self._forwards.definitions
@@ -110,13 +110,15 @@ class Feed:
             if head.mode is Mode.TRAIN:
                 self.next_micro_batch = head.micro_batch + 1
 
-    def gradient(self, micro_batch: int, position: int, given: Gradient, tensors: Tensors) -> None:
+    def gradient(
+        self, micro_batch: int, position: int, payload: Gradient, tensors: Tensors
+    ) -> None:
         """Feed the gradient that the script gives for an output, and keep it for recoveries."""
         self._life.check()
         if self.log.on:
-            self.log.given[position] = given, tensors
+            self.log.gradients[position] = payload, tensors
         with self._life.guard("a gradient was sent"):
-            self._send_gradient(micro_batch, position, given, tensors)
+            self._send_gradient(micro_batch, position, payload, tensors)
 
     def command(self, name: CommandName, argument: object = None, role: Role = Role.EVERY) -> int:
         """Feed a command, keep it for recoveries, and return its position; wait for no reply."""
@@ -150,9 +152,9 @@ class Feed:
         for entry in self.log.since(restore_point):
             self._send_entry(entry)
             replayed += isinstance(entry, FedMicroBatch)
-            if isinstance(entry, FedMicroBatch) and entry.position in self.log.given:
-                given = self.log.given[entry.position]
-                self._send_gradient(entry.head.micro_batch, entry.position, *given)
+            if isinstance(entry, FedMicroBatch) and entry.position in self.log.gradients:
+                gradient = self.log.gradients[entry.position]
+                self._send_gradient(entry.head.micro_batch, entry.position, *gradient)
         return replayed
 
     def restore_point(self) -> RestorePoint:
@@ -202,10 +204,10 @@ class Feed:
             self._send(key, target, part.target.tensors)
 
     def _send_gradient(
-        self, micro_batch: int, position: int, given: Gradient, tensors: Tensors
+        self, micro_batch: int, position: int, payload: Gradient, tensors: Tensors
     ) -> None:
         exit_ = self._plan.address_of(self._plan.exits[0], micro_batch)
-        self._send(Key(Edge(EdgeKind.GRADIENT, COORDINATOR, exit_), position), given, tensors)
+        self._send(Key(Edge(EdgeKind.GRADIENT, COORDINATOR, exit_), position), payload, tensors)
 
     def _send_command(self, command: Command, tensors: tuple[Tensor, ...], role: Role) -> None:
         plan = self._plan

@@ -5,8 +5,8 @@ restore point, and are fed what came after it in the same order, compute the sam
 So the coordinator keeps what it has fed since the oldest restore point, and a recovery is: new
 workers, the state of a restore point, the feed since.
 
-A command names the role of the stages that it is for, not their numbers, so that a later generation
-may have another plan.
+A command is for a role of stages, not for numbers of stages. So a later generation may have another
+plan.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class FeedLog:
     Attributes:
         on: Whether entries are kept; not if the run recovers from no failure.
         restore_points: The restore points, oldest first.
-        given: By position of a micro-batch, the gradient that the script has given for its output:
+        gradients: By position of a micro-batch, the script's gradient of its output:
             a recovery asks the script for nothing twice.
     """
 
@@ -109,7 +109,7 @@ class FeedLog:
         # Two, so that a run whose newest checkpoint is damaged can go back further.
         self.restore_points: deque[RestorePoint] = deque([RestorePoint()], maxlen=2)
         self._entries: deque[Entry] = deque()
-        self.given: dict[int, tuple[Gradient, tuple[Tensor, ...]]] = {}
+        self.gradients: dict[int, tuple[Gradient, tuple[Tensor, ...]]] = {}
         self._holds = 0
         self._next: RestorePoint | None = None
 
@@ -139,10 +139,10 @@ class FeedLog:
         self.restore_points.append(restore_point)
         first = self.restore_points[0].position
         while self._entries and self._entries[0].position < first:
-            self.given.pop(self._entries.popleft().position, None)
+            self.gradients.pop(self._entries.popleft().position, None)
 
     def forget(self, position: int) -> None:
-        """Forget what was fed at a position, which left no trace and whose result was taken."""
+        """Forget the entry at a position: it left no trace, and its result was taken."""
         later = []
         while self._entries and self._entries[-1].position >= position:
             entry = self._entries.pop()
@@ -154,7 +154,7 @@ class FeedLog:
         """Forget all entries, and keep none from now on."""
         self.on = False
         self._entries.clear()
-        self.given.clear()
+        self.gradients.clear()
 
     def since(self, restore_point: RestorePoint) -> Iterator[Entry]:
         """Return the entries that were fed after a restore point, in order."""

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 _WITHOUT_RESULT = {CommandName.FLUSH, CommandName.DROP, CommandName.END_CACHE}
-"""Those commands that change stages and that may be given twice: nobody needs the replies."""
+"""Commands that change stages and may be given twice: nobody needs the replies."""
 
 
 class WorkerGroup:
@@ -34,7 +34,7 @@ class WorkerGroup:
 
     Attributes:
         life: See `Recovery`.
-        feed: What the stages are fed.
+        feed: The feed of the stages.
         recovery: The workers of the present generation, and how the next one begins.
         settle: Called before something needs all stages: a script that computes losses then gives
             the gradients that it has, or is refused.

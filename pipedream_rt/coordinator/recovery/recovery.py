@@ -1,9 +1,9 @@
 """The workers that host the stages, one generation after another.
 
-When a worker fails, the workers that are left are ended, new ones are started, they get the state
-of the newest restore point, and are fed what was fed since. The same feed gives the same bits, and
-the inbox drops messages that the coordinator has already taken, so whoever waits for a message
-notices nothing but the time.
+When a worker fails, the others are ended, and new ones are started. They get the state of the
+newest restore point, and the feed since then once more. The same feed gives the same bits, and the
+inbox drops messages that the coordinator has already taken, so whoever waits for a message notices
+nothing but the time.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Recovery:
 
     Attributes:
         life: The life of the pipeline. An error that is not recovered from ends it.
-        feed: What was fed to them.
+        feed: The feed of the workers.
         cluster: The workers of the present generation.
         inbox: The coordinator's, of all generations.
         restarts: The recoveries so far.
@@ -116,8 +116,8 @@ class Recovery:
         self._digests = [digest_of(spec) for spec in specs]
         self._timeout = timeout
         self._failures = failures
-        self._came = CoordinatorInbox(plan)
-        self.inbox = self._came.inbox
+        self._receiver = CoordinatorInbox(plan)
+        self.inbox = self._receiver.inbox
         self.restarts: list[Restart] = []
         self.next_loss = 0
         self.is_at_work = False
@@ -129,7 +129,7 @@ class Recovery:
 
     @property
     def generation(self) -> int:
-        return self._came.generation
+        return self._receiver.generation
 
     def begin(self) -> None:
         """Start the first generation of workers; those that are lost meanwhile are replaced."""
@@ -137,7 +137,7 @@ class Recovery:
             try:
                 self._begin(self._looked_at, None)
             except Exception as error:
-                known = self._came.failure or error
+                known = self._receiver.failure or error
                 if not is_passing_at_start(known):
                     raise
                 self._go_on(known)
@@ -191,11 +191,11 @@ class Recovery:
 
     def tell_parts(self, part: Callable[[int], str]) -> None:
         """Let errors of stages say what part of a mini-batch they had; see `CoordinatorInbox`."""
-        self._came.part = part
+        self._receiver.part = part
 
     def error_of(self, failed: Failed) -> BaseException:
         """Return the error to raise for what has ended an evaluation or inference."""
-        return self._came.error_of(failed)
+        return self._receiver.error_of(failed)
 
     # -- from one generation to the next ----------------------------------------------------------
 
@@ -223,7 +223,7 @@ class Recovery:
                     if self.life.is_over:
                         raise
                     # The inbox knows what failed; the error only tells how it was noticed.
-                    known = self._came.failure
+                    known = self._receiver.failure
                     # Else it is an answer, or of a second thread, which finds the inbox in use.
                     foreign = not isinstance(error, PipelineError) and not self.inbox.busy
                     if foreign and error is not known and not is_passing(error) and is_undone():
@@ -278,7 +278,7 @@ class Recovery:
                 except Exception as again:
                     if self.life.is_over:
                         raise PipelineClosed("the pipeline was closed") from again
-                    failure = self._came.failure or again
+                    failure = self._receiver.failure or again
                 # What makes the system refuse, or workers end at once, may take a while to pass.
                 threading.Event().wait(pauses.after("", time.monotonic() - began))
         restart = Restart(
@@ -299,7 +299,7 @@ class Recovery:
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
-        """Say in the body that a signal handler that closes should wait for nothing."""
+        """While in the body, `close` from a signal handler does not wait."""
         self.is_at_work = True
         try:
             yield
@@ -346,15 +346,17 @@ class Recovery:
     def _begin(self, restore_point: RestorePoint, manifest: Manifest | None) -> None:
         """Start a generation of workers; wait until stages have the state of a restore point."""
         self._refuse_if_over()
-        generation, came = next(_generations), self._came
-        came.begin(generation)
-        self.cluster = self._start_cluster(came.receive, came.fail_of(generation), generation)
+        generation, receiver = next(_generations), self._receiver
+        receiver.begin(generation)
+        self.cluster = self._start_cluster(
+            receiver.receive, receiver.fail_of(generation), generation
+        )
         try:
             self._refuse_if_over()  # what ended the pipeline meanwhile did not know these workers
         except PipelineClosed:
             self.cluster.close()
             raise
-        came.cluster = self.cluster
+        receiver.cluster = self.cluster
         send = Sender(self.cluster.transport, generation)
         definitions = self.feed.begin(send)
         restore = None

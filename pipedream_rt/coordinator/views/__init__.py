@@ -1,1 +1,1 @@
-"""What a run shows: its events, its trace, its description, and hints for its user."""
+"""The views of a run: its events, its trace, its description, and hints for its user."""

@@ -1,4 +1,4 @@
-"""What people look for on a pipeline because an ``nn.Module`` or a trainer has it."""
+"""Attributes that people look for on a pipeline because an ``nn.Module`` or a trainer has them."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ _NOT_SETTINGS = ("example", "observe")
 
 
 def publisher_of(options: Options) -> EventPublisher:
-    """Return what tells the observers that the options name."""
+    """Return the publisher to the observers that the options name."""
     record = RunRecord()
     observers: list[Observer] = [record, *options.observe.to]
     if options.observe.record is not None:
@@ -71,7 +71,7 @@ def publisher_of(options: Options) -> EventPublisher:
 
 
 class _FedMiniBatch(NamedTuple):
-    """What is known of a mini-batch when it is injected."""
+    """The facts about a mini-batch at its injection."""
 
     rates: tuple[float, ...]
     samples: int
@@ -84,7 +84,7 @@ class EventPublisher:
     The script's thread tells; only `end` may come from another one, when nothing else is told.
 
     Attributes:
-        record: What was told so far, for reports meanwhile; the first of the observers.
+        record: The record so far, for reports meanwhile; the first of the observers.
     """
 
     def __init__(self, record: RunRecord, observers: Iterable[Observer]) -> None:
@@ -133,7 +133,7 @@ class EventPublisher:
         self._fed.append(_FedMiniBatch(rates, sum(part.samples for part in filled), len(filled)))
 
     def came(self, result: StepResult) -> None:
-        """Tell of a result; they come in the order of their mini-batches."""
+        """Tell of a result; results come in the order of their mini-batches."""
         fed = self._fed.popleft()
         self._step = result.step + 1
         self.look()
@@ -158,7 +158,7 @@ class EventPublisher:
         self._tell(Evaluated(time=time.time(), step=step, values=dict(values)))
 
     def so_far(self, stages: Sequence[dict[str, Any]], trace: Trace | None) -> RunRecord:
-        """Return what was told so far, with the present trace and counters of the stages."""
+        """Return the record so far, with the present trace and counters of the stages."""
         self.look()
         record = copy.copy(self.record)
         record.trace = trace
@@ -211,8 +211,8 @@ class EventPublisher:
         """Tell every observer of an event, and of the warnings logged meanwhile."""
         heard = [self._heard.popleft() for _ in range(len(self._heard))]
         # The beginning comes first: what comes after it belongs to its run.
-        told: list[Event] = [event, *heard] if isinstance(event, Begun) else [*heard, event]
-        for each in told:
+        events: list[Event] = [event, *heard] if isinstance(event, Begun) else [*heard, event]
+        for each in events:
             for observer in tuple(self._observers):  # one that raises is removed
                 self._tell_one(observer, each)
 
@@ -265,9 +265,9 @@ def settings_of(options: Options) -> dict[str, str]:
             continue
         if is_dataclass(value) and type(value) is type(default):
             for part in fields(value):
-                given = getattr(value, part.name)
-                if given != getattr(default, part.name):
-                    found[f"{each.name}.{part.name}"] = _words(given)
+                value_of_part = getattr(value, part.name)
+                if value_of_part != getattr(default, part.name):
+                    found[f"{each.name}.{part.name}"] = _words(value_of_part)
         elif not _is_same(value, default):
             found[each.name] = _words(value)
     return found
@@ -289,8 +289,8 @@ def _words(value: Any) -> str:
     if isinstance(value, timedelta):
         return seconds_text(value.total_seconds())
     if is_dataclass(value) and not isinstance(value, type):
-        given = [(f.name, getattr(value, f.name)) for f in fields(value) if f.repr]
-        inner = ", ".join(f"{name}={_words(v)}" for name, v in given if v is not None)
+        pairs = [(f.name, getattr(value, f.name)) for f in fields(value) if f.repr]
+        inner = ", ".join(f"{name}={_words(v)}" for name, v in pairs if v is not None)
         return f"{type(value).__name__}({inner})"
     name = getattr(value, "__qualname__", None)
     return str(name) if isinstance(name, str) else " ".join(repr(value)[:300].split())

@@ -14,13 +14,13 @@ from pipedream_rt.transport.shared import SMALLEST
 
 
 class Explanation(str):
-    """What `explain` says, which a notebook shows as a table between paragraphs.
+    """The text of `explain`; a notebook shows it as a table between paragraphs.
 
     Attributes:
         before: The lines above the table.
         rows: The table, with its head.
         after: The lines below it.
-        program: What the recorded forward does; empty where nobody has asked.
+        program: The steps of the recorded forward; empty where nobody has asked.
     """
 
     before: Sequence[str]
@@ -157,7 +157,7 @@ def _of_codecs(
 
 
 def _of_script(plan: Plan, statistics: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Say what crosses to a script that computes the loss, and if it is much."""
+    """Say how many bytes cross to a script that computes the loss, and if that is much."""
     if not plan.loss_in_script:
         return []
     sizes = dict(zip(plan.addresses, (c["output_bytes"] for c in statistics), strict=True))
@@ -205,7 +205,7 @@ def _of_most(count: int, most: int, size: int) -> str:
 def _memory(
     plan: Plan, stage: int, corrections: Sequence[Correction], counters: Mapping[str, Any]
 ) -> str:
-    """Return the MiB that corrections take now, and what they will take."""
+    """Return the MiB that corrections take now, and those that they will take."""
     kept = plan.kept(stage) if plan.staleness(stage) else 0
     copies = sum(each.copies + kept * each.copies_per_version for each in corrections)
     most = copies * counters["weight_bytes"] / 2**20

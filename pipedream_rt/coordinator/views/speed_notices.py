@@ -44,14 +44,14 @@ _WAITED = 0.5
 """The pipe sets the pace if the script waits for results for more than this share of the time."""
 
 _ALONE = 0.9
-"""The share of the time in which stages compute for which they have a core, if it is theirs."""
+"""The share of their computing time for which stages have a core, where nobody else uses it."""
 
 
 class SizeNotice:
     """Warns once if the pipe sets the pace and one process would be as fast.
 
-    Where other programs use the cores too, time that passes says nothing of a model, and it is
-    judged by what the processes have had of cores. The workers have so many ``cores`` together, and
+    Where other programs use the cores too, the clock says nothing of a model. It is then judged by
+    the processor time of the processes. The workers have so many ``cores`` together, and
     ``threads`` each.
     """
 

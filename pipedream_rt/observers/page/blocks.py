@@ -1,4 +1,4 @@
-"""What panels are made of, beside charts: tables, bars, lists, and the drawn plan.
+"""The parts of panels, beside charts: tables, bars, lists, and the drawn plan.
 
 `Markup.format` escapes what it is given, so a name from a run cannot be HTML.
 """

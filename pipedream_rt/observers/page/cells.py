@@ -21,7 +21,7 @@ _STYLE = (
 
 
 class Result(Protocol):
-    """What is shown of the result of a mini-batch."""
+    """The parts of a mini-batch's result that are shown."""
 
     step: int
     loss: float

@@ -46,7 +46,7 @@ class Line(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Something that happened at a place of the horizontal axis.
+    """An event at a place of the horizontal axis.
 
     Attributes:
         kind: ``"recovered"``, ``"saved"`` or ``"evaluated"``.

@@ -62,7 +62,6 @@ def curve_panels(record: RunRecord, begun: Begun, live: bool) -> Iterator[Panel]
 
 
 def table_of_curves(record: RunRecord, stages: int) -> list[Curve]:
-    """Return the curves of a run."""
     buckets = list(record.steps)
 
     def at_step(value: Callable[[Bucket], float]) -> list[tuple[float, float]]:
@@ -138,19 +137,19 @@ def _evaluated(record: RunRecord) -> Iterator[Curve]:
         )
 
 
-def _marks(record: RunRecord, place: Any) -> list[Mark]:
+def _marks(record: RunRecord, at: Any) -> list[Mark]:
     """Return the recoveries, checkpoints and evaluations at their places."""
     marks = [
         Mark(
-            place(e),
+            at(e),
             "recovered",
             f"recovered in {seconds_text(e.seconds)}, and {e.replayed} micro-batches were computed "
             f"again: {e.reason}",
         )
         for e in record.recovered
     ]
-    marks += [Mark(place(e), "saved", f"checkpoint {e.step}") for e in record.saved]
-    return marks + [Mark(place(e), "evaluated", "evaluation") for e in record.evaluations]
+    marks += [Mark(at(e), "saved", f"checkpoint {e.step}") for e in record.saved]
+    return marks + [Mark(at(e), "evaluated", "evaluation") for e in record.evaluations]
 
 
 def _throughput(buckets: Sequence[Bucket], first: float) -> list[tuple[float, float]]:

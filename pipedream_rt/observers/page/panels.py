@@ -36,11 +36,11 @@ _GAIN = 1.1
 """How many times as fast a simulated change must make a run for the page to advise it."""
 
 _HELD_UP = 0.2
-"""The share of the time that a first stage waits for the script, from which on that is told."""
+"""The share of its time that a first stage waits for the script before the page says so."""
 
 
 _COMPARED = ("loss", "evaluated", "rate", "throughput", "staleness")
-"""How the names begin of the curves that compare runs, by their first lines."""
+"""The beginnings of the names of curves that compare runs, by their first lines."""
 
 _RECENT_S = 60.0
 """Seconds over which the current rate is measured."""
@@ -56,7 +56,7 @@ def panels(record: RunRecord, *, live: bool = False) -> list[Panel]:
         return [Panel("head", "No run", Markup("<p>The run has not begun.</p>"), True)]
     trace = record.trace
     found = [Panel("head", "", _head(record, begun, plan), True)]
-    chosen, warned = _said(record, begun)
+    chosen, warned = _warnings(record, begun)
     if texts := [*warned, *_advice(record, plan, trace, live)]:
         found.append(Panel("warnings", "What to look at", _list(texts, "warnings"), True))
     if chosen:
@@ -115,13 +115,12 @@ def _beside(names: Sequence[str], values: Mapping[str, Mapping[str, str]]) -> Ma
 
 
 def title_of(record: RunRecord) -> str:
-    """Return the title of a run."""
     plan = record.plan
     return "no run" if plan is None else f"{plan.name}, {plan.in_words}"
 
 
 def workers_panel(workers: Sequence[Mapping[str, Any]]) -> Panel:
-    """Return what the workers do now."""
+    """Return the panel of the workers, with what they do now."""
     table = blocks.table(WORKER_HEAD, worker_rows(workers, 80))
     return Panel("workers", "Workers now", table, True)
 
@@ -231,7 +230,7 @@ def _list(texts: Sequence[str], kind: str) -> Markup:
     return blocks.sentences(texts, kind)
 
 
-def _said(record: RunRecord, begun: Begun) -> tuple[list[str], list[str]]:
+def _warnings(record: RunRecord, begun: Begun) -> tuple[list[str], list[str]]:
     """Return the warnings before the run began, and those after: each text once, in order."""
     before = dict.fromkeys(each.text for each in record.warned if each.time < begun.time)
     after = dict.fromkeys(each.text for each in record.warned if each.time >= begun.time)
@@ -239,15 +238,15 @@ def _said(record: RunRecord, begun: Begun) -> tuple[list[str], list[str]]:
 
 
 def _advice(record: RunRecord, plan: Plan, trace: Trace | None, live: bool) -> Iterator[str]:
-    """Yield what the times of the stages suggest, unless the runtime has warned of it."""
+    """Yield the advice from the times of the stages, unless the runtime has warned of it."""
     buckets = list(record.steps)
     # A warning is known again by a phrase of its text.
-    said = " ".join(each.text for each in record.warned)
+    warned = " ".join(each.text for each in record.warned)
     alone = record.begun is not None and record.begun.settings.get("workers") == "serial"
     if (
         len(buckets) > 3
         and not (alone or plan.replicated)
-        and "if all workers computed" not in said
+        and "if all workers computed" not in warned
     ):
         first, last = buckets[min(2, len(buckets) - 2)].last.busy_s, buckets[-1].last.busy_s
         pairs = zip(last[: plan.num_stages], first, strict=False)
@@ -260,7 +259,7 @@ def _advice(record: RunRecord, plan: Plan, trace: Trace | None, live: bool) -> I
         summary = summarize(trace)
     except TraceError:
         return
-    if "too small for" in said:
+    if "too small for" in warned:
         # In so small a run a stage waits for messages, however fast the script loads.
         return
     for stage in summary.stages:
@@ -272,7 +271,7 @@ def _advice(record: RunRecord, plan: Plan, trace: Trace | None, live: bool) -> I
                 "DataLoader(num_workers=...), or do less in the loop"
             )
     # Workers that share cores (a warning says so) use those during a hop: slack gains nothing.
-    if not live and " share " not in said:
+    if not live and " share " not in warned:
         yield from _slack_advice(trace)
 
 
@@ -303,7 +302,7 @@ def _slack_advice(trace: Trace) -> Iterator[str]:
 
 
 def _stages(record: RunRecord, begun: Begun, plan: Plan) -> Iterator[Panel]:
-    """Yield what is known of each stage: versions, staleness, and memory beside the formula."""
+    """Yield the panel of the stages: versions, staleness, and memory beside the formula."""
     last, now = _last(record), begun.stages
     if record.ended is not None and record.ended.stages:
         now = record.ended.stages
@@ -353,7 +352,6 @@ def _on_device(counters: Mapping[str, Any]) -> str:
 
 
 def _name_of(begun: Begun, worker: int) -> str:
-    """Return the name of a worker."""
     return begun.workers[worker] if worker < len(begun.workers) else str(worker)
 
 
@@ -368,7 +366,6 @@ _KINDS = (
 
 
 def _of_trace(trace: Trace, live: bool) -> Iterator[Panel]:
-    """Yield what a trace tells."""
     try:
         summary = summarize(trace)
         drawn = timelines(trace)
@@ -417,18 +414,18 @@ def where_time_goes(trace: Trace, address: int) -> list[blocks.BarSegment]:
     ready = np.maximum(mine["ready"], begin)
     # Clipped: a message that came before the worker was ready kept nobody waiting, and no wait goes
     # on after the action began.
-    came = np.clip(mine["arrived"], ready, np.maximum(mine["start"], ready))
+    arrived = np.clip(mine["arrived"], ready, np.maximum(mine["start"], ready))
     needed = mine["waited_for"] != NOBODY
     for cause in np.unique(mine["waited_for"][needed]).tolist():
         chosen = mine["waited_for"] == cause
-        share = float((came - ready)[chosen].sum()) / whole
+        share = float((arrived - ready)[chosen].sum()) / whole
         name = "the script" if cause < 0 else plan.title_of(cause)
         side = "script" if cause < 0 else "before" if cause < address else "after"
         if share > 0.0005:
             words = {"script": "waits for the script", "before": "waits for a stage before",
                      "after": "waits for a stage after"}[side]  # fmt: skip
             parts.append(blocks.BarSegment(f"wait-{side}", f"{words}: {name}", share))
-    held = float(np.maximum(mine["start"] - np.where(needed, came, ready), 0).sum()) / whole
+    held = float(np.maximum(mine["start"] - np.where(needed, arrived, ready), 0).sum()) / whole
     parts.append(blocks.BarSegment("held", "held up", held))
     rest = max(1.0 - sum(part.share for part in parts), 0.0)
     parts.append(blocks.BarSegment("rest", "nothing to do, or other stages of its worker", rest))
@@ -467,7 +464,6 @@ def _bubble(trace: Trace, measured: Sequence[float], live: bool) -> Markup:
 
 
 def _plan(begun: Begun, plan: Plan) -> Markup:
-    """Return the plan, drawn."""
     workers = []
     for worker in range(plan.workers):
         hosted = [a for a in plan.addresses if plan.worker_of(a) == worker]
@@ -477,7 +473,6 @@ def _plan(begun: Begun, plan: Plan) -> Markup:
 
 
 def _box(begun: Begun, plan: Plan, address: int) -> blocks.PlanBox:
-    """Return the box of a stage."""
     stage = plan.stage_of(address)
     layers = plan.layers[stage] if stage < len(plan.layers) else ()
     lines = []

@@ -32,7 +32,6 @@ def _text(name: str) -> str:
 
 @functools.cache
 def _template() -> Any:
-    """Return the template of the page."""
     # Imported only where a page is made.
     from jinja2 import Environment
 

@@ -16,7 +16,7 @@ _TICKS = 5
 
 
 def timelines(trace: Trace) -> Markup:
-    """Draw all of a short run, of others the beginning and the middle, or the end if it is all."""
+    """Draw a short run whole, else its beginning and middle, or its end if no more is known."""
     spans = trace.spans[(trace.spans["stage"] >= 0)]
     acting = spans[[int(kind) in COMPUTES for kind in spans["kind"]]] if len(spans) else spans
     if not len(acting):

@@ -42,10 +42,10 @@ class Clip(RuleOption):
         if (self.norm is None) == (self.value is None):
             raise ConfigError("Clip needs norm= or value=, and not both")
         for name in ("norm", "value", "norm_type"):
-            given = getattr(self, name)
-            number = isinstance(given, int | float) and not isinstance(given, bool)
-            if given is not None and not (number and given > 0):
-                raise ConfigError(f"{name} of Clip must be a positive number, not {given!r}")
+            value = getattr(self, name)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (number and value > 0):
+                raise ConfigError(f"{name} of Clip must be a positive number, not {value!r}")
         if self.over not in ("model", "stage"):
             raise ConfigError(f'over of Clip must be "model" or "stage", not {self.over!r}')
 

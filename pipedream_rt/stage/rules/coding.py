@@ -1,6 +1,6 @@
 """Coding: tensors leave a stage packed by the codec of their edge, with error feedback.
 
-What packing loses of a tensor, its residual, is added to the next tensor of the same edge. Values
+The residual of a tensor, which packing loses, is added to the next tensor of the same edge. Values
 are packed in the order of the forwards and gradients in that of the backwards, both fixed by the
 plan, so residuals do not depend on timing. A checkpoint of step t has the residuals as they were
 between mini-batches t-1 and t. By the time that update t-1 is done, a stage may have packed later
@@ -25,14 +25,14 @@ from pipedream_rt.stage.rules.rule import Context, MicroBatchRule, RuleOption, U
 from pipedream_rt.stage.values import Outgoing
 
 Residuals = dict[tuple[Edge, int], Tensor]
-"""What packing has lost, by edge and the place of the tensor in its value."""
+"""The residuals, by edge and the place of the tensor in its value."""
 
 _ONE_WAY = {EdgeKind.ACTIVATION: "forward", EdgeKind.GRADIENT: "backward"}
 
 
 @dataclass(frozen=True)
 class EdgeCodecs(RuleOption):
-    """The codecs that pack what crosses edges.
+    """The codecs of edges.
 
     Attributes:
         by_edge: By the stages at both ends of an edge, in the order of the model, its codec.
@@ -56,7 +56,7 @@ class Coding(MicroBatchRule):
     def __init__(self, by_edge: Mapping[tuple[int, int], ByteCodec], context: Context) -> None:
         self._plan, self._address, self._by_edge = context.plan, context.address, by_edge
         self._codecs: dict[Edge, ByteCodec | None] = {}
-        self._ways = {kind: _Direction() for kind in _ONE_WAY}
+        self._directions = {kind: _Direction() for kind in _ONE_WAY}
         self._sizes: dict[Edge, Sizes] = {}
         self._version = 0
         # By names of layers, since a checkpoint of another split may have some of these edges too.
@@ -98,7 +98,7 @@ class Coding(MicroBatchRule):
         codec = self._codec_of(edge)
         if codec is None or not tensors:
             return tensors, []
-        self._ways[edge.kind].enter(micro_batch // self._plan.per_update)
+        self._directions[edge.kind].enter(micro_batch // self._plan.per_update)
         sent: list[Tensor] = []
         coded: list[Any] = []
         for tensor, place in zip(tensors, places, strict=True):
@@ -115,7 +115,7 @@ class Coding(MicroBatchRule):
     def _pack(self, codec: ByteCodec, edge: Edge, place: int, tensor: Tensor) -> tuple[Tensor, ...]:
         """Pack a tensor with the residual of the one before added; keep its own residual."""
         where = str(edge)
-        residuals = self._ways[edge.kind].residuals
+        residuals = self._directions[edge.kind].residuals
         before = residuals.get((edge, place)) if codec.feedback else None
         if before is not None and before.shape == tensor.shape and before.dtype == tensor.dtype:
             tensor = tensor + before.to(tensor.device)  # that of a checkpoint is on the host
@@ -135,7 +135,7 @@ class Coding(MicroBatchRule):
         shape: torch.Size,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Return what the receiver has of a packed tensor."""
+        """Return a packed tensor as the receiver unpacks it."""
         with naming(codec, where):
             found = codec.unpack(parts, shape, dtype)
         # Contiguous, since layers may change it in place, and kernels round by its strides.
@@ -164,16 +164,16 @@ class Coding(MicroBatchRule):
     def after(self, update: Update, optimizer: torch.optim.Optimizer | None) -> Outgoing:
         """Forget the residuals that only older checkpoints needed."""
         self._version = update.number + 1
-        for way in self._ways.values():
-            way.forget_before(self._version)
+        for direction in self._directions.values():
+            direction.forget_before(self._version)
         return {}
 
     def state(self) -> StepState:
         """Return the residuals after the mini-batch whose update has made the newest version."""
         return {
             self._key(edge, place): tensor
-            for way in self._ways.values()
-            for (edge, place), tensor in way.at(self._version).items()
+            for direction in self._directions.values()
+            for (edge, place), tensor in direction.at(self._version).items()
         }
 
     def _key(self, edge: Edge, place: int) -> StateKey:
@@ -184,15 +184,15 @@ class Coding(MicroBatchRule):
     def load_state(self, state: Mapping[StateKey, Any], step: int) -> None:
         """Go on with the residuals of those edges on which this stage sends."""
         self._version = step
-        for way in self._ways.values():
-            way.begin(step)
+        for direction in self._directions.values():
+            direction.begin(step)
         for key, tensor in state.items():
             if key.part == CODECS and key.name in self._named:
                 word, source, target, place = key.path
                 edge = self._edge(EdgeKind(word), key.name, int(source), int(target))
                 codec = None if edge is None else self._codec_of(edge)
                 if edge is not None and codec is not None and codec.feedback:
-                    self._ways[edge.kind].residuals[edge, int(place)] = tensor
+                    self._directions[edge.kind].residuals[edge, int(place)] = tensor
 
     def _edge(self, kind: EdgeKind, name: str, source: int, target: int) -> Edge | None:
         """Return the edge between two replicas; None unless this one sends on it."""

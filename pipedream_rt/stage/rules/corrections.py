@@ -93,21 +93,22 @@ class Corrections(UpdateRule, MicroBatchRule):
             read=read,
         )
 
-    def _call(self, correction: Correction, hook: str, at: Moment, *given: Any) -> None:
+    def _call(self, correction: Correction, hook: str, at: Moment, *args: Any) -> None:
         """Call a hook; refuse a result, or a tensor in place of a given one: both would be lost."""
-        dicts = [each for each in given if isinstance(each, dict)]
-        before = [{name: (t, _place(t)) for name, t in each.items()} for each in dicts]
+        dicts = [each for each in args if isinstance(each, dict)]
+        before = [{name: (t, _address(t)) for name, t in each.items()} for each in dicts]
         self.at = f"{type(correction).__name__}.{hook}"
-        result = getattr(correction, hook)(at, *given)
+        result = getattr(correction, hook)(at, *args)
         if result is not None:
             raise ConfigError(
                 f"{self.at} returned a {type(result).__name__}, which nobody would use; a hook "
                 "changes what it is given in place, and returns nothing"
             )
         for each, was in zip(dicts, before, strict=True):
-            now = {name: (t, _place(t)) for name, t in each.items()}
+            now = {name: (t, _address(t)) for name, t in each.items()}
             if now.keys() != was.keys() or any(
-                now[name][0] is not t or now[name][1] != place for name, (t, place) in was.items()
+                now[name][0] is not t or now[name][1] != address
+                for name, (t, address) in was.items()
             ):
                 raise ConfigError(
                     f"{self.at} put another tensor in the place of one that it was given, which "
@@ -261,10 +262,10 @@ class Corrections(UpdateRule, MicroBatchRule):
             for staleness in self._distances(version)
         )
 
-    def _check_state(self, correction: Correction, given: Iterable[Tensor]) -> None:
+    def _check_state(self, correction: Correction, tensors: Iterable[Tensor]) -> None:
         """Refuse state of a correction that would not be the same after a resume."""
         who = f"{type(correction).__name__} on stage {self._stage}"
-        seen = set(map(_place, (*given, *self._parameters.values())))
+        seen = set(map(_address, (*tensors, *self._parameters.values())))
         for name, values in correction.state.items():
             if name not in self._parameters:
                 raise ConfigError(
@@ -281,13 +282,13 @@ class Corrections(UpdateRule, MicroBatchRule):
                     raise ConfigError(
                         f"{who} keeps state of {name!r} under {key!r}, which must be a text"
                     )
-                if isinstance(value, Tensor) and (place := _place(value)):
-                    if place in seen:
+                if isinstance(value, Tensor) and (address := _address(value)):
+                    if address in seen:
                         raise ConfigError(
                             f"{who} keeps as {key!r} of {name!r} a tensor that shares its memory "
                             "with another one, which it would not do after a resume; keep a clone()"
                         )
-                    seen.add(place)
+                    seen.add(address)
 
     def statistics(self) -> dict[str, int]:
         """Return the bytes of what corrections remember, and of the views of versions."""
@@ -297,25 +298,25 @@ class Corrections(UpdateRule, MicroBatchRule):
 
     def load_state(self, state: Mapping[StateKey, Any], step: int) -> None:
         """Replace the state of all corrections, and the views of versions that are kept."""
-        given = by_name(state, _PART, self._parameters)
+        kept = by_name(state, _PART, self._parameters)
         for correction in self._all:
             correction.state = {}
         for name, parameter in self._parameters.items():
-            for path, value in given[name].items():
+            for path, value in kept[name].items():
                 match path:
                     case ("state", int() as number, str() as key) if 0 <= number < len(self._all):
                         own = self._all[number].state.setdefault(name, {})
                         own[key] = like(parameter, value) if isinstance(value, Tensor) else value
-        self._own.restore_views(_views_in(given, self._own))
+        self._own.restore_views(_views_in(kept, self._own))
 
 
 def _views_in(
-    given: Mapping[str, Mapping[tuple[Any, ...], Any]], parameters: VersionedParameters
+    kept: Mapping[str, Mapping[tuple[Any, ...], Any]], parameters: VersionedParameters
 ) -> dict[tuple[int, int], dict[str, Tensor]]:
     """Return the views in a state, by version and staleness, that are whole and still needed."""
     found: dict[tuple[int, int], dict[str, Tensor]] = {}
     for name, parameter in parameters.named.items():
-        for path, value in given[name].items():
+        for path, value in kept[name].items():
             match path:
                 case ("view", int() as version, int() as staleness) if (
                     isinstance(value, Tensor) and value.shape == parameter.shape
@@ -328,7 +329,7 @@ def _views_in(
     }
 
 
-def _place(tensor: Tensor) -> int:
+def _address(tensor: Tensor) -> int:
     """Return where a tensor's storage begins in memory; 0 if it has none, or is sparse."""
     dense = tensor.layout is torch.strided
     return tensor.untyped_storage().data_ptr() if dense and tensor.numel() else 0

@@ -19,7 +19,7 @@ from pipedream_rt.stage.values import Outgoing, dense, with_gaps
 
 
 class ReplicaGradients(NamedTuple):
-    """What a replica has summed for an update."""
+    """The gradients that a replica has summed for an update."""
 
     gradients: list[Tensor | None]
     hyper: list[Hyper]
@@ -38,7 +38,7 @@ class Replicas(UpdateRule):
     def __init__(self, context: Context) -> None:
         self._context = context
         self._mine: dict[int, ReplicaGradients] = {}  # by update, what this replica has sent
-        self._came: dict[Address, ReplicaGradients] = {}
+        self._received: dict[Address, ReplicaGradients] = {}
 
     def reduce(self, update: Update) -> Outgoing:
         """Send the gradients that this replica has summed for an update."""
@@ -62,12 +62,12 @@ class Replicas(UpdateRule):
 
     def receive(self, kind: EdgeKind, sender: Address, value: Any) -> None:
         """Take the gradients of another replica for the update whose step is next."""
-        self._came[sender] = value
+        self._received[sender] = value
 
     @torch.no_grad()
     def collect(self, update: Update) -> Outgoing:
         """Sum the gradients of all replicas."""
-        parts, self._came = self._came, {}
+        parts, self._received = self._received, {}
         if update.number in self._mine:
             parts[self._context.address] = self._mine.pop(update.number)
         ordered = [parts[address] for address in sorted(parts)]

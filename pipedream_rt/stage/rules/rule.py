@@ -69,7 +69,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What rules know of the stage that they belong to.
+    """The facts that rules know about their stage.
 
     Attributes:
         numbers: By name, the place of each trainable parameter of the stage in the unsplit model.
@@ -92,7 +92,7 @@ class Context:
 
 
 class Rule:
-    """What rules of both kinds may have.
+    """The methods that rules of both kinds may have.
 
     Attributes:
         channels: The kinds of messages that it sends and takes.
@@ -120,7 +120,7 @@ class Rule:
         """Take a message of one of its channels, for a later method to use."""
 
     def state(self) -> StepState:
-        """Return what a checkpoint keeps, as of the newest version.
+        """Return the state for a checkpoint, as of the newest version.
 
         The part of its keys is the rule's name.
         """
@@ -133,7 +133,7 @@ class Rule:
         """
 
     def views(self, version: int) -> StepState:
-        """Return what it has made of an older version, which the next updates recycle."""
+        """Return its views of an older version, whose memory the next updates recycle."""
         return {}
 
     def lacks_views(self) -> bool:
@@ -149,7 +149,7 @@ class RuleOption:
     """An option of the pipeline of which each stage makes a rule. It is pickled for the workers.
 
     Attributes:
-        called: What messages call the user's objects in it.
+        called: The name of the user's objects in it, for messages.
     """
 
     __slots__ = ()
@@ -169,14 +169,14 @@ class RuleOption:
 
 
 class UpdateRule(Rule):
-    """What changes updates. The methods are called in this order, each for all rules in turn."""
+    """A rule that changes updates. Each method is called for all rules in turn, in this order."""
 
     def collect(self, update: Update) -> Outgoing:
         """Complete or measure the gradients of an update, at its step; return what is sent."""
         return {}
 
     def reduce(self, update: Update) -> Outgoing:
-        """Hand over the gradients that this replica has summed, which `collect` gets whole."""
+        """Hand over the gradients that this replica has summed; `collect` gets the whole sum."""
         return {}
 
     def stepped(self, named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
@@ -184,7 +184,7 @@ class UpdateRule(Rule):
         return dict(named)
 
     def take(self, update: int) -> None:
-        """Take what other replicas have stepped in an update."""
+        """Take the weights that other replicas have stepped in an update."""
 
     def change(self, update: Update) -> None:
         """Change the gradients, which are on the parameters now, or skip the update."""
@@ -201,7 +201,7 @@ class UpdateRule(Rule):
 
 
 class MicroBatchRule(Rule):
-    """What acts within a micro-batch, before its update exists."""
+    """A rule that acts within a micro-batch, before its update exists."""
 
     def loss(self, update: int, loss: Tensor) -> Tensor:
         """Return the changed loss of a micro-batch, just before its backward."""
@@ -212,7 +212,7 @@ class MicroBatchRule(Rule):
         return []
 
     def adjust(self, micro_batch: int) -> Adjust | None:
-        """Return what changes the gradients of a micro-batch before they are added up, if any."""
+        """Return a function that changes a micro-batch's gradients before they are added up."""
         return None
 
     def ended(self, micro_batch: int) -> Outgoing:

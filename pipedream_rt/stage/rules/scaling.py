@@ -41,9 +41,9 @@ class LossScale(RuleOption):
 
     Attributes:
         init_scale: The first scale.
-        growth_factor: What the scale is multiplied by after ``growth_interval`` updates in a row
-            without a skip.
-        backoff_factor: What the scale is multiplied by after an update that was skipped.
+        growth_factor: The factor of the scale after ``growth_interval`` updates in a row without a
+            skip.
+        backoff_factor: The factor of the scale after an update that was skipped.
         growth_interval: The number of updates without a skip after which the scale grows.
 
     Raises:
@@ -79,7 +79,7 @@ class Scaling(UpdateRule, MicroBatchRule):
     keeps = "run"
 
     def __init__(self, scale: LossScale, context: Context) -> None:
-        self._given = scale
+        self._options = scale
         assert isinstance(context.totals, Totals)
         self._plan = context.plan
         self._is_first = context.stage == 0
@@ -94,7 +94,6 @@ class Scaling(UpdateRule, MicroBatchRule):
         return {"updates_skipped": self._states[max(self._states)][2]}
 
     def of_update(self, update: int) -> float:
-        """Return the scale of the losses of an update."""
         plan = self._plan
         version = plan.reads(plan.num_stages - 1, update * plan.per_update)
         # Once weights were loaded, the first forwards read a later version than the plan says.
@@ -137,11 +136,11 @@ class Scaling(UpdateRule, MicroBatchRule):
         if update < newest:  # it was known
             return
         scale, since, skipped = self._states[newest]
-        given = self._given
+        options = self._options
         if not math.isfinite(total):
-            state = (_single(scale * given.backoff_factor), 0, skipped + 1)
-        elif since + 1 == given.growth_interval:
-            grown = _single(scale * given.growth_factor)
+            state = (_single(scale * options.backoff_factor), 0, skipped + 1)
+        elif since + 1 == options.growth_interval:
+            grown = _single(scale * options.growth_factor)
             state = (grown if math.isfinite(grown) else scale, 0, skipped)
         else:
             state = (scale, since + 1, skipped)
@@ -163,7 +162,7 @@ class Scaling(UpdateRule, MicroBatchRule):
         if states:
             self._states = states
         elif step not in self._states:  # the run has scaled nothing so far
-            self._states = {step: (_single(self._given.init_scale), 0, 0)}
+            self._states = {step: (_single(self._options.init_scale), 0, 0)}
 
 
 def _single(scale: float) -> float:

@@ -33,7 +33,7 @@ class Shards(UpdateRule):
             least = min(held, key=lambda address: held[address])
             held[least] += named[name].nbytes
             self._dealt[least].append(name)
-        self._came: dict[Address, Sequence[Tensor]] = {}
+        self._received: dict[Address, Sequence[Tensor]] = {}
 
     def stepped(self, named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """Return the parameters that this replica steps, by name, in the order of the module."""
@@ -50,12 +50,12 @@ class Shards(UpdateRule):
 
     def receive(self, kind: EdgeKind, sender: Address, value: Any) -> None:
         """Take the weights that another replica has stepped."""
-        self._came[sender] = value
+        self._received[sender] = value
 
     @torch.no_grad()
     def take(self, update: int) -> None:
         """Copy in the weights that others have stepped."""
-        came, self._came = self._came, {}
-        for address, tensors in came.items():
+        received, self._received = self._received, {}
+        for address, tensors in received.items():
             for name, tensor in zip(self._dealt[address], tensors, strict=True):
                 self._named[name].data.copy_(tensor)

@@ -1,4 +1,4 @@
-"""What all stages must agree on before an update: the norm of all gradients of the model.
+"""The number that stages agree on before an update: the norm of all gradients of the model.
 
 Clipping needs that norm, and scaled losses need to know whether a gradient of any stage is not
 finite. At its step, each stage measures the norm of each of its gradients and sends them, with
@@ -41,7 +41,7 @@ Norms: TypeAlias = dict[int, Tensor]
 """Norms of gradients, by `place`."""
 
 NOT_FINITE = -1
-"""The `place` of a number that is no norm: it is not zero if a gradient is not finite."""
+"""The slot of a flag among the norms: it is not zero if a gradient is not finite."""
 
 _KEY = StateKey("totals", path=("totals",))
 
@@ -99,7 +99,7 @@ class Totals(UpdateRule):
         self._remembered = 2 * plan.delay + 2 + max(plan.replicas)
         self._newest = -1
         self._known: dict[int, float | Tensor] = {}
-        self._told: list[Callable[[int, float], None]] = []
+        self._listeners: list[Callable[[int, float], None]] = []
         self._behind: Norms = {}
 
     def measured_by(
@@ -111,7 +111,7 @@ class Totals(UpdateRule):
 
     def tell(self, listener: Callable[[int, float], None]) -> None:
         """Call a function with each update and its total, as soon as it is known."""
-        self._told.append(listener)
+        self._listeners.append(listener)
 
     def pack(self, edge: Edge, value: Any) -> Packed:
         if edge.kind is EdgeKind.NORM:
@@ -172,7 +172,7 @@ class Totals(UpdateRule):
             return
         self._newest = update
         self._known[update] = total
-        for listener in self._told:
+        for listener in self._listeners:
             listener(update, float(total))
         self._forget(self._known, update)
 

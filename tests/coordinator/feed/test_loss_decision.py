@@ -21,7 +21,7 @@ def cut(filled=2, batch=BATCH, **options):
 
 def decision(of_loss, own=False):
     made, said = LossDecision(of_loss, own), []
-    made.said = said.append
+    made.announce = said.append
     return made, said
 
 

@@ -1233,10 +1233,10 @@ def test_gradients_are_kept_since_the_last_two_checkpoints(tmp_path):
     with small(**options) as pipe:
         train_outputs(pipe, regression(9), F.mse_loss)
         pipe.save()
-        assert len(feed_log(pipe).given) <= 6
+        assert len(feed_log(pipe).gradients) <= 6
     with small(max_restarts=0) as pipe:
         train_outputs(pipe, regression(3), F.mse_loss)
-        assert feed_log(pipe).given == {}
+        assert feed_log(pipe).gradients == {}
 
 
 def test_an_error_of_a_stage_reaches_the_loop():

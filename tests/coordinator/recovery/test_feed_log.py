@@ -76,17 +76,17 @@ def test_a_release_without_a_restore_point_meanwhile_adds_none():
 
 def given(log, *positions):
     for position in positions:
-        log.given[position] = Gradient(present=[]), ()
+        log.gradients[position] = Gradient(present=[]), ()
 
 
 def test_gradients_of_the_script_are_kept_as_long_as_their_micro_batches():
     log = fed(10)
     given(log, 2, 5, 8)
     log.begin(RestorePoint(position=4))
-    assert list(log.given) == [2, 5, 8]
+    assert list(log.gradients) == [2, 5, 8]
     log.begin(RestorePoint(position=6))
-    assert list(log.given) == [5, 8]
+    assert list(log.gradients) == [5, 8]
     log.begin(RestorePoint(position=9))
-    assert list(log.given) == [8]
+    assert list(log.gradients) == [8]
     log.stop()
-    assert log.given == {}
+    assert log.gradients == {}
