@@ -96,6 +96,11 @@ class ControlLoop:
                 ended.wait(_LAST_S)
             raise
 
+    def call_soon(self, function: Callable[[], object]) -> None:
+        """Have the loop call a function, unless it was closed. From any thread; never blocks."""
+        with suppress(RuntimeError):  # it was closed
+            self._loop.call_soon_threadsafe(function)
+
     def close(self) -> None:
         """End the loop and its thread, and what still runs in it. Idempotent."""
         if not self._life.begin_closing():

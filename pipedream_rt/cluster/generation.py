@@ -76,7 +76,8 @@ class Generation:
         members: The workers that have come, once `gather` has ended, also by an error; in the order
             of ranks.
         silent: Names of the workers that were given up because they did not answer.
-        ending: Whether the workers are to end, so that the loss of one is no failure any more.
+        ending: Whether the workers are to end, so that the loss of one is no failure any more; the
+            event loop alone sets it.
     """
 
     def __init__(
@@ -472,6 +473,10 @@ class Generation:
         return [await _clock_of(member) for member in self.members]
 
     # -- end ------------------------------------------------------------------------------------
+
+    def expect_ends(self) -> None:
+        """Report no worker any more that ends."""
+        self.ending = True
 
     async def stop(self, timeout: timedelta) -> None:
         """Tell the stages to stop, and wait until none computes any more, or the time is over."""

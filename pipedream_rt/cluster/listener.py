@@ -124,6 +124,12 @@ class Listener:
         self.expected, self.refused = 0, {}
         return members
 
+    async def expect(self, staying: int) -> int:
+        """Expect the members that are ready besides those that stay; return how many are ready."""
+        ready = sum(member.ready for member in self.members)
+        self.expected = staying + ready
+        return ready
+
     def note(self, gone: Gone) -> None:
         """Log that a worker which was started elsewhere has left."""
         if gone.member is not None:

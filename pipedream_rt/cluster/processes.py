@@ -57,7 +57,6 @@ class ProcessCluster:
         self._crew = spec.assignment
         self._loop = loop
         self._door = door
-        self._killed = False
         self._rpc: Endpoint = NoEndpoint()
         self._sockets: SocketTransport | None = None
         self._local = Local(spec.threads, fork_server())
@@ -131,7 +130,7 @@ class ProcessCluster:
         """Report that a message of the coordinator could not be handed over."""
         # The thread of the links is here, which must not wait for a process to end: so the cause
         # is found by whoever asks for the error.
-        if not self._workers.ending:
+        if self._life.is_open:
             self._fail(memoized_error(lambda: self.name_loss(error)))
 
     def check_settings_unchanged(self) -> None: ...
@@ -156,14 +155,12 @@ class ProcessCluster:
         return [r for r, m in zip(readings, self._members, strict=True) for _ in m.seats]
 
     def newcomers(self) -> int:
-        members, door = self._members, self._door
+        members = self._members
         free = self._crew.most - len(members)
         # The generation would end for them, and lose members that do not come back.
         if not free or not self._crew.stays_open or not all(m.returns for m in members):
             return 0
-        ready = sum(member.ready for member in list(door.members))
-        door.expected = len(members) + ready
-        return ready
+        return self._loop.run(self._door.expect(len(members)))
 
     def reference(self, stage: int, part: str) -> Reference:
         return self._rpc.reference(stage, part)
@@ -172,29 +169,34 @@ class ProcessCluster:
         return list(self._rpc.parameter_references(stage))
 
     def kill(self) -> None:
-        self._workers.ending = self._killed = True
-        for process in self._local.processes.values():
-            process.kill()
-        self._in_loop(self._workers.give_up())
-        self._elsewhere.replace(self._workers.silent)
-        self.close()
+        self._end(killed=True)
 
     def close(self) -> None:
-        if not self._life.begin_closing():
-            return
-        workers = self._workers
-        workers.ending = True
+        self._end(killed=False)
+
+    def _end(self, *, killed: bool) -> None:
+        """End the workers once; kill them also while another thread waits for them to end."""
+        is_first = self._life.begin_closing()
+        workers, processes = self._workers, self._local.processes.values()
+        # Queued before any connection ends, so that the loop takes no end for a failure.
+        self._loop.call_soon(workers.expect_ends)
         # On an ExitStack each step runs even if Ctrl-C interrupts the one before it. The last line
         # runs first: read upwards.
         with ExitStack() as steps:
-            steps.callback(self._life.close)
-            processes = self._local.processes.values()
-            steps.callback(lambda: end_processes(processes, Deadline(_EXIT_TIMEOUT)))
-            steps.callback(self._in_loop, workers.leave(failed=self._killed))
-            if self._sockets is not None:
-                steps.callback(self._sockets.close)
-            steps.callback(self._rpc.close)
-            steps.callback(self._in_loop, workers.stop(_STOP_TIMEOUT))
+            if is_first:
+                steps.callback(self._life.close)
+                steps.callback(lambda: end_processes(processes, Deadline(_EXIT_TIMEOUT)))
+                steps.callback(self._in_loop, workers.leave(failed=killed))
+                if self._sockets is not None:
+                    steps.callback(self._sockets.close)
+                steps.callback(self._rpc.close)
+                steps.callback(self._in_loop, workers.stop(_STOP_TIMEOUT))
+            if killed:
+                # The loop adds none to the silent once it has given up.
+                steps.callback(lambda: self._elsewhere.replace(workers.silent))
+                steps.callback(self._in_loop, workers.give_up())
+                for process in processes:
+                    steps.callback(process.kill)
 
     def _in_loop(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run a step of the end in the loop, unless that was closed: then all connections are."""

@@ -356,7 +356,7 @@ def test_an_elastic_group_does_not_wait_where_all_have_come_that_can(job):
     one = job(3, assignment=elastic)
     one.gathered("a", "b", "c")
     other = job(3, assignment=elastic)
-    other.door.expected = 2
+    other.loop.run(other.door.expect(2))
     other.gathered("a", "b")
     assert other.door.expected == 0
 
@@ -375,7 +375,7 @@ def test_too_few_for_an_elastic_group(job):
 def test_who_comes_while_a_generation_runs_is_in_the_next_one(job):
     elastic = ProcessAssignment(fewest=1, most=2, wait=timedelta(hours=1), stays_open=True)
     first = job(2, assignment=elastic)
-    first.door.expected = 1
+    first.loop.run(first.door.expect(1))
     (runs,) = first.gathered("runs")
     assert "the name 'runs' is taken" in first.ask("runs")[1]["reason"]
     early = first.come("early")
@@ -809,7 +809,7 @@ def test_in_the_end_no_loss_is_reported(job):
     one = job(1)
     (worker,) = one.gathered("w0")
     one.watch()
-    one.generation.ending = True
+    one.loop.call_soon(one.generation.expect_ends)
     worker.close()
     until(one.loop, lambda: one.members[0].ended)
     assert one.failures == []

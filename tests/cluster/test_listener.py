@@ -226,6 +226,17 @@ def test_a_member_that_leaves_makes_room_for_another_of_its_name(loop, door, cal
     assert asked(calls(), hello("w"))["type"] == "admitted"
 
 
+def test_who_is_ready_is_expected_besides_those_that_stay(loop, door, calls):
+    door.running, door.most = [Member("runs", "", None)], 2
+    asked(calls(), hello("slow"))
+    worker = calls()
+    asked(worker, hello("w"))
+    assert (loop.run(door.expect(1)), door.expected) == (0, 1)
+    ready(worker)
+    until(loop, lambda: [member.ready for member in door.members] == [False, True])
+    assert (loop.run(door.expect(1)), door.expected) == (1, 2)
+
+
 def test_while_a_generation_runs_it_is_only_logged_that_a_member_leaves(loop, door, calls, caplog):
     door.running = [Member("runs", "", None)]
     worker = calls()
