@@ -1,11 +1,11 @@
 """Local worker processes, forked by a process that has imported torch already.
 
 Importing torch costs more than a second of processor time. The fork server does it once, for the
-workers of all pipelines and recoveries of a process; so it does with the installed modules of the
-models, as those of transformers take longer than torch. It computes nothing, so that a worker that
-it forks has the state of a fresh process. It starts with the first pipeline, or when a program's
-own file imports `Pipeline`, and ends with the process that started it. Workers are its children:
-so it reports how they ended, and kills those that do not notice the death of that process.
+workers of all pipelines and recoveries of a process. It also imports the installed modules that the
+models are built of: those of transformers take longer than torch. It computes nothing, so a forked
+worker has the state of a fresh process. It starts with `prepare` or the first pipeline, and ends
+with the process that started it. Workers are its children: it reports how they ended, and kills
+those that do not notice the death of that process.
 """
 
 from __future__ import annotations
@@ -330,7 +330,7 @@ def _inherited() -> object:
     limits = [
         resource.getrlimit(number)
         for name, number in sorted(vars(resource).items())
-        if name.startswith("RLIMIT_") and number != resource.RLIMIT_NOFILE  # see `make_room`
+        if name.startswith("RLIMIT_") and number != resource.RLIMIT_NOFILE  # `limits.py`
     ]
     variables = {
         name: value
