@@ -1,7 +1,7 @@
 """Nodes that are told their rank as by torchrun: with options, or with ``PET_`` variables.
 
 Kubeflow's Trainer sets these variables, as do the manifests for JobSet and the units of systemd in
-``deploy/``. See https://docs.pytorch.org/docs/stable/elastic/run.html.
+``workers/``. See https://docs.pytorch.org/docs/stable/elastic/run.html.
 """
 
 from __future__ import annotations
