@@ -326,7 +326,7 @@ class ForkServer:
 
 
 def _inherited() -> object:
-    """Return what the server has inherited, and a worker cannot be given at its fork."""
+    """What the server has inherited, and its requests cannot change for a worker."""
     limits = [
         resource.getrlimit(number)
         for name, number in sorted(vars(resource).items())
@@ -341,7 +341,7 @@ def _inherited() -> object:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment for workers, which the secret is no part of."""
+    """The environment for workers: that of this process without the secret."""
     return {name: value for name, value in os.environ.items() if name != SECRET}
 
 
@@ -444,10 +444,10 @@ def _imported(tree: ast.AST) -> Iterator[str]:
 
 
 def _needs_compiler(node: ast.AST) -> bool:
-    """Whether workers need torch's compiler for this; to recompute activations needs it too."""
+    """Whether workers need torch's compiler for this; recomputed activations need it too."""
     match node:
-        case ast.keyword(arg="compile" | "recompute", value=given):
-            return not isinstance(given, ast.Constant) or bool(given.value)
+        case ast.keyword(arg="compile" | "recompute", value=value):
+            return not isinstance(value, ast.Constant) or bool(value.value)
         case ast.ImportFrom(module="torch.utils.checkpoint"):
             return True
     return False

@@ -1,4 +1,4 @@
-"""What a pipeline needs of its workers, and what they are told."""
+"""What a pipeline needs of its workers, and the specification by which they are started."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Fail: TypeAlias = Callable[[Failure], object]
 
 
 def memoized_error(find_out: Callable[[], BaseException]) -> Callable[[], BaseException]:
-    """Compute the error on the first call, and return the same object afterwards."""
+    """Return a function that determines an error once, and returns that same error each time."""
     return functools.lru_cache(maxsize=1)(find_out)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """What every kind of cluster is told.
+    """The specification of a generation of workers, for every kind of cluster.
 
     Attributes:
         assignment: How many worker processes do the work of the plan's workers.
@@ -97,13 +97,13 @@ class Cluster(Protocol):
 
     Attributes:
         names: By worker of the plan, the name of the worker process that does its work.
-        places: By worker of the plan, the id of its host: workers with equal ids share memory.
+        host_ids: By worker of the plan, the id of its host: workers with equal ids share memory.
             Empty for one that shares none.
         without_rpc: Why references lead to no modules, parameters and optimizers; empty if they do.
     """
 
     names: tuple[str, ...]
-    places: tuple[str, ...]
+    host_ids: tuple[str, ...]
     transport: Transport
     without_rpc: str
 

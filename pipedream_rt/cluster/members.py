@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from pipedream_rt.cluster.control import EXIT_COORDINATOR_LOST, LIFE_AGAIN
 from pipedream_rt.cluster.control_loop import within
-from pipedream_rt.cluster.doors import DoorAddress
+from pipedream_rt.cluster.peer_listeners import PeerAddress
 from pipedream_rt.cluster.records import Record
 from pipedream_rt.cluster.stream import Stream
 from pipedream_rt.errors import ConfigError, PeerLost, PipelineError, TransportError, WorkerLost
@@ -23,12 +23,12 @@ _OURS = {f"exit code {code}" for code in (EXIT_COORDINATOR_LOST, LIFE_AGAIN)}
 
 
 def is_of_its_own(ending: str) -> bool:
-    """Whether a worker has ended by what it computes, and not by SIGKILL or for want of a peer."""
+    """Whether a worker has ended by what it computes: not by SIGKILL, nor for want of a peer."""
     return ending in _CRASHES or (ending.startswith("exit code") and ending not in _OURS)
 
 
 class WorkerSlot(NamedTuple):
-    """A worker of the plan, by its number there, whose work a worker process does."""
+    """A worker of the plan, by its number there, as a part of the work of a process."""
 
     worker: int
     title: str
@@ -36,7 +36,7 @@ class WorkerSlot(NamedTuple):
 
     @property
     def hosts(self) -> str:
-        """The stages of this seat, in words."""
+        """Its stages, for messages."""
         several = len(self.stages) > 1
         return f"stages {', '.join(map(str, self.stages))}" if several else self.title
 
@@ -55,12 +55,13 @@ class Member:
         same_clock: Whether it runs on the coordinator's kernel.
         returns: Whether it joins again by itself when a generation ends.
         changed: Called when a record has come, and when its connection has ended.
-        seats: The workers of the plan whose work it does; empty until all have said hello.
+        slots: The workers of the plan whose work it does; empty until all have said hello.
         stage: The first stage that it hosts.
         ready: Whether it has imported torch.
         processor: Its kind of processor; empty until it is ready.
         obstacle: What keeps torch RPC from being fenced off there; empty for nothing.
-        door: Where it listens for other members of the group that forms; None if not known.
+        peer_address: Where it listens for the other members while the group forms; None if not
+            known.
         met: Once it has joined, the ranks that it has met at Unix sockets.
         stopped: Whether its stages compute no more, or its connection has ended.
         ended: Why its connection has ended; None while it stands.
@@ -79,12 +80,12 @@ class Member:
     same_clock: bool = False
     returns: bool = True
     changed: Callable[[], object] = lambda: None
-    seats: list[WorkerSlot] = field(default_factory=list)
+    slots: list[WorkerSlot] = field(default_factory=list)
     stage: int | None = None
     ready: bool = False
     processor: str = ""
     obstacle: Obstacle = ""
-    door: DoorAddress | None = None
+    peer_address: PeerAddress | None = None
     met: set[int] | None = None
     stopped: bool = False
     ended: TransportError | None = None
@@ -96,12 +97,12 @@ class Member:
     @property
     def stages(self) -> tuple[Address, ...]:
         """Addresses of the stages that it hosts; empty until all workers have said hello."""
-        return tuple(address for seat in self.seats for address in seat.stages)
+        return tuple(address for slot in self.slots for address in slot.stages)
 
     @property
     def hosts(self) -> str:
-        """The stages that the worker hosts, in words."""
-        return " and ".join(seat.hosts for seat in self.seats) or "no stage yet"
+        """The stages that the worker hosts, for messages."""
+        return " and ".join(slot.hosts for slot in self.slots) or "no stage yet"
 
     async def live(self) -> None:
         """Read what the worker says, until its connection ends."""
@@ -129,7 +130,7 @@ class Member:
                 self.ready, self.processor = True, record["processor"]
                 self.obstacle = record["obstacle"]
             case "door":
-                self.door = DoorAddress(*record["at"])
+                self.peer_address = PeerAddress(*record["at"])
             case "joined":
                 self.met = set(record["nearby"])
             case "failed":

@@ -30,7 +30,7 @@ from pipedream_rt.transport.limits import ensure_descriptors, make_room_for_agen
 from pipedream_rt.transport.sockets import SocketTransport
 
 _STOP_TIMEOUT = timedelta(seconds=5)
-"""For the stages to end the action at hand when told to stop."""
+"""For the stages to end the action at hand once they are to stop."""
 
 _EXIT_TIMEOUT = timedelta(seconds=3)
 """For the processes to end after that, before they are killed."""
@@ -44,7 +44,7 @@ class ProcessCluster:
         spec: ClusterSpec,
         *,
         loop: ControlLoop,
-        door: Listener,
+        listener: Listener,
         own: Sequence[str],
         elsewhere: Elsewhere,
     ) -> None:
@@ -54,14 +54,14 @@ class ProcessCluster:
         self.generation = spec.generation
         self._life = Lifecycle("the cluster")
         self._fail = spec.fail
-        self._crew = spec.assignment
+        self._assignment = spec.assignment
         self._loop = loop
-        self._door = door
+        self._listener = listener
         self._rpc: Endpoint = NoEndpoint()
         self._sockets: SocketTransport | None = None
         self._local = Local(spec.threads, fork_server())
         self._elsewhere = elsewhere
-        workers = self._workers = Generation(spec, door, self._local, elsewhere)
+        workers = self._workers = Generation(spec, listener, self._local, elsewhere)
         try:
             wanted = fence.decided(wish, obstacles) != "off"
             if wanted and not self._takes_agent(wish, spec.timeout):
@@ -70,15 +70,15 @@ class ProcessCluster:
             self._local.start(own)
             loop.run(workers.gather(deadline))
             self._members = workers.members
-            self.names = tuple(member.name for member in self._members for _ in member.seats)
+            self.names = tuple(member.name for member in self._members for _ in member.slots)
             obstacles.update((member.name, member.obstacle) for member in self._members)
             mode = fence.decided(wish, obstacles)
             self.without_rpc = fence.why_left_out(wish, obstacles)
-            fence.tell(wish, obstacles)
+            fence.warn_once(wish, obstacles)
             self._form(spec, mode, deadline)
-            places = workers.places() if memory_is_shared() else {}
-            self.places = tuple(
-                places.get(member.name, "") for member in self._members for _ in member.seats
+            host_ids = workers.host_ids() if memory_is_shared() else {}
+            self.host_ids = tuple(
+                host_ids.get(member.name, "") for member in self._members for _ in member.slots
             )
             loop.run(workers.watch())
         except Exception:
@@ -124,7 +124,7 @@ class ProcessCluster:
                 raise
         if mode != "off":
             self._rpc.shut()
-            loop.run(workers.tell({"type": "shut"}))
+            loop.run(workers.broadcast({"type": "shut"}))
 
     def _peer_lost(self, error: PipelineError) -> None:
         """Report that a message of the coordinator could not be handed over."""
@@ -152,15 +152,15 @@ class ProcessCluster:
 
     def clocks(self) -> list[Reading]:
         readings = self._loop.run(self._workers.clocks())
-        return [r for r, m in zip(readings, self._members, strict=True) for _ in m.seats]
+        return [r for r, m in zip(readings, self._members, strict=True) for _ in m.slots]
 
     def newcomers(self) -> int:
         members = self._members
-        free = self._crew.most - len(members)
+        free = self._assignment.most - len(members)
         # The generation would end for them, and lose members that do not come back.
-        if not free or not self._crew.stays_open or not all(m.returns for m in members):
+        if not free or not self._assignment.stays_open or not all(m.returns for m in members):
             return 0
-        return self._loop.run(self._door.expect(len(members)))
+        return self._loop.run(self._listener.expect(len(members)))
 
     def reference(self, stage: int, part: str) -> Reference:
         return self._rpc.reference(stage, part)

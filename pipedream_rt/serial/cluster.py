@@ -28,10 +28,10 @@ from pipedream_rt.stage.cooperative import Turns
 from pipedream_rt.stage.host import StageHost
 
 
-class _Worker:
+class _SerialWorker:
     """A worker: its stages and their loop; it enters ``ready`` when a message has come for it."""
 
-    def __init__(self, host: StageHost, ready: deque[_Worker]) -> None:
+    def __init__(self, host: StageHost, ready: deque[_SerialWorker]) -> None:
         self.host = host
         self._turns = Turns(host)
         self._ready = ready
@@ -69,10 +69,10 @@ class SerialCluster(ClusterHere):
         self._shuffled = None if self._draw is None else ShuffledTransport(self._draw)
         self._life, self._fail = Lifecycle("the cluster"), spec.fail
         self._threads = spec.threads
-        self._ready: deque[_Worker] = deque()
+        self._ready: deque[_SerialWorker] = deque()
         self._takes_turns = False
         super().__init__(spec, self._shuffled or DirectTransport())
-        self._workers = [_Worker(host, self._ready) for host in self._hosts]
+        self._workers = [_SerialWorker(host, self._ready) for host in self._hosts]
         for worker in self._workers:
             self._open(worker.host, worker.receive, worker.lose)
 

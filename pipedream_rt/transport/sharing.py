@@ -36,7 +36,7 @@ class SharedEnd:
         self._gives = gives  # whether tensors may go through slots of this end
         self._slots: SendBlock | None = None
         self.announcing: tuple[memoryview, SendBlock] | None = None
-        self._came: list[int] = []  # descriptors
+        self._descriptors: list[int] = []  # received, and not used yet
         self._views: ReceiveBlock | None = None
 
     # -- the sender -----------------------------------------------------------------------------
@@ -79,24 +79,24 @@ class SharedEnd:
     # -- the receiver ---------------------------------------------------------------------------
 
     def receive(self, connection: socket.socket, room: memoryview) -> int:
-        """Read, keep the descriptors that come along, and return how many bytes came."""
+        """Read; keep the descriptors that come along, and return the number of bytes."""
         count, others, _, _ = connection.recvmsg_into(
             [room], _ROOM_FOR_A_DESCRIPTOR, socket.MSG_CMSG_CLOEXEC
         )
         for level, kind, data in others:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                self._came += struct.unpack(f"{len(data) // 4}i", data[: len(data) // 4 * 4])
+                self._descriptors += struct.unpack(f"{len(data) // 4}i", data[: len(data) // 4 * 4])
         return count
 
     def view(self) -> None:
         """Map the memory whose descriptor has come."""
-        if not self._came:  # the kernel drops a descriptor for which the process has no room
+        if not self._descriptors:  # the kernel drops a descriptor for which the process has no room
             raise TransportError(
                 "the descriptor of the other end's shared memory has not come: probably this "
                 "process can open no more files; raise its limit, as by `ulimit -n`"
             )
         try:
-            self._views = ReceiveBlock(self._came.pop(0))
+            self._views = ReceiveBlock(self._descriptors.pop(0))
         except OSError as error:
             raise TransportError(
                 f"the other end's shared memory cannot be mapped: {error}; this process needs more "
@@ -116,8 +116,8 @@ class SharedEnd:
     def close(self) -> None:
         """Close all descriptors. The memory goes with the last tensor over it. Idempotent."""
         self._gives = False
-        close_all(self._came)
-        self._came = []
+        close_all(self._descriptors)
+        self._descriptors = []
         if self._views is not None:
             self._views.close()
             self._views = None

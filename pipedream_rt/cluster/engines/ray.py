@@ -113,11 +113,11 @@ class RayWorkers(Elsewhere):
             if name in self._lives and not self._has_ended(name):
                 continue
             if name not in self._actors:
-                self.actor(_Worker, index, name)
+                self.actor(_WorkerActor, index, name)
             self._lives[name] = self._actors[name].serve.remote(address, name, secret.text)
 
     def ending(self, name: str) -> str:
-        """Say in words how the actor of a worker has ended; empty while it has not."""
+        """How the actor of a worker has ended; empty while it has not."""
         if name not in self._lives or not self._has_ended(name):
             return ""
         errors = self._ray.exceptions
@@ -136,8 +136,8 @@ class RayWorkers(Elsewhere):
     def missing(self) -> str:
         """Say which actors have ended, and what Ray has, where workers have not come."""
         ended = {name: self.ending(name) for name in self._lives}
-        said = [f"worker {name!r}: {why}" for name, why in ended.items() if why]
-        return "; ".join([*said, f"Ray has {self._in_words()}", _ADD])
+        endings = [f"worker {name!r}: {why}" for name, why in ended.items() if why]
+        return "; ".join([*endings, f"Ray has {self._nodes_text()}", _ADD])
 
     def replace(self, names: Collection[str]) -> None:
         """Kill the actors of workers; Ray starts each again, with its method."""
@@ -211,7 +211,7 @@ class RayWorkers(Elsewhere):
         self._group = group
         wait_s = deadline.remaining_s()
         if not group.wait(timeout_seconds=3600 if wait_s is None else wait_s):
-            has = self._in_words()
+            has = self._nodes_text()
             self.stop()
             seconds = deadline.timeout.total_seconds() if deadline.timeout else 3600
             raise RendezvousTimeout(
@@ -224,7 +224,7 @@ class RayWorkers(Elsewhere):
         """Whether the long method of an actor has returned or failed for good; never blocks."""
         return bool(self._ray.wait([self._lives[name]], timeout=0)[0])
 
-    def _in_words(self) -> str:
+    def _nodes_text(self) -> str:
         """Say which nodes Ray has, and what is free in all of them together."""
         alive = [node for node in self._ray.nodes() if node["Alive"]]
         kinds = self._resources
@@ -236,8 +236,8 @@ class RayWorkers(Elsewhere):
         return f"{len(alive)} nodes ({nodes}), and {of_them} free in all"
 
 
-class _Worker:
-    """The actor of one worker."""
+class _WorkerActor:
+    """An actor that runs a worker in a child process."""
 
     def serve(self, address: str, name: str, secret: str) -> int:
         """Run a worker in a child process until it ends; return its exit code."""

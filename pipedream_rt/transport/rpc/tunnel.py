@@ -102,7 +102,7 @@ class Tunnel:
         self._orders: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._early: list[tuple[int, bytes]] = []  # parts that came before the agent listened
         self._gates: dict[int, socket.socket] = {}
-        self._ways: dict[Stream, _Relay] = {}
+        self._relays: dict[Stream, _Relay] = {}
         self._opened = 0
         self._port = 0
         self._let_in: list[int] = []  # ports of our own connections to the agent
@@ -207,7 +207,7 @@ class Tunnel:
                     self._wake.quiet()
                 elif isinstance(key.data, int):
                     self._do(functools.partial(self._accept, key.data))
-                elif key.data in self._ways:
+                elif key.data in self._relays:
                     self._do(functools.partial(self._attend_to, key.data, events))
             while not self._orders.empty():
                 self._do(self._orders.get())
@@ -238,8 +238,8 @@ class Tunnel:
         self._tell(stream, _OPENS)
 
     def _add(self, stream: Stream, connection: socket.socket) -> None:
-        self._ways[stream] = way = _Relay(connection)
-        self._selector.register(way.socket, selectors.EVENT_READ, stream)
+        self._relays[stream] = relay = _Relay(connection)
+        self._selector.register(relay.socket, selectors.EVENT_READ, stream)
 
     def _tell(self, stream: Stream, what: int, data: bytes = b"") -> None:
         """Send a part of a stream to its other end."""
@@ -248,15 +248,15 @@ class Tunnel:
 
     def _attend_to(self, stream: Stream, events: int) -> None:
         """Write to the agent's connection and read from it, as far as it is ready."""
-        way = self._ways[stream]
+        relay = self._relays[stream]
         try:
-            if events & selectors.EVENT_WRITE and way.flush():
-                if way.ends:
+            if events & selectors.EVENT_WRITE and relay.flush():
+                if relay.ends:
                     self._drop(stream)
                     return
-                self._selector.modify(way.socket, selectors.EVENT_READ, stream)
+                self._selector.modify(relay.socket, selectors.EVENT_READ, stream)
             if events & selectors.EVENT_READ:
-                data = way.socket.recv(_CHUNK)
+                data = relay.socket.recv(_CHUNK)
                 if not data:
                     raise ConnectionError  # closed by the agent: handled like a broken one
                 self._tell(stream, _CARRIES, data)
@@ -268,14 +268,14 @@ class Tunnel:
 
     def _drop(self, stream: Stream) -> None:
         """Close the agent's end of a stream, and let its port in no more."""
-        way = self._ways.pop(stream)
-        self._selector.unregister(way.socket)
-        port = way.socket.getsockname()[1]
+        relay = self._relays.pop(stream)
+        self._selector.unregister(relay.socket)
+        port = relay.socket.getsockname()[1]
         if port in self._let_in:  # before the socket closes, when anybody can bind its port
             self._let_in.remove(port)
             with suppress(TransportError):
                 self._filter()
-        way.socket.close()
+        relay.socket.close()
 
     def _take(self, rank: int, data: bytes) -> None:
         """Act on a part of a stream from a member, at once or when the agent listens."""
@@ -286,19 +286,19 @@ class Tunnel:
             return
         opener, number, what = _PART.unpack_from(data)
         stream = (rank, opener, number)
-        if what == _OPENS and opener == rank and stream not in self._ways:
+        if what == _OPENS and opener == rank and stream not in self._relays:
             self._connect(stream)
-        elif (way := self._ways.get(stream)) is not None:
-            way.ends = way.ends or what == _ENDS
+        elif (relay := self._relays.get(stream)) is not None:
+            relay.ends = relay.ends or what == _ENDS
             if what == _CARRIES:
                 part = data[_PART.size :]
-                if opener == self._group.rank and not way.answered:
+                if opener == self._group.rank and not relay.answered:
                     part = self._through_gate(rank, part)
-                way.answered = True
-                way.waiting.append(part)
+                relay.answered = True
+                relay.waiting.append(part)
             # The loop finds the socket writable at once, and writes.
             both = selectors.EVENT_READ | selectors.EVENT_WRITE
-            self._selector.modify(way.socket, both, stream)
+            self._selector.modify(relay.socket, both, stream)
 
     def _through_gate(self, rank: int, answer: bytes) -> bytes:
         """Replace the address in the first answer of a member's agent by that of our gate.
@@ -341,7 +341,7 @@ class Tunnel:
 
     def _end_of(self, rank: int) -> None:
         """Close the connections to a member that is gone."""
-        for stream in [stream for stream in self._ways if stream[0] == rank]:
+        for stream in [stream for stream in self._relays if stream[0] == rank]:
             self._drop(stream)
 
     def _close_gates(self) -> None:
@@ -357,7 +357,7 @@ class Tunnel:
         if self._thread is not None:
             self._order(lambda: None)  # wakes the thread
             self._thread.join()
-        for opened in (*self._gates.values(), *(way.socket for way in self._ways.values())):
+        for opened in (*self._gates.values(), *(relay.socket for relay in self._relays.values())):
             opened.close()
         self._selector.close()
         self._wake.close()
