@@ -139,7 +139,7 @@ def _connected_at(path: str) -> socket.socket:
 
 
 def reached(options: DialOptions, who: str, secret: Secret | None) -> Control:
-    """Connect as `connect` does; return the control connection, to a member of this job."""
+    """Connect to a coordinator of this job, and return the control connection."""
     connection = connect(options)
     # Who waits for hours for a coordinator to attend also waits as long for the handshake.
     deadline = Deadline(options.call_timeout)
@@ -213,7 +213,7 @@ def ask_to_join(
 
 
 def expect(record: Record, kind: str) -> None:
-    """Check the type of a record."""
+    """Refuse a record of another type."""
     if record["type"] != kind:
         raise TransportError(
             f"expected {kind!r} from the coordinator, got {record['type']!r}; is it pipedream-rt "

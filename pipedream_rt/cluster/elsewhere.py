@@ -52,13 +52,13 @@ class Elsewhere:
         raise NotImplementedError
 
     def start(self, count: int, address: str, secret: Secret, deadline: Deadline) -> None:
-        """Have so many workers run, which join the script at ``HOST:PORT`` or a path.
+        """Start workers that join the script at ``HOST:PORT`` or a path, until so many run.
 
-        Those that run already are left alone. Nothing, where somebody does it by himself.
+        Nothing, where the user starts them.
         """
 
     def own(self, count: int) -> list[str]:
-        """Return the names of those of the workers that the script starts itself."""
+        """The names of the workers that the script starts itself."""
         return []
 
     def within(self, assignment: ProcessAssignment, work: str) -> ProcessAssignment:

@@ -112,7 +112,7 @@ def count_of_environment(name: str, default: int | None = None) -> int:
 
 
 def left_over(*names: str) -> str:
-    """Say which of these variables are set, and what to do if no job has set them for this run."""
+    """The variables that are set, and what to do if they are of another job, for messages."""
     there = [name for name in names if os.environ.get(name)]
     listed = ", ".join(f"{name}={printable(os.environ[name], 60)}" for name in there)
     return (
@@ -144,7 +144,7 @@ _of_run: dict[int, socket.socket] = {}
 
 
 def _not_of_run(name: str, fd: int, error: Exception) -> str:
-    """Text of the error about a descriptor that `pipedream-rt run` has not opened."""
+    """The error of a descriptor that `pipedream-rt run` has not opened."""
     return (
         f"{name} is {fd}, which `pipedream-rt run` has not opened for this process: {error}; it "
         f"sets the variable for the script that it starts, so unset {name} elsewhere"
@@ -201,7 +201,7 @@ def secret_of_file(path: Path, *, private: bool = False) -> Secret:
 
 
 def _checked(text: str, *, keeps: bool) -> Secret:
-    """Return a secret that is one; with ``keeps`` take it out of the environment."""
+    """Check a secret; with ``keeps`` take it out of the environment."""
     secret = Secret(text)
     if keeps:
         _taken[:] = [text]

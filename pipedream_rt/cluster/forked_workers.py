@@ -212,7 +212,7 @@ class ForkServer:
         raise AssertionError("the second attempt returns or raises")
 
     def _changes(self) -> dict[str, Any]:
-        """Return how this process differs now from when the server was started."""
+        """The changes of this process since the server was started."""
         now, then = _environment(), self._environment
         return {
             "cwd": _folder(),
@@ -420,7 +420,7 @@ _NOT_AT_ONCE = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
 def imports_of(program: str | Path) -> list[str]:
-    """Return what a program imports at its start of installed packages that build on torch."""
+    """Imports of a program at its start, of installed packages that build on torch."""
     with suppress(OSError, ValueError, SyntaxError, RecursionError):
         path = Path(program)
         if path.stat().st_size <= _LARGEST_SOURCE:
@@ -454,7 +454,6 @@ def _needs_compiler(node: ast.AST) -> bool:
 
 
 def _root_of(name: str) -> str:
-    """Return the top-level package of a name."""
     return re.split("[.:]", name)[0]
 
 

@@ -173,7 +173,7 @@ class Generation:
         self._assign()
 
     def _turn_s(self, deadline: Deadline) -> float:
-        """Seconds after which the deadlines are looked at again, if nothing changes."""
+        """Seconds until the deadlines are checked again, if nothing changes."""
         waits = (1.0, self._heartbeat_s / 4, deadline.remaining_s())
         return max(0.01, min(wait for wait in waits if wait is not None))
 
@@ -252,7 +252,7 @@ class Generation:
     # -- form -----------------------------------------------------------------------------------
 
     async def welcome(self, rpc: AgentMode, deadline: Deadline) -> Group:
-        """Welcome the members to the group."""
+        """Send each member its welcome, and return the group with its key."""
         # Drawn for each generation: what a member of an earlier one has signed, or sends late, is
         # nothing here, also where an earlier life of the script has counted up to this number.
         spec, nonce = self._spec, secrets.token_bytes(NONCE)
@@ -468,7 +468,7 @@ class Generation:
         return member.lost(how, problem, note)
 
     async def stories(self) -> list[str]:
-        """Ask every worker what it waits for, for 2 s; the text says who does not answer."""
+        """Ask every worker what it waits for; it has `_STORY_S` to answer."""
         question: Record = {"type": "story", "text": None}
         answers = await asyncio.gather(
             *(member.ask(question, "story", _STORY_S) for member in self.members)
@@ -488,7 +488,7 @@ class Generation:
     # -- end ------------------------------------------------------------------------------------
 
     def expect_ends(self) -> None:
-        """Report no worker any more that ends."""
+        """Take the end of a worker for no failure any more."""
         self.ending = True
 
     async def stop(self, timeout: timedelta) -> None:

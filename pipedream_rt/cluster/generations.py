@@ -154,13 +154,13 @@ def starts_here(workers: Workers) -> bool:
 
 
 def cores_for(workers: Workers) -> int:
-    """Return how many cores of this machine its worker processes share; 0 if they are elsewhere."""
+    """Cores of this machine that its worker processes share; 0 if they are elsewhere."""
     here = starts_here(workers) or _are_ranks_here(workers)
     return len(os.sched_getaffinity(0)) if here else 0
 
 
 def workers_of_run(workers: Workers) -> int:
-    """Return how many workers `pipedream-rt run` has for a script; 0 if none."""
+    """Workers that `pipedream-rt run` has for a script; 0 if it has not started it."""
     return count_of_environment(NPROC, 0) if workers is None else 0
 
 
@@ -181,7 +181,7 @@ def _are_ranks_here(workers: Workers) -> bool:
 
 
 def numbers_of_workers(workers: Workers) -> Sequence[int]:
-    """Return how many workers a plan that is to be chosen may have; empty if nothing says so."""
+    """The numbers of workers that a chosen plan may have; empty if none is known."""
     if allowed := workers_of_run(workers):
         return range(1, allowed + 1)
     if workers == "serial" or starts_here(workers):

@@ -114,10 +114,10 @@ class Cluster(Protocol):
         """
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Return the context of every wait of the coordinator for its workers."""
+        """The context in which the coordinator waits for its workers."""
 
     def name_loss(self, error: PipelineError) -> PipelineError:
-        """Turn an error about a lost peer into one that names the worker and how it ended."""
+        """Turn the error of a lost peer into that of a lost worker, with how it ended."""
 
     def stories(self) -> list[str]:
         """Describe what every worker waits for and what it did last, for a stall report."""
@@ -129,7 +129,7 @@ class Cluster(Protocol):
         """The clock of each worker of the plan against ``time.monotonic_ns`` of this process."""
 
     def newcomers(self) -> int:
-        """Return how many workers wait to join that the next generation would have work for."""
+        """Number of workers that wait to join and would have work in the next generation."""
 
     def reference(self, stage: int, part: str) -> Reference:
         """Return a reference to a part of a stage."""

@@ -103,7 +103,7 @@ class Listener:
         task.add_done_callback(self._tasks.discard)
 
     def unheard(self) -> list[str]:
-        """The names of workers started here that have not got ready yet."""
+        """The names of the workers started here that are not ready yet."""
         silent = [m.name for m in self.members if m.is_local and not m.ready]
         return [*self._unheard, *silent]
 
@@ -231,7 +231,7 @@ class Listener:
         return None
 
     def _refuse(self, stream: Stream, hello: Record, refusal: Refusal) -> None:
-        """Tell a worker why it cannot become a member."""
+        """Send a worker the reason why it cannot become a member, and log it."""
         name = printable(str(hello.get("name")), 100)
         stream.send({"type": "refused", "reason": refusal.reason, "passing": refusal.passing})
         # Where the job has what it needs, a refused worker is nothing to act upon.
@@ -243,7 +243,7 @@ class Listener:
             self.changed.set()
 
     def _admit(self, stream: Stream, hello: Record, *, is_local: bool) -> Member:
-        """Make a worker a member, and tell it so."""
+        """Make a worker a member."""
         name, nearby = hello["name"], stream.engine is None
         stream.admit(f"worker {name!r}")
         # What does not leave the machine needs no secret to get in, and brings it.

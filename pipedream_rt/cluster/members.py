@@ -1,4 +1,4 @@
-"""A worker that has said hello, as the coordinator knows it."""
+"""A worker that has sent its hello, as the coordinator knows it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class WorkerSlot(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A worker process that has said hello.
+    """A worker process that has sent its hello.
 
     The event loop of the control plane owns it; other threads only read ``heard``, ``doing`` and
     ``beat``.
@@ -55,7 +55,7 @@ class Member:
         same_clock: Whether it runs on the coordinator's kernel.
         returns: Whether it joins again by itself when a generation ends.
         changed: Called when a record has come, and when its connection has ended.
-        slots: The workers of the plan whose work it does; empty until all have said hello.
+        slots: The workers of the plan whose work it does; empty until all have joined.
         stage: The first stage that it hosts.
         ready: Whether it has imported torch.
         processor: Its kind of processor; empty until it is ready.
@@ -96,7 +96,7 @@ class Member:
 
     @property
     def stages(self) -> tuple[Address, ...]:
-        """Addresses of the stages that it hosts; empty until all workers have said hello."""
+        """Addresses of the stages that it hosts; empty until all workers have joined."""
         return tuple(address for slot in self.slots for address in slot.stages)
 
     @property
@@ -105,7 +105,7 @@ class Member:
         return " and ".join(slot.hosts for slot in self.slots) or "no stage yet"
 
     async def live(self) -> None:
-        """Read what the worker says, until its connection ends."""
+        """Read the records of the worker, until its connection ends."""
         try:
             while True:
                 record = await self.stream.read()
@@ -150,7 +150,7 @@ class Member:
                 )
 
     async def ask(self, record: Record, kind: str, seconds: float) -> tuple[Record, int] | None:
-        """Send a question; return the answer and when it came (monotonic, ns), None for none."""
+        """Send a question; return the answer and its arrival (monotonic, ns), None for none."""
         if self.ended is not None:
             return None
         queue = self.answers.setdefault(kind, asyncio.Queue())
@@ -163,7 +163,7 @@ class Member:
             return None
 
     def lost(self, ending: str, problem: PipelineError | None = None, note: str = "") -> WorkerLost:
-        """Make the error that says that the worker is gone, and how it ended."""
+        """Make the error of a lost worker: its stages, its process, and how it ended."""
         what = "does not answer" if "still" in ending else "is gone"
         if problem is not None and not isinstance(problem, PeerLost):
             note += f" ({problem})"  # its connection was given up for what came over it
@@ -181,7 +181,7 @@ class Member:
 
 
 class JoiningFailed(TransportError):
-    """What a worker says of why it could not join the group."""
+    """A worker could not join the group, for the reason that it has sent."""
 
 
 def natural(name: str) -> list[tuple[int, str]]:

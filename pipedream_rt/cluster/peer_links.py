@@ -91,7 +91,7 @@ class PeerLinks:
         return self._met
 
     async def _attempt(self, enough: Callable[[], bool]) -> None:
-        """Dial and answer until it is enough, or the time is over."""
+        """Dial and answer until ``enough`` holds, or the time is over."""
         reception = Reception(self._secret, self._listeners.sockets, self._answer, logging.DEBUG)
         lower = [rank for rank in self._group.others if rank < self._group.rank]
         dialling = [asyncio.ensure_future(self._dial(rank)) for rank in lower]
@@ -163,7 +163,7 @@ class PeerLinks:
             raise
 
     async def _shake_hands(self, rank: int, connection: socket.socket, address: Any) -> Stream:
-        """Find out whether the member is at the other end."""
+        """Check that the member is at the other end."""
         await asyncio.get_running_loop().sock_connect(connection, address)
         stream = Stream(connection, f"member {self._group.names[rank]!r}")
         if connection.family == socket.AF_UNIX:
@@ -239,7 +239,7 @@ class PeerLinks:
 
 
 def _reason(error: Exception) -> str:
-    """Say why a member could not be met."""
+    """The reason why a member could not be met."""
     # By its number: asyncio has words of its own for a connection that is refused.
     number = getattr(error, "errno", None)
     is_plain = isinstance(error, OSError) and not isinstance(error, ssl.SSLError)

@@ -89,7 +89,7 @@ class ProcessCluster:
             raise
 
     def _takes_agent(self, wish: fence.Wish, timeout: timedelta) -> bool:
-        """Whether this pipeline has from now on the one agent that torch allows in a process."""
+        """Take the one agent that torch allows in a process; return whether it was free."""
         try:
             self._rpc = extras.RPCEndpoint(timeout)
         except ConfigError:  # another pipeline has it
@@ -103,7 +103,7 @@ class ProcessCluster:
         """Connect to all members, and join torch RPC with them; nothing listens afterwards."""
         loop, workers = self._loop, self._workers
         group = loop.run(workers.welcome(mode, deadline))
-        transport = self._sockets = SocketTransport(group, gives=memory_is_shared())
+        transport = self._sockets = SocketTransport(group, shares_memory=memory_is_shared())
         self.transport: Transport = transport
         if mode == "off":
             self._rpc.close()  # so that another pipeline can have the agent

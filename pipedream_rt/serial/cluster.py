@@ -29,7 +29,7 @@ from pipedream_rt.stage.host import StageHost
 
 
 class _SerialWorker:
-    """A worker: its stages and their loop; it enters ``ready`` when a message has come for it."""
+    """A worker: its stages and their loop. A message for it puts it into ``ready``."""
 
     def __init__(self, host: StageHost, ready: deque[_SerialWorker]) -> None:
         self.host = host
@@ -144,7 +144,7 @@ class SerialCluster(ClusterHere):
 
 @contextmanager
 def _as_on_a_worker(threads: int) -> Iterator[None]:
-    """Give the body a worker's modes of autograd, random state and threads, not the script's."""
+    """Run the body with the modes of autograd, the random state and the threads of a worker."""
     # Workers wait for nothing within their turns, so other threads of the script get theirs.
     with (
         drawing_alone(), kept_generator_state(), torch.inference_mode(False), torch.enable_grad()

@@ -160,7 +160,7 @@ def why_left_out(wish: Wish, obstacles: Mapping[str, Obstacle]) -> str:
 
 
 def refusal(left_out: str) -> str:
-    """Return the text of the error for calls that need torch RPC where it was left out."""
+    """The error of a call that needs torch RPC where it was left out."""
     return (
         "this needs torch RPC, over which references lead to modules, parameters and optimizers; "
         f"{left_out}. pipe.module(), pipe.state_dict(), pipe.optimizer and the methods of "

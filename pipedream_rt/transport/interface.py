@@ -31,7 +31,7 @@ class Transport(Protocol):
     """
 
     def open(self, address: int, receive: Receive, lost: Lost) -> None:
-        """Begin to receive for an address of this process, and to tell it of lost messages."""
+        """Begin to receive for an address of this process; ``lost`` gets errors of delivery."""
 
     def send(self, message: Message) -> None:
         """Hand a message over. Never blocks, even if the receiver is slow or dead."""

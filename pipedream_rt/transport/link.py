@@ -69,7 +69,7 @@ _TLS_RECORD = 1 << 14
 
 
 class Connection(NamedTuple):
-    """What a link is made of.
+    """The socket of a link, and what encrypts it.
 
     Attributes:
         engine: Encrypts it; None for a Unix socket.
@@ -83,7 +83,7 @@ class Connection(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """What has come over a link.
+    """A frame that was received.
 
     Attributes:
         tensors: The tensors, each in a storage of its own.
@@ -268,7 +268,7 @@ class Link:
         return len(data) < _ENCRYPTED_AT_ONCE
 
     def _take_in(self, room: memoryview, count: int, take: Callable[[Frame], object]) -> None:
-        """Note so many bytes that have come into a buffer, and hand over complete frames."""
+        """Take in so many bytes of a buffer, and hand over complete frames."""
         if self._room:  # the bytes came straight into a tensor
             self._fill(count)
         else:
@@ -277,7 +277,7 @@ class Link:
             take(frame)
 
     def _fill(self, count: int) -> None:
-        """Note that so many bytes have come into the memory of the body."""
+        """Count so many bytes as received in the memory of the body."""
         room = self._room
         if count == room[0].nbytes:
             room.popleft()
@@ -374,5 +374,4 @@ class Link:
 
 
 def _framed(kind: int, size: int, meta: bytes) -> memoryview:
-    """Return the head and the meta of a frame."""
     return memoryview(_HEAD.pack(kind, len(meta), size) + meta)

@@ -53,13 +53,13 @@ class Links:
         connections: Connections,
         receive: Callable[[int, Frame], None],
         lost: Callable[[int, str], None],
-        gives: bool = False,
+        shares_memory: bool = False,
     ) -> None:
         self._receive = receive
         self._lost = lost
         self._links = {
-            rank: Link(connection, SharedEnd(gives) if connection.carries_descriptors else None)
-            for rank, connection in connections.items()
+            rank: Link(each, SharedEnd(shares_memory) if each.carries_descriptors else None)
+            for rank, each in connections.items()
         }
         self._rank_of = {link.fileno(): rank for rank, link in self._links.items()}
         self._ended: dict[int, str] = {}  # by rank, why the link has ended

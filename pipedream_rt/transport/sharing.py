@@ -32,8 +32,8 @@ class SharedEnd:
             if no descriptor has to be sent.
     """
 
-    def __init__(self, gives: bool) -> None:
-        self._gives = gives  # whether tensors may go through slots of this end
+    def __init__(self, shares_memory: bool) -> None:
+        self._shares_memory = shares_memory  # whether tensors go through slots of this end
         self._slots: SendBlock | None = None
         self.announcing: tuple[memoryview, SendBlock] | None = None
         self._descriptors: list[int] = []  # received, and not used yet
@@ -43,12 +43,12 @@ class SharedEnd:
 
     def new_slots(self) -> SendBlock | None:
         """Make the slots, to be announced; None if they exist, or if none are to be had."""
-        if self._slots is not None or not self._gives:
+        if self._slots is not None or not self._shares_memory:
             return None
         try:
             return SendBlock()
         except OSError:  # no memory to share: values go over the socket from now on
-            self._gives = False
+            self._shares_memory = False
             return None
 
     def announce(self, slots: SendBlock, frame: memoryview, frames: deque[memoryview]) -> None:
@@ -115,7 +115,7 @@ class SharedEnd:
 
     def close(self) -> None:
         """Close all descriptors. The memory goes with the last tensor over it. Idempotent."""
-        self._gives = False
+        self._shares_memory = False
         close_all(self._descriptors)
         self._descriptors = []
         if self._views is not None:

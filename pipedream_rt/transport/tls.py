@@ -55,7 +55,7 @@ _NO_TLS = ("WRONG_VERSION", "HTTP_REQUEST", "UNSUPPORTED_PROTOCOL", "PROTOCOL_VE
 
 
 def problem_of_tls(error: ssl.SSLError) -> str:
-    """Say what an error of a connection means."""
+    """The meaning of an error of a connection, for messages."""
     reason = error.reason or str(error)
     if any(part in reason for part in _STRANGERS):
         return (

@@ -27,7 +27,7 @@ _PORT = 29500
 
 
 def found(environment: Mapping[str, str], asked: EngineRequest) -> Elastic | None:
-    """Return the job that options or ``PET_`` variables describe; None if of no or one node."""
+    """Return the job of several nodes that options or ``PET_`` variables describe, or None."""
     nodes = _number(environment, "PET_NNODES", asked.nodes, 1)
     if nodes is None or nodes == 1:
         return None

@@ -134,7 +134,7 @@ class RayWorkers(Elsewhere):
         return f"exit code {code}; `ray logs` has what it said"
 
     def missing(self) -> str:
-        """Say which actors have ended, and what Ray has, where workers have not come."""
+        """Which actors have ended, and what Ray has to place them."""
         ended = {name: self.ending(name) for name in self._lives}
         endings = [f"worker {name!r}: {why}" for name, why in ended.items() if why]
         return "; ".join([*endings, f"Ray has {self._nodes_text()}", _ADD])
@@ -225,7 +225,7 @@ class RayWorkers(Elsewhere):
         return bool(self._ray.wait([self._lives[name]], timeout=0)[0])
 
     def _nodes_text(self) -> str:
-        """Say which nodes Ray has, and what is free in all of them together."""
+        """The nodes that Ray has, and what is free in all together, for messages."""
         alive = [node for node in self._ray.nodes() if node["Alive"]]
         kinds = self._resources
         nodes = ", ".join(
@@ -274,10 +274,9 @@ def _import_ray() -> _ray:
 
 
 def _amounts(resources: Mapping[str, float]) -> str:
-    """Say how much there is of each resource, as ``CPU 4, GPU 1``."""
+    """The amount of each resource, as ``CPU 4 GPU 1``."""
     return " ".join(f"{kind} {amount:g}" for kind, amount in resources.items())
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the first line of what an error says."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

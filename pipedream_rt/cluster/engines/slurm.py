@@ -42,7 +42,7 @@ _LOOK_S = 0.2
 
 
 def found(environment: Mapping[str, str], asked: EngineRequest) -> Slurm | None:
-    """Return the step that this process is a task of; None if of none, as a batch script."""
+    """Return the step of this task; None if the process is no task, as a batch script."""
     if asked.nodes is not None or "SLURM_STEP_ID" not in environment:
         return None
     if environment.get(VARIABLES[-1], environment.get("SLURM_NTASKS")) == "1":
@@ -81,7 +81,7 @@ class Slurm:
         self._folder = folder
 
     def secret(self, deadline: Deadline) -> Secret:
-        """Return the secret of the environment, or of the file, which task 0 makes."""
+        """Return the secret of the environment, or else of the file that task 0 makes."""
         secret = read_secret(None)
         if secret is not None:
             return secret

@@ -107,7 +107,7 @@ def host_stage(
         ensure_descriptors(len(group.others))
         if mode != "off":
             make_room_for_agent()
-        transport = SocketTransport(group, gives=memory_is_shared())
+        transport = SocketTransport(group, shares_memory=memory_is_shared())
         endpoint: Endpoint = NoEndpoint() if mode == "off" else extras.RPCEndpoint(timeout)
         _join(control, welcome, group, transport, endpoint, secret, bind)
     except (PipelineError, RuntimeError, OSError) as error:
