@@ -14,8 +14,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,22 +55,6 @@ def install(wheels: Path, site: str) -> None:
     sys.path.insert(0, site)
 
 
-@contextmanager
-def workers_in_place() -> Iterator[None]:
-    """Let `pipedream_rt.workers` be found, which an installation maps from workers/."""
-    link = ROOT / "pipedream_rt" / "workers"
-    if link.exists():  # somebody's own
-        yield
-        return
-    if link.is_symlink():  # it leads nowhere
-        link.unlink()
-    link.symlink_to("../workers")
-    try:
-        yield
-    finally:
-        link.unlink()
-
-
 def main() -> int:
     """Prepare and measure; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -97,9 +79,8 @@ def main() -> int:
             "PYTHONPATH": os.pathsep.join([site, str(ROOT), os.environ.get("PYTHONPATH", "")]),
             **({"BENCHMARK_DEVICE": given.device} if given.device else {}),
         }  # fmt: skip
-        with workers_in_place():
-            command = [sys.executable, "-m", "benchmarks", given.name]
-            return subprocess.run(command, cwd=ROOT, env=environment).returncode
+        command = [sys.executable, "-m", "benchmarks", given.name]
+        return subprocess.run(command, cwd=ROOT, env=environment).returncode
 
 
 if __name__ == "__main__":

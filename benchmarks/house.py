@@ -178,7 +178,7 @@ class Walk:
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         """Note an event of `sys.setprofile`."""
         name = frame.f_code.co_filename
-        if "/pipedream_rt/" not in name and "/workers/" not in name:
+        if "/pipedream_rt/" not in name:
             return
         if event == "call":
             self.calls += 1

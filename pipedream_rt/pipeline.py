@@ -1019,7 +1019,7 @@ class Pipeline:
             self._job.decisions.corrections,
             self._job.decisions.codecs.texts(),
             verified=extras.explained(self._job),
-            places=self._group.cluster.places,
+            places=self._group.cluster.host_ids,
             program=forwards.program() if program else "",
         )
 

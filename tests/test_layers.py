@@ -23,9 +23,7 @@ LATE = {"pipedream_rt", "pipedream_rt.extras"}
 
 
 def module_of(path):
-    parts = list(path.relative_to(ROOT).with_suffix("").parts)
-    if parts[0] == "workers":
-        parts.insert(0, "pipedream_rt")
+    parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -136,8 +134,7 @@ def test_a_file_of_80_lines_has_its_tests_in_the_file_of_its_name():
     """Who changes `pipedream_rt/x/y.py` finds its tests in `tests/x/test_y.py`."""
     lacking = set()
     for path in FILES:
-        place = path.relative_to(ROOT)
-        own = place.relative_to("pipedream_rt") if place.parts[0] == "pipedream_rt" else place
+        own = path.relative_to(ROOT / "pipedream_rt")
         tests = ROOT / "tests" / own.parent / f"test_{own.name}"
         long = path.name != "__init__.py" and path.read_text().count("\n") >= 80
         if long and not tests.exists():

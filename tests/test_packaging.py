@@ -13,7 +13,7 @@ from support.deadlines import LATEST_S
 from pipedream_rt import torch_private
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = {"benchmarks", "deploy", "docs", "examples", "tests"}
+FOLDERS = {"benchmarks", "docs", "examples", "tests", "workers"}
 FILES = {
     "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "Makefile", "constraints.txt", "mkdocs.yml",
 }  # fmt: skip

@@ -32,10 +32,10 @@ from pathlib import Path
 import click
 
 from pipedream_rt.cluster.addresses import UNIX, listening
-from pipedream_rt.cluster.dial import DialOptions, NoPlace, ask_to_join, reached
-from pipedream_rt.cluster.doors import listening_at
+from pipedream_rt.cluster.dial import DialOptions, NotAdmitted, ask_to_join, reached
 from pipedream_rt.cluster.identity import Secret
 from pipedream_rt.cluster.listener import Listener
+from pipedream_rt.cluster.peer_listeners import listening_at
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PeerLost
 
@@ -48,7 +48,7 @@ def be_worker(name: str, address: str, secret: Secret) -> None:
             control = reached(DialOptions(address, 60), "the coordinator", secret)
             ask_to_join(control, name, secret)
             break
-        except (NoPlace, PeerLost):  # dropped as a stranger among too many: it comes again
+        except (NotAdmitted, PeerLost):  # dropped as a stranger among too many: it comes again
             pass
     control.send({"type": "ready", "processor": "a kind", "obstacle": ""})
     control.receive(Deadline(timedelta(minutes=5)))
@@ -103,29 +103,29 @@ def once(count: int, by: str, called: int) -> dict[str, object]:
 
 
 async def gathered(
-    count: int, secret: Secret, listener: socket.socket, called: int
+    count: int, secret: Secret, bound: socket.socket, called: int
 ) -> dict[str, float]:
     """Let so many workers join at a socket, and return what it took."""
-    door = Listener(secret, listener)
-    door.most = count
-    address = door.address
+    listener = Listener(secret, bound)
+    listener.most = count
+    address = listener.address
     found: dict[str, float] = {}
     if called:
-        door.open()
+        listener.open()
         used = time.process_time()
-        await asyncio.to_thread(os.waitpid, strangers(called, listener.getsockname()), 0)
+        await asyncio.to_thread(os.waitpid, strangers(called, bound.getsockname()), 0)
         found = {"strangers": called, "ms_each": 1e3 * (time.process_time() - used) / called}
     memory, began, used = resident(), time.monotonic(), time.process_time()
     pid = crowd(count, UNIX + address if address.startswith("/") else address, secret)
-    door.open()
+    listener.open()
     try:
-        while len(door.members) < count or not all(member.ready for member in door.members):
-            door.changed.clear()
-            await asyncio.wait_for(door.changed.wait(), 60)
+        while len(listener.members) < count or not all(member.ready for member in listener.members):
+            listener.changed.clear()
+            await asyncio.wait_for(listener.changed.wait(), 60)
         took_s, cpu_s = time.monotonic() - began, time.process_time() - used
         grown, fds = resident() - memory, len(os.listdir("/proc/self/fd"))
     finally:
-        await door.close()
+        await listener.close()
         os.killpg(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     return {

@@ -89,7 +89,7 @@ def of_kubernetes(folder: Path) -> Iterator[dict[str, float]]:
     from support.kubelet import kubelet
 
     script = [SCRIPT, str(folder / "run"), "--steps", str(STEPS)]
-    with kubelet(ROOT / "deploy" / "jobset.yaml", folder, script) as pods:
+    with kubelet(ROOT / "workers" / "jobset.yaml", folder, script) as pods:
 
         def start() -> Wait:
             pods.start_all()

@@ -62,7 +62,7 @@ _NEEDLESS = (
 """Options of torchrun that have no place here."""
 
 
-class _Run(Grouped):
+class _RunCommand(Grouped):
     """Answers the words of other launchers with those of this command."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -84,7 +84,7 @@ class _Run(Grouped):
 
 
 @click.command(
-    cls=_Run,
+    cls=_RunCommand,
     groups={
         "Workers": "nproc_per_node threads max_restarts",
         "The run": "resume verify module",

@@ -5,7 +5,7 @@ In the order of the imports:
 - `identity`, `addresses`, `environment`, `subprocesses`, `records`: what the coordinator, workers
   and the command line share;
 - `control`, `dial`: the worker's end of a control connection, and how it comes to be;
-- `stream`, `reception`, `doors`, `peer_links`: who is at the other end, and how members meet;
+- `stream`, `reception`: who is at the other end; `peer_listeners`, `peer_links`: how members meet;
 - `members`, `listener`, `generation`, `control_loop`: the control plane, one event loop;
 - `forked_workers`, `local`, `elsewhere`, `torchrun`, `engines`: who starts the workers;
 - `processes` (worker processes), and the room `serial` (one thread): the two kinds of

@@ -159,7 +159,6 @@ def address_on(interface: str, like: str) -> str:
 
 
 def _addresses_on(interface: str) -> list[str]:
-    """Return the numeric addresses of a network interface."""
     four = _ipv4_on(interface)
     return ([four] if four else []) + _ipv6_on(interface)
 

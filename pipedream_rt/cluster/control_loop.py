@@ -36,7 +36,7 @@ async def within(awaited: Awaitable[T], seconds: float | None) -> T:
 
 
 async def until(changed: asyncio.Event, enough: Callable[[], bool], deadline: Deadline) -> None:
-    """Wait until it is enough, looked at whenever something has changed, or the time is over."""
+    """Wait until ``enough`` holds or the time is over; each change is a reason to look again."""
     while not enough() and not deadline.expired():
         changed.clear()
         with suppress(asyncio.TimeoutError):
@@ -44,7 +44,7 @@ async def until(changed: asyncio.Event, enough: Callable[[], bool], deadline: De
 
 
 class ControlLoop:
-    """An event loop in which other threads have coroutines run, and wait for them."""
+    """An event loop in a thread of its own. Other threads run coroutines in it, and wait."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -95,6 +95,11 @@ class ControlLoop:
             if future.cancel():
                 ended.wait(_LAST_S)
             raise
+
+    def call_soon(self, function: Callable[[], object]) -> None:
+        """Have the loop call a function, unless it was closed. From any thread; never blocks."""
+        with suppress(RuntimeError):  # it was closed
+            self._loop.call_soon_threadsafe(function)
 
     def close(self) -> None:
         """End the loop and its thread, and what still runs in it. Idempotent."""

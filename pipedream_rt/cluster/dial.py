@@ -52,12 +52,12 @@ class JobOver(PipelineError):
         self.code = code
 
 
-class NoPlace(PipelineError):
-    """The coordinator had no place for this worker now, or gave up before the job began."""
+class NotAdmitted(PipelineError):
+    """The coordinator has not admitted this worker for now, or gave up before the job began."""
 
 
-class NotOfThisJob(NoPlace):
-    """Who listens where the coordinator should does not know the secret that this worker has."""
+class NotOfThisJob(NotAdmitted):
+    """The process that listens at the address does not know the secret of this worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class DialOptions:
     Attributes:
         address: ``HOST:PORT`` of the coordinator, or ``unix:`` and the path of its Unix socket.
         timeout_s: Seconds to wait for a coordinator to listen.
-        persist: Whether to try again where the job has no place for the worker.
+        persist: Whether to try again where the job does not admit the worker.
         call_timeout: For whoever listens there to shake hands; None to wait for ever.
         known: Whether the host is known to exist, though its name may not resolve for a while.
         longest_pause_s: Limit of the backoff in seconds. It is short where somebody may be waiting
@@ -84,12 +84,12 @@ class DialOptions:
     warm: bool = False
 
 
-def connect(place: DialOptions) -> socket.socket:
+def connect(options: DialOptions) -> socket.socket:
     """Connect to a coordinator that may not listen yet, with backoff until the time is over."""
-    address = place.address
+    address = options.address
     path = address.removeprefix(UNIX) if address.startswith(UNIX) else ""
     host, port = ("", 0) if path else parse_address(address)
-    deadline = Deadline(timedelta(seconds=place.timeout_s))
+    deadline = Deadline(timedelta(seconds=options.timeout_s))
     pause_s, before = _SHORTEST_PAUSE_S, ""
     _log.info("joining the coordinator at %s", address)
     while True:
@@ -97,15 +97,15 @@ def connect(place: DialOptions) -> socket.socket:
             return _connected_at(path) if path else _connected_to(host, port)
         except OSError as error:
             if isinstance(error, socket.gaierror):
-                if not place.known:
+                if not options.known:
                     raise ConfigError(f"{host!r} is no host: {error}") from error
                 reason = f"{host!r} is no host now"
             else:
                 reason = os.strerror(error.errno).lower() if error.errno else "no answer"
             if deadline.expired():
                 raise PeerLost(
-                    f"no coordinator listened at {address} within {place.timeout_s:g} s: {reason}; "
-                    "is the script running, and is this its address?",
+                    f"no coordinator listened at {address} within {options.timeout_s:g} s: "
+                    f"{reason}; is the script running, and is this its address?",
                     peer=address,
                 ) from error
         if reason != before:
@@ -138,31 +138,33 @@ def _connected_at(path: str) -> socket.socket:
     return connection
 
 
-def reached(place: DialOptions, who: str, secret: Secret | None) -> Control:
-    """Connect as `connect` does; return the control connection, to a member of this job."""
-    connection = connect(place)
+def reached(options: DialOptions, who: str, secret: Secret | None) -> Control:
+    """Connect to a coordinator of this job, and return the control connection."""
+    connection = connect(options)
     # Who waits for hours for a coordinator to attend also waits as long for the handshake.
-    deadline = Deadline(place.call_timeout)
+    deadline = Deadline(options.call_timeout)
     if connection.family == socket.AF_UNIX:
         if not is_same_user(connection):
             connection.close()
-            raise ConfigError(f"{place.address} is the socket of another user")
+            raise ConfigError(f"{options.address} is the socket of another user")
         return Control(connection, who)
-    assert secret is not None  # whoever dials a port was given one
+    assert secret is not None  # whoever dials a port has one
     control = Control(connection, who, local_host=str(connection.getsockname()[0]))
     try:
         control.encrypt(secret.tls(called=False), deadline)
     except ssl.SSLError as error:
         control.close()
         raise NotOfThisJob(
-            f"the TLS handshake with {who} at {place.address} failed: {problem_of_tls(error)}"
+            f"the TLS handshake with {who} at {options.address} failed: {problem_of_tls(error)}"
         ) from error
     except MessageTimeout as error:
         control.close()
-        raise NoPlace(f"the handshake with {who} failed: {error}") from error
+        raise NotAdmitted(f"the handshake with {who} failed: {error}") from error
     except (OSError, PeerLost) as error:
         control.close()
-        raise NoPlace(f"{who} at {place.address} ended before it shook hands: {error}") from error
+        raise NotAdmitted(
+            f"{who} at {options.address} ended before it shook hands: {error}"
+        ) from error
     return control
 
 
@@ -176,8 +178,8 @@ def ask_to_join(
 ) -> Secret:
     """Become a member of a coordinator's group, and return the secret of the job.
 
-    It comes with the admission where the connection does not leave the machine; ``secret`` is what
-    this worker was given, None for nothing.
+    It comes with the admission where the connection does not leave the machine; ``secret`` is the
+    one that this worker has already, None for none.
     """
     hello = {
         "type": "hello",
@@ -196,20 +198,22 @@ def ask_to_join(
         if answer["type"] == "over":
             raise JobOver(answer["code"])
         if answer["type"] == "refused":
-            kind = NoPlace if answer["passing"] else PipelineError
+            kind = NotAdmitted if answer["passing"] else PipelineError
             raise kind(f"the coordinator refused this worker: {printable(answer['reason'])}")
         expect(answer, "admitted")
         if secret is None and not answer.get("secret"):
             raise TransportError("the admission has brought no secret")
     except PeerLost as error:
-        raise NoPlace(f"the coordinator ended before it admitted this worker: {error}") from error
+        raise NotAdmitted(
+            f"the coordinator ended before it admitted this worker: {error}"
+        ) from error
     except (TransportError, MessageTimeout) as error:  # somebody else may have the port now
-        raise NoPlace(f"the handshake with {control.peer} failed: {error}") from error
+        raise NotAdmitted(f"the handshake with {control.peer} failed: {error}") from error
     return secret or Secret(answer["secret"])
 
 
 def expect(record: Record, kind: str) -> None:
-    """Check the type of a record."""
+    """Refuse a record of another type."""
     if record["type"] != kind:
         raise TransportError(
             f"expected {kind!r} from the coordinator, got {record['type']!r}; is it pipedream-rt "

@@ -1,7 +1,8 @@
 """One of the two supervisors: somebody else starts the workers, and starts them again.
 
-Wherever they are, they dial the script. The kinds of it differ in where they dial, in how they get
-the secret, and in what can be said of those that do not come. The other supervisor is `local.py`.
+Wherever they are, they dial the script. The kinds differ in the address that is dialled, in how
+the workers get the secret, and in what is known of those that do not come. The other supervisor is
+`local.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Elsewhere:
     """Workers that somebody else starts, and starts again.
 
     Attributes:
-        stays_open: Whether they join the next generation at the same place, so that the script
+        stays_open: Whether they join the next generation at the same address, so that the script
             goes on listening there.
     """
 
@@ -51,25 +52,25 @@ class Elsewhere:
         raise NotImplementedError
 
     def start(self, count: int, address: str, secret: Secret, deadline: Deadline) -> None:
-        """Have so many workers run, which join the script at ``HOST:PORT`` or a path.
+        """Start workers that join the script at ``HOST:PORT`` or a path, until so many run.
 
-        Those that run already are left alone. Nothing, where somebody does it by himself.
+        Nothing, where the user starts them.
         """
 
     def own(self, count: int) -> list[str]:
-        """Return the names of those of the workers that the script starts itself."""
+        """The names of the workers that the script starts itself."""
         return []
 
     def within(self, assignment: ProcessAssignment, work: str) -> ProcessAssignment:
-        """Return how many workers there can be; refuse if they are too few for the work."""
+        """Limit an assignment to the workers that there can be; refuse too few for the work."""
         return assignment
 
     def ending(self, name: str) -> str:
-        """Say in words how a worker has ended, or what to do; empty if there is nothing to say."""
+        """How a worker has ended, or what to do about it; empty if nothing is known."""
         return ""
 
     def missing(self) -> str:
-        """Say why workers have not come, and what to do."""
+        """Why workers have not come, and what to do."""
         return f"start them with `{_COMMAND}`"
 
     def replace(self, names: Collection[str]) -> None:
@@ -80,7 +81,7 @@ class Elsewhere:
 
 
 class AtAddress(Elsewhere):
-    """Workers that the user starts with a command, and that dial an address which he has given."""
+    """Workers that the user starts with a command, and that dial an address of the user's."""
 
     stays_open = False
 

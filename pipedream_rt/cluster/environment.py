@@ -82,7 +82,7 @@ cannot be fenced off."""
 
 
 def own_device() -> tuple[str | None, int]:
-    """Return the device that this process was told to compute on, and its number on the machine."""
+    """The device of this process, None for the script's choice, and its number on the machine."""
     ranks = [os.environ.get(name, "") for name in LOCAL_RANKS]
     number = next((int(rank) for rank in ranks if rank.isdecimal()), 0)
     return os.environ.get(DEVICE) or None, number
@@ -112,7 +112,7 @@ def count_of_environment(name: str, default: int | None = None) -> int:
 
 
 def left_over(*names: str) -> str:
-    """Say which of these variables are set, and what to do if no job has set them for this run."""
+    """The variables that are set, and what to do if they are of another job, for messages."""
     there = [name for name in names if os.environ.get(name)]
     listed = ", ".join(f"{name}={printable(os.environ[name], 60)}" for name in there)
     return (
@@ -144,7 +144,7 @@ _of_run: dict[int, socket.socket] = {}
 
 
 def _not_of_run(name: str, fd: int, error: Exception) -> str:
-    """Text of the error about a descriptor that `pipedream-rt run` has not opened."""
+    """The error of a descriptor that `pipedream-rt run` has not opened."""
     return (
         f"{name} is {fd}, which `pipedream-rt run` has not opened for this process: {error}; it "
         f"sets the variable for the script that it starts, so unset {name} elsewhere"
@@ -176,32 +176,32 @@ def read_secret(fd: int | None) -> Secret | None:
     else:
         text = os.environ.get(SECRET, "").strip() or (_taken[0] if _taken else "")
         if not text:
-            place = os.environ.get(SECRET_FILE, "")
-            return secret_of_file(given_path(place, SECRET_FILE)) if place else None
+            path = os.environ.get(SECRET_FILE, "")
+            return secret_of_file(given_path(path, SECRET_FILE)) if path else None
     return _checked(text, keeps=fd is None)
 
 
-def secret_of_file(place: Path, *, private: bool = False) -> Secret:
+def secret_of_file(path: Path, *, private: bool = False) -> Secret:
     """Read the secret of the job from a file; a private one is this user's alone, and no link."""
     try:
-        with open_file(place, follow=not private) as stream:
+        with open_file(path, follow=not private) as stream:
             about = os.fstat(stream.fileno())  # of what was opened: the name may change meanwhile
             if private:
-                check_private(place, about)
+                check_private(path, about)
             text = stream.read(4096).decode("ascii", "replace").strip()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"the secret of the job cannot be read from {printable(str(place))}: {reason}"
+            f"the secret of the job cannot be read from {printable(str(path))}: {reason}"
         ) from error
     if about.st_mode & 0o007:
-        named = printable(str(place))
+        named = printable(str(path))
         raise ConfigError(f"everybody on this machine can read the secret: chmod 600 {named}")
     return _checked(text, keeps=False)
 
 
 def _checked(text: str, *, keeps: bool) -> Secret:
-    """Return a secret that is one; with ``keeps`` take it out of the environment."""
+    """Check a secret; with ``keeps`` take it out of the environment."""
     secret = Secret(text)
     if keeps:
         _taken[:] = [text]
@@ -211,18 +211,18 @@ def _checked(text: str, *, keeps: bool) -> Secret:
 
 
 def rpc_of_environment() -> Wish:
-    """Return whether the workers become endpoints of torch RPC."""
-    match said := os.environ.get(RPC, "").lower():
+    """Whether the user wants the workers to be endpoints of torch RPC."""
+    match value := os.environ.get(RPC, "").lower():
         case "on" | "off":
-            return said
+            return value
         case "":
             return "auto"
         case _:
-            raise ConfigError(f"{RPC} must be on or off, not {said!r}")
+            raise ConfigError(f"{RPC} must be on or off, not {value!r}")
 
 
 def secret_of_environment() -> Secret:
-    """Read the secret that the user has given to the script and to the workers."""
+    """Read the secret that the user has set for the script and for the workers."""
     secret = read_secret(None)
     if secret is None:
         raise ConfigError(

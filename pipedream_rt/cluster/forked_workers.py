@@ -1,11 +1,11 @@
 """Local worker processes, forked by a process that has imported torch already.
 
 Importing torch costs more than a second of processor time. The fork server does it once, for the
-workers of all pipelines and recoveries of a process; so it does with the installed modules of the
-models, as those of transformers take longer than torch. It computes nothing, so that a worker that
-it forks has the state of a fresh process. It starts with the first pipeline, or when a program's
-own file imports `Pipeline`, and ends with the process that started it. Workers are its children:
-so it reports how they ended, and kills those that do not notice the death of that process.
+workers of all pipelines and recoveries of a process. It also imports the installed modules that the
+models are built of: those of transformers take longer than torch. It computes nothing, so a forked
+worker has the state of a fresh process. It starts with `prepare` or the first pipeline, and ends
+with the process that started it. Workers are its children: it reports how they ended, and kills
+those that do not notice the death of that process.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class ForkServer:
         raise AssertionError("the second attempt returns or raises")
 
     def _changes(self) -> dict[str, Any]:
-        """Return how this process differs now from when the server was started."""
+        """The changes of this process since the server was started."""
         now, then = _environment(), self._environment
         return {
             "cwd": _folder(),
@@ -326,11 +326,11 @@ class ForkServer:
 
 
 def _inherited() -> object:
-    """Return what the server has inherited, and a worker cannot be given at its fork."""
+    """What the server has inherited, and its requests cannot change for a worker."""
     limits = [
         resource.getrlimit(number)
         for name, number in sorted(vars(resource).items())
-        if name.startswith("RLIMIT_") and number != resource.RLIMIT_NOFILE  # see `make_room`
+        if name.startswith("RLIMIT_") and number != resource.RLIMIT_NOFILE  # `limits.py`
     ]
     variables = {
         name: value
@@ -341,7 +341,7 @@ def _inherited() -> object:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment for workers, which the secret is no part of."""
+    """The environment for workers: that of this process without the secret."""
     return {name: value for name, value in os.environ.items() if name != SECRET}
 
 
@@ -420,7 +420,7 @@ _NOT_AT_ONCE = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
 def imports_of(program: str | Path) -> list[str]:
-    """Return what a program imports at its start of installed packages that build on torch."""
+    """Imports of a program at its start, of installed packages that build on torch."""
     with suppress(OSError, ValueError, SyntaxError, RecursionError):
         path = Path(program)
         if path.stat().st_size <= _LARGEST_SOURCE:
@@ -444,17 +444,16 @@ def _imported(tree: ast.AST) -> Iterator[str]:
 
 
 def _needs_compiler(node: ast.AST) -> bool:
-    """Whether workers need torch's compiler for this; to recompute activations needs it too."""
+    """Whether workers need torch's compiler for this; recomputed activations need it too."""
     match node:
-        case ast.keyword(arg="compile" | "recompute", value=given):
-            return not isinstance(given, ast.Constant) or bool(given.value)
+        case ast.keyword(arg="compile" | "recompute", value=value):
+            return not isinstance(value, ast.Constant) or bool(value.value)
         case ast.ImportFrom(module="torch.utils.checkpoint"):
             return True
     return False
 
 
 def _root_of(name: str) -> str:
-    """Return the top-level package of a name."""
     return re.split("[.:]", name)[0]
 
 

@@ -1,4 +1,4 @@
-"""The life of one generation of workers: they are gathered, form a group, are watched, and end.
+"""The life of one generation of workers: it is gathered, forms a group, is watched, and ends.
 
 Each part is a coroutine of the control plane's event loop. The members themselves (`Member.live`)
 say what changes, and one condition wakes whoever waits for it.
@@ -20,11 +20,10 @@ from typing import Any
 
 from pipedream_rt.cluster.addresses import is_loopback
 from pipedream_rt.cluster.control_loop import within
-from pipedream_rt.cluster.doors import DoorAddress, Doors, opened_doors, remove_left_behind
 from pipedream_rt.cluster.elsewhere import Elsewhere
 from pipedream_rt.cluster.identity import NONCE
 from pipedream_rt.cluster.interface import ClusterSpec, memoized_error
-from pipedream_rt.cluster.listener import Gone, Listener
+from pipedream_rt.cluster.listener import Departure, Listener
 from pipedream_rt.cluster.local import Local
 from pipedream_rt.cluster.members import (
     JoiningFailed,
@@ -34,6 +33,12 @@ from pipedream_rt.cluster.members import (
     natural,
 )
 from pipedream_rt.cluster.peer_links import PeerLinks
+from pipedream_rt.cluster.peer_listeners import (
+    PeerAddress,
+    PeerListeners,
+    listening_for_peers,
+    remove_left_behind,
+)
 from pipedream_rt.cluster.records import Record, welcome
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import (
@@ -73,10 +78,11 @@ class Generation:
     """The workers of one generation, in the event loop of the control plane.
 
     Attributes:
-        members: The workers that have come, once `gather` has ended, also by an error; in the order
-            of ranks.
-        silent: Names of the workers that were given up because they did not answer.
-        ending: Whether the workers are to end, so that the loss of one is no failure any more.
+        members: The workers that have joined, in the order of ranks; empty until `gather` has
+            ended, also by an error.
+        silent: Names of the workers that were reported lost because they were silent.
+        ending: Whether the workers are to end, so that the loss of one is no failure any more; the
+            event loop alone sets it.
     """
 
     def __init__(
@@ -94,15 +100,15 @@ class Generation:
         self._gave_up = False
         self._watching: asyncio.Task[None] | None = None
         self._opened = ExitStack()  # of what the group needs while it forms
-        self._doors: Doors | None = None
+        self._peer_listeners: PeerListeners | None = None
 
     async def _until(
-        self, condition: Callable[[], bool], look: Callable[[], object], seconds: float
+        self, condition: Callable[[], bool], check: Callable[[], object], seconds: float
     ) -> None:
-        """Wait until a condition holds; ``look``, at each change and in between, may raise."""
+        """Wait until a condition holds; ``check`` may raise, at each change and after a time."""
         while True:
             self._changed.clear()
-            look()
+            check()
             if condition():
                 return
             try:
@@ -113,18 +119,18 @@ class Generation:
     # -- gather ---------------------------------------------------------------------------------
 
     async def gather(self, deadline: Deadline) -> None:
-        """Gather members until each has imported torch; sort them by name, and seat them."""
-        listener, crew = self._listener, self._spec.assignment
+        """Gather members until each has imported torch, and assign them their work."""
+        listener, assignment = self._listener, self._spec.assignment
         began = time.monotonic()
-        came, before = began, 0
+        last_joined, count = began, 0
 
-        def look() -> None:
-            nonlocal came, before
+        def check() -> None:
+            nonlocal last_joined, count
             if listener.is_closed:
                 raise PipelineClosed("the pipeline was closed while it waited for workers")
-            gone, listener.gone = listener.gone, []
-            for each in gone:
-                self._note_gone(each)
+            departures, listener.departures = listener.departures, []
+            for departure in departures:
+                self._note_departure(departure)
             if deadline.expired():
                 raise self._missing(deadline)
             # A worker started here is forked with torch imported, so it speaks at once, unless it
@@ -137,46 +143,51 @@ class Generation:
                     worker=unheard[0],
                     stage=None,
                 )
-            if len(listener.members) > before:
-                came = time.monotonic()
-            before = len(listener.members)
+            if len(listener.members) > count:
+                last_joined = time.monotonic()
+            count = len(listener.members)
 
         def complete() -> bool:
-            """Whether no more are waited for: all have come, or enough and the others are late."""
+            """Whether all have joined, or enough and the others are late."""
             members = listener.members
-            if len(members) < crew.fewest or not all(member.ready for member in members):
+            if len(members) < assignment.fewest or not all(member.ready for member in members):
                 return False
-            late = time.monotonic() - came >= crew.wait.total_seconds()
-            return len(members) in (crew.most, listener.expected) or late
+            late = time.monotonic() - last_joined >= assignment.wait.total_seconds()
+            return len(members) in (assignment.most, listener.expected) or late
 
-        listener.running, listener.most = (), crew.most
+        # The last generation has ended: its workers come back under the names that they had.
+        listener.running, listener.most = (), assignment.most
         for name, connection in self._local.connections.items():
             listener.take(connection, name)
         listener.open()
         try:
-            await self._until(complete, look, self._turn_s(deadline))
+            await self._until(complete, check, self._turn_s(deadline))
         finally:
+            # Also after an error: whoever has joined must hear the end from this generation. Taken
+            # before the wait below, in which another may join, for the next one.
             self.members += listener.taken()
-            if not crew.stays_open:
+            if not assignment.stays_open:
                 await listener.rest()  # while the generation runs, nobody may join
             listener.running = self.members
-            listener.most = crew.most - len(self.members)
-        self._seat()
+            listener.most = assignment.most - len(self.members)
+        self._assign()
 
     def _turn_s(self, deadline: Deadline) -> float:
-        """Seconds after which the deadlines are looked at again, if nothing changes."""
+        """Seconds until the deadlines are checked again, if nothing changes."""
         waits = (1.0, self._heartbeat_s / 4, deadline.remaining_s())
         return max(0.01, min(wait for wait in waits if wait is not None))
 
-    def _seat(self) -> None:
-        """Give the members their work, in the order of their names."""
-        plan, crew, count = self._spec.plan, self._spec.assignment, len(self.members)
+    def _assign(self) -> None:
+        """Assign the members their work, in the order of their names."""
+        plan, assignment, count = self._spec.plan, self._spec.assignment, len(self.members)
+        # Not in the order in which they have joined, which differs from run to run: a stage would
+        # move to another machine, whose kernels may round differently.
         self.members.sort(key=lambda member: natural(member.name))
-        work = crew.workers_by_process(plan.workers, count)
-        for member, seats in zip(self.members, work, strict=True):
-            member.seats = [WorkerSlot(w, plan.name_of(w), plan.stages_of(w)) for w in seats]
+        work = assignment.workers_by_process(plan.workers, count)
+        for member, workers in zip(self.members, work, strict=True):
+            member.slots = [WorkerSlot(w, plan.name_of(w), plan.stages_of(w)) for w in workers]
             member.stage = plan.stage_of(member.stages[0])
-        if count < plan.workers and not crew.seats:
+        if count < plan.workers and not assignment.seats:
             _log.warning(
                 "worker processes: %d, for the work of %d, which gives the same bits and takes "
                 "longer: %s",
@@ -193,35 +204,34 @@ class Generation:
                 "; ".join(f"{kind} ({', '.join(names)})" for kind, names in by_kind.items()),
             )
 
-    def _note_gone(self, gone: Gone) -> None:
-        """Log that a worker from elsewhere has left; that of one started here is an error."""
-        name = gone.name
-        if not gone.is_local:
-            self._listener.note(gone)
-        elif gone.member is not None:
-            raise gone.member.lost(self._local.ending(name), gone.error) from gone.error
+    def _note_departure(self, departure: Departure) -> None:
+        """Log the end of a worker from elsewhere; that of one started here is an error."""
+        name, error = departure.name, departure.error
+        if not departure.is_local:
+            self._listener.log_departure(departure)
+        elif departure.member is not None:
+            raise departure.member.lost(self._local.ending(name), error) from error
         else:
             how = self._local.ending(name)
             raise WorkerLost(
                 f"worker {name!r} ended before it joined ({how}); its output says why"
-                if isinstance(gone.error, PeerLost)
-                else f"worker {name!r} cannot join: {gone.error}",
+                if isinstance(error, PeerLost)
+                else f"worker {name!r} cannot join: {error}",
                 worker=name,
                 stage=None,
                 crashed=is_of_its_own(how),
-            ) from gone.error
+            ) from error
 
     def _missing(self, deadline: Deadline) -> RendezvousTimeout:
-        """Make the error that says which workers did not join in time."""
+        """Name the workers that did not join in time, and what to do."""
         listener, needed = self._listener, self._spec.assignment.fewest
-        came = {m.name for m in listener.members}
+        admitted = {m.name for m in listener.members}
         unready = (
-            {m.name for m in listener.members if not m.ready} if len(came) >= needed else set()
+            {m.name for m in listener.members if not m.ready} if len(admitted) >= needed else set()
         )
-        expected = {*self._local.connections, *came}
-        came -= unready
-        joined = sorted(came, key=natural)
-        absent = sorted(expected - came, key=natural)
+        expected = {*self._local.connections, *admitted}
+        joined = sorted(admitted - unready, key=natural)
+        absent = sorted(expected.difference(joined), key=natural)
         missing = max(needed - len(joined), 1)
         seconds = deadline.timeout.total_seconds() if deadline.timeout else 0.0
         return RendezvousTimeout(
@@ -242,26 +252,28 @@ class Generation:
     # -- form -----------------------------------------------------------------------------------
 
     async def welcome(self, rpc: AgentMode, deadline: Deadline) -> Group:
-        """Welcome the members to the group."""
+        """Send each member its welcome, and return the group with its key."""
+        # Drawn for each generation: what a member of an earlier one has signed, or sends late, is
+        # nothing here, also where an earlier life of the script has counted up to this number.
         spec, nonce = self._spec, secrets.token_bytes(NONCE)
         names = (COORDINATOR_NAME, *(member.name for member in self.members))
         by_address = {a: index for index, member in enumerate(self.members) for a in member.stages}
         hosts = tuple(by_address[address] for address in spec.plan.addresses)
-        # Members that all came within this machine find each other at Unix sockets.
+        # Members that have all joined within this machine meet each other at Unix sockets.
         far = any(not member.nearby for member in self.members)
-        self._doors = self._opened.enter_context(
-            opened_doors(self._meeting_host() if far else None)
+        listeners = self._peer_listeners = self._opened.enter_context(
+            listening_for_peers(self._meeting_host() if far else None)
         )
         for rank, member in enumerate(self.members, 1):
-            member.heard = time.monotonic()
+            member.heard = time.monotonic()  # it had nothing to send so far
             member.stream.send(
                 welcome(
                     rank,
                     names,
-                    self._doors.address.host,
+                    listeners.address.host,
                     nonce=nonce,
                     beat_s=self._heartbeat_s / 4,
-                    seats=[[w, title, list(stages)] for w, title, stages in member.seats],
+                    seats=[[w, title, list(stages)] for w, title, stages in member.slots],
                     hosts=list(hosts),
                     rpc=rpc,
                     generation=spec.generation,
@@ -284,48 +296,48 @@ class Generation:
         return next((h for h in hosts if not is_loopback(h)), hosts[0])
 
     async def connect(self, group: Group, deadline: Deadline) -> Connections:
-        """Connect this process to all members, once their doors are known to all."""
-        assert self._doors is not None
+        """Connect this process to all members, once the addresses of all are known to all."""
+        assert self._peer_listeners is not None
         welcomed = time.monotonic()
 
-        def look() -> None:
-            self._look_while_forming(deadline)
+        def check() -> None:
+            self._check_forming(deadline)
             for member in self.members:
-                quiet = member.door is None and member.met is None
+                quiet = member.peer_address is None and member.met is None
                 if quiet and time.monotonic() - welcomed > self._heartbeat_s:
                     note = " (it has not answered its welcome within the heartbeat)"
                     raise member.lost(self._local.ending(member.name), note=note)
 
         try:
             turn = self._turn_s(deadline)
-            await self._until(lambda: all(m.door for m in self.members), look, turn)
-            doors = {COORDINATOR_NAME: self._doors.address}
-            doors |= {m.name: m.door for m in self.members if m.door is not None}
-            self._refuse_unreachable(doors)
+            await self._until(lambda: all(m.peer_address for m in self.members), check, turn)
+            by_name = {COORDINATOR_NAME: self._peer_listeners.address}
+            by_name |= {m.name: m.peer_address for m in self.members if m.peer_address is not None}
+            self._refuse_unreachable(by_name)
             for member in self.members:
-                member.stream.send({"type": "doors", "by_name": doors})
-            by_rank = {group.names.index(name): at for name, at in doors.items()}
-            links = PeerLinks(group, self._listener.secret, self._doors, by_rank, deadline)
-            met: Connections = await self._beside(links.meet(), deadline)
+                member.stream.send({"type": "doors", "by_name": by_name})
+            by_rank = {group.names.index(name): address for name, address in by_name.items()}
+            links = PeerLinks(group, self._listener.secret, self._peer_listeners, by_rank, deadline)
+            met: Connections = await self._while_checking(links.meet(), deadline)
             return met
         finally:
-            self._opened.close()
+            self._opened.close()  # the group is complete, or will never be: nothing listens
 
-    async def _beside(self, doing: Any, deadline: Deadline) -> Any:
-        """Wait for a coroutine or a future, and look at the members meanwhile."""
-        look = functools.partial(self._look_while_forming, deadline)
-        task = asyncio.ensure_future(doing)
+    async def _while_checking(self, awaited: Any, deadline: Deadline) -> Any:
+        """Wait for a coroutine or a future, and check the members meanwhile."""
+        check = functools.partial(self._check_forming, deadline)
+        task = asyncio.ensure_future(awaited)
         task.add_done_callback(lambda _: self._changed.set())
         try:
-            await self._until(task.done, look, self._turn_s(deadline))
+            await self._until(task.done, check, self._turn_s(deadline))
             return await task
         finally:
             task.cancel()
-            # It lets go of the doors first: a socket that is closed before its reader is removed
-            # leaves that behind, and the next one of its number would never be heard.
+            # It lets go of the listeners first: a socket that is closed before its reader is
+            # removed leaves that behind, and the next one of its number would never be heard.
             await asyncio.gather(task, return_exceptions=True)
 
-    def _look_while_forming(self, deadline: Deadline) -> None:
+    def _check_forming(self, deadline: Deadline) -> None:
         """Raise if a member is lost or could not join, or the time is over."""
         if self.ending:
             raise PipelineClosed("the pipeline was closed while its workers joined")
@@ -346,12 +358,12 @@ class Generation:
                 "time; can they reach each other and the coordinator on any port?"
             )
 
-    def _refuse_unreachable(self, doors: Mapping[str, DoorAddress]) -> None:
+    def _refuse_unreachable(self, addresses: Mapping[str, PeerAddress]) -> None:
         """Refuse a member that listens on loopback while others listen elsewhere."""
-        hosts = {name: at.host for name, at in doors.items() if at.host}
+        hosts = {name: at.host for name, at in addresses.items() if at.host}
         inside = [name for name, host in hosts.items() if is_loopback(host)]
         if inside and len(inside) < len(hosts):
-            where = ", ".join(f"{name} {at.in_words}" for name, at in doors.items() if at.host)
+            where = ", ".join(f"{name} {at.in_words}" for name, at in addresses.items() if at.host)
             raise RendezvousTimeout(
                 f"{', '.join(map(repr, inside))} of the group cannot be reached from other "
                 f"machines: the addresses are {where}; start such a worker with --bind and a "
@@ -361,24 +373,24 @@ class Generation:
 
     async def all_joined(self, joining: Future[None], deadline: Deadline) -> None:
         """Wait until all members have joined, and this process in another thread."""
-        await self._beside(asyncio.wrap_future(joining), deadline)
-        look = functools.partial(self._look_while_forming, deadline)
+        await self._while_checking(asyncio.wrap_future(joining), deadline)
+        check = functools.partial(self._check_forming, deadline)
         everybody = self.members
         await self._until(
-            lambda: all(m.met is not None for m in everybody), look, self._turn_s(deadline)
+            lambda: all(m.met is not None for m in everybody), check, self._turn_s(deadline)
         )
 
-    async def tell(self, record: Record) -> None:
-        """Send a record to all members that are there."""
+    async def broadcast(self, record: Record) -> None:
+        """Send a record to all members whose connections stand."""
         for member in self.members:
             if member.ended is None:
                 member.stream.send(record)
 
-    def places(self) -> dict[str, str]:
+    def host_ids(self) -> dict[str, str]:
         """Per worker, the id of its host: workers with equal ids share memory; empty for none."""
         met = {rank: {rank, *(m.met or ())} - {0} for rank, m in enumerate(self.members, 1)}
         return {
-            # All at one place have met each other at Unix sockets: memory goes over those only.
+            # All of one host have met each other at Unix sockets: memory goes over those only.
             member.name: str(min(met[rank]))
             if all(met.get(other) == met[rank] for other in met[rank])
             else ""
@@ -394,7 +406,7 @@ class Generation:
             member.heard = time.monotonic()
             member.changed = functools.partial(self._member_changed, member)
         for member in self.members:
-            self._member_changed(member)  # it may have ended a moment ago
+            self._member_changed(member)  # it may have ended before it was watched
         self._watching = asyncio.get_running_loop().create_task(self._notice_silence())
         self._watch_forks()
 
@@ -449,14 +461,14 @@ class Generation:
     def loss_of(
         self, member: Member, problem: PipelineError | None = None, note: str = ""
     ) -> WorkerLost:
-        """Make the error that names a lost worker, and says how it ended if that is known."""
+        """Name a lost worker, and say how it ended if that is known; may block for a second."""
         name = member.name
         own = name in self._local.processes
         how = self._local.ending(name) if own else self._elsewhere.ending(name)
         return member.lost(how, problem, note)
 
     async def stories(self) -> list[str]:
-        """Ask every worker what it waits for, for 2 s; the text says who does not answer."""
+        """Ask every worker what it waits for; it has `_STORY_S` to answer."""
         question: Record = {"type": "story", "text": None}
         answers = await asyncio.gather(
             *(member.ask(question, "story", _STORY_S) for member in self.members)
@@ -468,19 +480,25 @@ class Generation:
         ]
 
     async def clocks(self) -> list[Reading]:
-        """Read the clocks of all members, one after another."""
+        """Read the clocks of all members."""
+        # One after another: answers to several questions at once would wait for each other here,
+        # and the round trip is the error of a reading.
         return [await _clock_of(member) for member in self.members]
 
     # -- end ------------------------------------------------------------------------------------
 
+    def expect_ends(self) -> None:
+        """Take the end of a worker for no failure any more."""
+        self.ending = True
+
     async def stop(self, timeout: timedelta) -> None:
-        """Tell the stages to stop, and wait until none computes any more, or the time is over."""
+        """Stop the stages, and wait until none computes any more, or the time is over."""
         self.ending = True
         if self._watching is None:
             return  # no stage runs yet
         self._watching.cancel()
         deadline = Deadline(timeout)
-        await self.tell({"type": "stop"})
+        await self.broadcast({"type": "stop"})
         await self._until(
             lambda: self._gave_up or deadline.expired() or all(m.stopped for m in self.members),
             lambda: None,
@@ -493,20 +511,22 @@ class Generation:
         self._changed.set()
 
     async def leave(self, *, failed: bool) -> None:
-        """Tell the workers to end, and close their connections."""
+        """End the workers, and close their connections."""
         self.ending = True
         self._opened.close()
-        remove_left_behind(m.door for m in self.members if m.door is not None)
-        await self.tell({"type": "exit", "failed": failed})
-        there = [member.stream for member in self.members if member.ended is None]
-        if there:
+        remove_left_behind(m.peer_address for m in self.members if m.peer_address is not None)
+        await self.broadcast({"type": "exit", "failed": failed})
+        standing = [member.stream for member in self.members if member.ended is None]
+        if standing:
+            # A record that has not left goes with its connection, and the worker would take this
+            # process for dead.
             await asyncio.wait(
-                [asyncio.ensure_future(stream.sent()) for stream in there], timeout=_LEAVE_S
+                [asyncio.ensure_future(stream.sent()) for stream in standing], timeout=_LEAVE_S
             )
         for member in self.members:
             member.stream.close()
         self._listener.drop_local()
-        self._listener.running = ()
+        self._listener.running = ()  # their names are free for the next generation
 
 
 async def _clock_of(member: Member) -> Reading:

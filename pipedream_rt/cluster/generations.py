@@ -40,7 +40,7 @@ class Generations:
         self._elsewhere = _elsewhere_of(workers)
         self._open = ExitStack()
         self._loop: ControlLoop | None = None
-        self._door: Listener | None = None
+        self._listener: Listener | None = None
         self._is_closed = False
 
     def start(self, spec: ClusterSpec) -> Cluster:
@@ -71,14 +71,14 @@ class Generations:
             self._loop.close()
 
     def _control(self) -> ControlLoop:
-        """Return the event loop of the control plane, which begins with the first workers."""
+        """The event loop of the control plane, made with the first workers."""
         if self._loop is None:
             self._loop = ControlLoop()
         return self._loop
 
     def _shut(self) -> None:
         """Listen no more, and end what was started elsewhere."""
-        self._door = None
+        self._listener = None
         self._open.close()
 
     def _start_here(self, spec: ClusterSpec) -> Cluster:
@@ -92,43 +92,45 @@ class Generations:
         if allowed:
             threads = count_of_environment(THREADS, spec.threads)
             spec = replace(spec, assignment=spec.assignment.within(allowed), threads=threads)
-        if self._door is None:
-            self._door = Listener(Secret.generated())
+        if self._listener is None:
+            self._listener = Listener(Secret.generated())
         names = [f"worker-{i}" for i in range(spec.assignment.most)]
-        return self._processes(spec, self._door, names, Elsewhere())
+        return self._processes(spec, self._listener, names, Elsewhere())
 
     def _processes(
-        self, spec: ClusterSpec, door: Listener, own: Sequence[str], elsewhere: Elsewhere
+        self, spec: ClusterSpec, listener: Listener, own: Sequence[str], elsewhere: Elsewhere
     ) -> Cluster:
         """Gather worker processes; those that this process starts are ``own``."""
         from pipedream_rt.cluster.processes import ProcessCluster  # sockets, for these alone
 
-        return ProcessCluster(spec, loop=self._control(), door=door, own=own, elsewhere=elsewhere)
+        return ProcessCluster(
+            spec, loop=self._control(), listener=listener, own=own, elsewhere=elsewhere
+        )
 
     def _await(self, elsewhere: Elsewhere, spec: ClusterSpec) -> Cluster:
         """Await workers that somebody else starts."""
         assignment = elsewhere.within(spec.assignment, spec.plan.in_words)
-        spec, door = replace(spec, assignment=assignment), self._door
-        if door is None:
+        spec, listener = replace(spec, assignment=assignment), self._listener
+        if listener is None:
             secret = elsewhere.secret()
             self._open.callback(elsewhere.stop)
-            listener = self._open.enter_context(elsewhere.listening())
-            close_in_forked_children(listener)  # one that outlives the script would keep the port
+            listening = self._open.enter_context(elsewhere.listening())
+            close_in_forked_children(listening)  # one that outlives the script would keep the port
             control = self._control()
-            door = self._door = Listener(secret, listener)
-            self._open.callback(lambda: control.run(door.close()))
+            listener = self._listener = Listener(secret, listening)
+            self._open.callback(lambda: control.run(listener.close()))
         deadline = Deadline(spec.start_timeout)
-        elsewhere.start(assignment.most, door.address, door.secret, deadline)
+        elsewhere.start(assignment.most, listener.address, listener.secret, deadline)
         own = elsewhere.own(assignment.most)
         try:
-            return self._processes(spec, door, own, elsewhere)
+            return self._processes(spec, listener, own, elsewhere)
         finally:
             if not (elsewhere.stays_open or assignment.stays_open):
                 self._shut()
 
 
 def _elsewhere_of(workers: Workers) -> Elsewhere | None:
-    """Return who starts the workers; None if the script does, or torchrun has started its ranks."""
+    """Who starts the workers elsewhere; None if the script or torchrun does."""
     if isinstance(workers, Elsewhere):
         return workers
     if isinstance(workers, str) and workers in _ENGINES:
@@ -152,13 +154,13 @@ def starts_here(workers: Workers) -> bool:
 
 
 def cores_for(workers: Workers) -> int:
-    """Return how many cores of this machine its worker processes share; 0 if they are elsewhere."""
+    """Cores of this machine that its worker processes share; 0 if they are elsewhere."""
     here = starts_here(workers) or _are_ranks_here(workers)
     return len(os.sched_getaffinity(0)) if here else 0
 
 
 def workers_of_run(workers: Workers) -> int:
-    """Return how many workers `pipedream-rt run` has for a script; 0 if none."""
+    """Workers that `pipedream-rt run` has for a script; 0 if it has not started it."""
     return count_of_environment(NPROC, 0) if workers is None else 0
 
 
@@ -167,19 +169,19 @@ _CHOOSING = timedelta(minutes=30)
 
 
 def leave_to_rank_0(workers: Workers, threads: int) -> None:
-    """Return where the plan is chosen; another rank of torchrun becomes a worker before that."""
+    """Leave the choice of the plan to rank 0: another rank of torchrun becomes a worker here."""
     if _are_ranks_here(workers) and is_other_rank():
         become_worker(threads, _CHOOSING)
 
 
 def _are_ranks_here(workers: Workers) -> bool:
     """Whether the workers are ranks of torchrun, all on this machine."""
-    given = workers is not None or LISTEN_FD in os.environ
-    return not given and under_torchrun() and is_one_machine()
+    are_elsewhere = workers is not None or LISTEN_FD in os.environ
+    return not are_elsewhere and under_torchrun() and is_one_machine()
 
 
 def numbers_of_workers(workers: Workers) -> Sequence[int]:
-    """Return how many workers a plan that is to be chosen may have; empty if nothing says so."""
+    """The numbers of workers that a chosen plan may have; empty if none is known."""
     if allowed := workers_of_run(workers):
         return range(1, allowed + 1)
     if workers == "serial" or starts_here(workers):

@@ -53,12 +53,12 @@ class Secret:
         return Secret(secrets.token_hex(NONCE))
 
     def derived(self, purpose: bytes) -> bytes:
-        """Return 32 bytes for a purpose, which tell nothing of the secret or of another purpose."""
+        """Return 32 bytes for a purpose, which reveal neither the secret nor another purpose."""
         return hmac.digest(bytes.fromhex(self.text), b"pipedream-rt " + purpose, "sha256")
 
     @property
     def job(self) -> str:
-        """The public name of the job, by which two jobs of one user are told apart."""
+        """The public name of the job, which differs between two jobs of one user."""
         return self.derived(b"name").hex()[:32]
 
     def group_key(self, nonce: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""What a pipeline needs of its workers, and what they are told."""
+"""What a pipeline needs of its workers, and the specification by which they are started."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Fail: TypeAlias = Callable[[Failure], object]
 
 
 def memoized_error(find_out: Callable[[], BaseException]) -> Callable[[], BaseException]:
-    """Compute the error on the first call, and return the same object afterwards."""
+    """Return a function that determines an error once, and returns that same error each time."""
     return functools.lru_cache(maxsize=1)(find_out)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """What every kind of cluster is told.
+    """The specification of a generation of workers, for every kind of cluster.
 
     Attributes:
         assignment: How many worker processes do the work of the plan's workers.
@@ -97,13 +97,13 @@ class Cluster(Protocol):
 
     Attributes:
         names: By worker of the plan, the name of the worker process that does its work.
-        places: By worker of the plan, the id of its host: workers with equal ids share memory.
+        host_ids: By worker of the plan, the id of its host: workers with equal ids share memory.
             Empty for one that shares none.
         without_rpc: Why references lead to no modules, parameters and optimizers; empty if they do.
     """
 
     names: tuple[str, ...]
-    places: tuple[str, ...]
+    host_ids: tuple[str, ...]
     transport: Transport
     without_rpc: str
 
@@ -114,10 +114,10 @@ class Cluster(Protocol):
         """
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Return the context of every wait of the coordinator for its workers."""
+        """The context in which the coordinator waits for its workers."""
 
     def name_loss(self, error: PipelineError) -> PipelineError:
-        """Turn an error about a lost peer into one that names the worker and how it ended."""
+        """Turn the error of a lost peer into that of a lost worker, with how it ended."""
 
     def stories(self) -> list[str]:
         """Describe what every worker waits for and what it did last, for a stall report."""
@@ -129,7 +129,7 @@ class Cluster(Protocol):
         """The clock of each worker of the plan against ``time.monotonic_ns`` of this process."""
 
     def newcomers(self) -> int:
-        """Return how many workers wait to join that the next generation would have work for."""
+        """Number of workers that wait to join and would have work in the next generation."""
 
     def reference(self, stage: int, part: str) -> Reference:
         """Return a reference to a part of a stage."""

@@ -35,8 +35,8 @@ class Refusal(NamedTuple):
     passing: bool = False
 
 
-class Gone(NamedTuple):
-    """A worker that is gone before its generation has begun.
+class Departure(NamedTuple):
+    """The end of a worker before its generation has begun.
 
     Attributes:
         name: Empty for one that was not started here and has not said its name.
@@ -63,11 +63,11 @@ class Listener:
         running: Those of the generation that runs, whose names are taken.
         most: How many may come for the next generation.
         refused: By name, why a worker was refused for good.
-        gone: Those that have gone since somebody took them out of this list.
+        departures: Of those that have gone since somebody took them out of this list.
         expected: How many members the next generation will have if nobody is lost meanwhile; 0 if
             that is not known.
-        over: The exit code of a script that has ended for good, which all who come are told.
-        told: The names of those that were told.
+        over: The exit code of a script that has ended for good, for all who come; None before.
+        informed: The names of those that have it.
         changed: Set when any of this has changed.
     """
 
@@ -78,10 +78,10 @@ class Listener:
         self.running: Sequence[Member] = ()
         self.most = 0
         self.refused: dict[str, str] = {}
-        self.gone: list[Gone] = []
+        self.departures: list[Departure] = []
         self.expected = 0
         self.over: int | None = None
-        self.told: set[str] = set()
+        self.informed: set[str] = set()
         self.changed = asyncio.Event()
         self.is_closed = False
         self._reception: Reception | None = None
@@ -103,7 +103,7 @@ class Listener:
         task.add_done_callback(self._tasks.discard)
 
     def unheard(self) -> list[str]:
-        """The names of workers started here that have not got ready yet."""
+        """The names of the workers started here that are not ready yet."""
         silent = [m.name for m in self.members if m.is_local and not m.ready]
         return [*self._unheard, *silent]
 
@@ -124,16 +124,22 @@ class Listener:
         self.expected, self.refused = 0, {}
         return members
 
-    def note(self, gone: Gone) -> None:
-        """Log that a worker which was started elsewhere has left."""
-        if gone.member is not None:
+    async def expect(self, staying: int) -> int:
+        """Expect the members that are ready besides those that stay; return how many are ready."""
+        ready = sum(member.ready for member in self.members)
+        self.expected = staying + ready
+        return ready
+
+    def log_departure(self, departure: Departure) -> None:
+        """Log the end of a member that was started elsewhere."""
+        if departure.member is not None:
             _log.warning(
                 "worker %r (%s) left before all had come: %s; waiting for it or for another",
-                gone.name, gone.member.description, gone.error,
+                departure.name, departure.member.description, departure.error,
             )  # fmt: skip
 
     async def close(self) -> None:
-        """Let nobody join any more, and send away the members that have come. Idempotent."""
+        """Stop listening, and dismiss the members that no generation has taken. Idempotent."""
         self.is_closed = True
         self.changed.set()
         await self.rest()
@@ -143,16 +149,16 @@ class Listener:
         self.drop_local()
 
     def drop_local(self) -> None:
-        """Forget the workers started here that no generation has taken: others get their names."""
+        """Drop the workers started here that no generation has taken: others get their names."""
         dropped, self._unheard = [*self._unheard.values()], {}
         dropped += [member.stream for member in self.members if member.is_local]
         self.members = [member for member in self.members if not member.is_local]
-        self.gone = [gone for gone in self.gone if not gone.is_local]
+        self.departures = [each for each in self.departures if not each.is_local]
         for stream in dropped:
             stream.close()
 
     async def _arrive_here(self, stream: Stream, name: str) -> None:
-        """The way of a worker that was started here."""
+        """Serve a worker that was started here, from its hello to its end."""
         try:
             hello = await stream.read()
             if self._unheard.get(name) is stream:  # else it was dropped here
@@ -160,14 +166,14 @@ class Listener:
         except Exception as error:  # of any kind: it ends this connection and no other
             stream.close()
             if self._unheard.get(name) is stream:
-                self.gone.append(Gone(name, True, stream.lost_by(error)))
+                self.departures.append(Departure(name, True, stream.lost_by(error)))
         finally:
             if self._unheard.get(name) is stream:
                 del self._unheard[name]
             self.changed.set()
 
     async def _receive(self, stream: Stream, hello: Record) -> None:
-        """The way of a worker that was started elsewhere, from its hello on."""
+        """Serve a worker that was started elsewhere, to its end."""
         try:
             await self._serve(stream, hello)
         except Exception as error:  # of any kind, as above
@@ -176,7 +182,7 @@ class Listener:
                 self._reception.note("a connection that is no worker was dropped: %s", error)
 
     async def _serve(self, stream: Stream, hello: Record, own_name: str = "") -> None:
-        """The life of a worker from its hello on: it is refused, or becomes a member."""
+        """Refuse a worker, or make it a member and read what it sends until its end."""
         if hello["type"] != "hello":  # as a member's that was led here
             raise TransportError(
                 f"the first record of {stream.peer} is {hello['type']!r}, where 'hello' was "
@@ -184,7 +190,7 @@ class Listener:
             )
         if self.over is not None and is_name(hello.get("name")):
             stream.send({"type": "over", "code": self.over})
-            self.told.add(hello["name"])
+            self.informed.add(hello["name"])
             self.changed.set()
         elif (refusal := self._refusal_of(hello, own_name)) is not None:
             self._refuse(stream, hello, refusal)
@@ -225,7 +231,7 @@ class Listener:
         return None
 
     def _refuse(self, stream: Stream, hello: Record, refusal: Refusal) -> None:
-        """Tell a worker why it cannot become a member."""
+        """Send a worker the reason why it cannot become a member, and log it."""
         name = printable(str(hello.get("name")), 100)
         stream.send({"type": "refused", "reason": refusal.reason, "passing": refusal.passing})
         # Where the job has what it needs, a refused worker is nothing to act upon.
@@ -237,7 +243,7 @@ class Listener:
             self.changed.set()
 
     def _admit(self, stream: Stream, hello: Record, *, is_local: bool) -> Member:
-        """Make a worker a member, and tell it so."""
+        """Make a worker a member."""
         name, nearby = hello["name"], stream.engine is None
         stream.admit(f"worker {name!r}")
         # What does not leave the machine needs no secret to get in, and brings it.
@@ -262,38 +268,38 @@ class Listener:
         """Take out a member that is gone before its generation has begun."""
         if member.ended is not None and member in self.members:
             self.members.remove(member)
-            gone = Gone(member.name, member.is_local, member.ended, member)
+            departure = Departure(member.name, member.is_local, member.ended, member)
             if self.running:  # nobody gathers now
-                self.note(gone)
+                self.log_departure(departure)
             else:
-                self.gone.append(gone)
+                self.departures.append(departure)
         self.changed.set()
 
 
 def process_of(hello: Record) -> str:
-    """Process number and machine of a worker, in words; escaped, as it may be of any version."""
+    """Process number and machine of a worker, escaped, as its hello may be of any version."""
     return printable(f"pid {hello.get('pid')} on {hello.get('host')}", 100)
 
 
 def announce_end(
-    listener: socket.socket, secret: Secret, code: int, count: int, deadline: Deadline
+    listening: socket.socket, secret: Secret, code: int, count: int, deadline: Deadline
 ) -> int:
-    """Tell workers that the script has ended for good, until ``count`` nodes have heard it.
+    """Announce the end of the script to workers that join; return how many nodes have heard it.
 
-    Returns how many nodes have.
+    It ends once ``count`` nodes have.
     """
 
     async def announce() -> int:
-        door = Listener(secret, listener)
-        door.over = code
-        door.open()
+        listener = Listener(secret, listening)
+        listener.over = code
+        listener.open()
 
         def nodes() -> int:
             # The name of a worker is that of its node, and a number.
-            return len({name.rpartition("-")[0] for name in door.told})
+            return len({name.rpartition("-")[0] for name in listener.informed})
 
-        await until(door.changed, lambda: nodes() >= count, deadline)
-        await door.close()
+        await until(listener.changed, lambda: nodes() >= count, deadline)
+        await listener.close()
         return nodes()
 
     return asyncio.run(announce())

@@ -44,7 +44,7 @@ class Local:
         self._forks.replace()
 
     def ending(self, name: str) -> str:
-        """How the process of a worker that is lost ended, in words; may block for a second."""
+        """How the process of a lost worker ended, for messages; may block for a second."""
         process = self.processes.get(name)
         if process is None:
             return ""

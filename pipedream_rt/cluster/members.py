@@ -1,4 +1,4 @@
-"""A worker that has said hello, as the coordinator knows it."""
+"""A worker that has sent its hello, as the coordinator knows it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from pipedream_rt.cluster.control import EXIT_COORDINATOR_LOST, LIFE_AGAIN
 from pipedream_rt.cluster.control_loop import within
-from pipedream_rt.cluster.doors import DoorAddress
+from pipedream_rt.cluster.peer_listeners import PeerAddress
 from pipedream_rt.cluster.records import Record
 from pipedream_rt.cluster.stream import Stream
 from pipedream_rt.errors import ConfigError, PeerLost, PipelineError, TransportError, WorkerLost
@@ -23,12 +23,12 @@ _OURS = {f"exit code {code}" for code in (EXIT_COORDINATOR_LOST, LIFE_AGAIN)}
 
 
 def is_of_its_own(ending: str) -> bool:
-    """Whether a worker has ended by what it computes, and not by SIGKILL or for want of a peer."""
+    """Whether a worker has ended by what it computes: not by SIGKILL, nor for want of a peer."""
     return ending in _CRASHES or (ending.startswith("exit code") and ending not in _OURS)
 
 
 class WorkerSlot(NamedTuple):
-    """A worker of the plan, by its number there, whose work a worker process does."""
+    """A worker of the plan, by its number there, as a part of the work of a process."""
 
     worker: int
     title: str
@@ -36,14 +36,14 @@ class WorkerSlot(NamedTuple):
 
     @property
     def hosts(self) -> str:
-        """The stages of this seat, in words."""
+        """Its stages, for messages."""
         several = len(self.stages) > 1
         return f"stages {', '.join(map(str, self.stages))}" if several else self.title
 
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A worker process that has said hello.
+    """A worker process that has sent its hello.
 
     The event loop of the control plane owns it; other threads only read ``heard``, ``doing`` and
     ``beat``.
@@ -55,12 +55,13 @@ class Member:
         same_clock: Whether it runs on the coordinator's kernel.
         returns: Whether it joins again by itself when a generation ends.
         changed: Called when a record has come, and when its connection has ended.
-        seats: The workers of the plan whose work it does; empty until all have said hello.
+        slots: The workers of the plan whose work it does; empty until all have joined.
         stage: The first stage that it hosts.
         ready: Whether it has imported torch.
         processor: Its kind of processor; empty until it is ready.
         obstacle: What keeps torch RPC from being fenced off there; empty for nothing.
-        door: Where it listens for other members of the group that forms; None if not known.
+        peer_address: Where it listens for the other members while the group forms; None if not
+            known.
         met: Once it has joined, the ranks that it has met at Unix sockets.
         stopped: Whether its stages compute no more, or its connection has ended.
         ended: Why its connection has ended; None while it stands.
@@ -79,12 +80,12 @@ class Member:
     same_clock: bool = False
     returns: bool = True
     changed: Callable[[], object] = lambda: None
-    seats: list[WorkerSlot] = field(default_factory=list)
+    slots: list[WorkerSlot] = field(default_factory=list)
     stage: int | None = None
     ready: bool = False
     processor: str = ""
     obstacle: Obstacle = ""
-    door: DoorAddress | None = None
+    peer_address: PeerAddress | None = None
     met: set[int] | None = None
     stopped: bool = False
     ended: TransportError | None = None
@@ -95,16 +96,16 @@ class Member:
 
     @property
     def stages(self) -> tuple[Address, ...]:
-        """Addresses of the stages that it hosts; empty until all workers have said hello."""
-        return tuple(address for seat in self.seats for address in seat.stages)
+        """Addresses of the stages that it hosts; empty until all workers have joined."""
+        return tuple(address for slot in self.slots for address in slot.stages)
 
     @property
     def hosts(self) -> str:
-        """The stages that the worker hosts, in words."""
-        return " and ".join(seat.hosts for seat in self.seats) or "no stage yet"
+        """The stages that the worker hosts, for messages."""
+        return " and ".join(slot.hosts for slot in self.slots) or "no stage yet"
 
     async def live(self) -> None:
-        """Read what the worker says, until its connection ends."""
+        """Read the records of the worker, until its connection ends."""
         try:
             while True:
                 record = await self.stream.read()
@@ -129,7 +130,7 @@ class Member:
                 self.ready, self.processor = True, record["processor"]
                 self.obstacle = record["obstacle"]
             case "door":
-                self.door = DoorAddress(*record["at"])
+                self.peer_address = PeerAddress(*record["at"])
             case "joined":
                 self.met = set(record["nearby"])
             case "failed":
@@ -149,7 +150,7 @@ class Member:
                 )
 
     async def ask(self, record: Record, kind: str, seconds: float) -> tuple[Record, int] | None:
-        """Send a question; return the answer and when it came (monotonic, ns), None for none."""
+        """Send a question; return the answer and its arrival (monotonic, ns), None for none."""
         if self.ended is not None:
             return None
         queue = self.answers.setdefault(kind, asyncio.Queue())
@@ -162,7 +163,7 @@ class Member:
             return None
 
     def lost(self, ending: str, problem: PipelineError | None = None, note: str = "") -> WorkerLost:
-        """Make the error that says that the worker is gone, and how it ended."""
+        """Make the error of a lost worker: its stages, its process, and how it ended."""
         what = "does not answer" if "still" in ending else "is gone"
         if problem is not None and not isinstance(problem, PeerLost):
             note += f" ({problem})"  # its connection was given up for what came over it
@@ -180,7 +181,7 @@ class Member:
 
 
 class JoiningFailed(TransportError):
-    """What a worker says of why it could not join the group."""
+    """A worker could not join the group, for the reason that it has sent."""
 
 
 def natural(name: str) -> list[tuple[int, str]]:

@@ -14,9 +14,9 @@ class EngineRequest:
     """The options of a command line on the nodes of a job, as torchrun's.
 
     Attributes:
-        nodes: Number of nodes; None if not given.
-        rank: Number of this node, 0-based; None if not given.
-        endpoint: ``HOST:PORT`` of the first node; empty if not given.
+        nodes: Number of nodes; None if not set.
+        rank: Number of this node, 0-based; None if not set.
+        endpoint: ``HOST:PORT`` of the first node; empty if not set.
     """
 
     nodes: int | None = None

@@ -160,8 +160,8 @@ def run_first(
     host = host_to_listen_at(node.host, alone=False)
     with ExitStack() as opened:
         try:
-            door = listening_in_time(host, node.port, Deadline(_PORT_TIMEOUT))
-            listener = opened.enter_context(door)
+            listening = listening_in_time(host, node.port, Deadline(_PORT_TIMEOUT))
+            listener = opened.enter_context(listening)
         except PortTaken as error:
             say(f"{error}. Is it another job's? If so, give this one another port")
             return EXIT_COORDINATOR_LOST
@@ -171,9 +171,10 @@ def run_first(
         # After any other end the other nodes wait for this one to come again.
         if is_final(code):
             deadline = Deadline(_FAREWELL_TIMEOUT)
-            told = announce_end(listener, secret, code, node.size - 1, deadline)
-            if told < node.size - 1:
-                say(f"{node.size - 1 - told} of {node.size - 1} other nodes did not hear the end")
+            informed = announce_end(listener, secret, code, node.size - 1, deadline)
+            uninformed = node.size - 1 - informed
+            if uninformed > 0:
+                say(f"{uninformed} of {node.size - 1} other nodes did not hear the end")
             job.finish()
     return code
 

@@ -1,10 +1,11 @@
 """How the members of a group connect to each other.
 
-Each member opens its *doors*, and dials those of lower rank: at a Unix socket if both may be on one
-machine, else, or if that fails, by TCP with TLS. Whoever is at the other end is of this job then,
-and the first record on the connection, answered alike, says which member of which generation::
+Each member listens (`peer_listeners.py`), and dials those of lower rank: at a Unix socket if both
+may be on one machine, else, or if that fails, by TCP with TLS. Whoever is at the other end is of
+this job then. The first record on the connection says which member of which generation it is, and
+is answered alike::
 
-    caller                                                        door
+    caller                                                        listener
     link: job, group, generation, its rank, the rank it wants  ──►
                                                                ◄──  link: the other way round
 
@@ -25,8 +26,8 @@ from typing import Any
 
 from pipedream_rt.cluster.addresses import resolved
 from pipedream_rt.cluster.control_loop import until
-from pipedream_rt.cluster.doors import DoorAddress, Doors
 from pipedream_rt.cluster.identity import Secret, is_same_user
+from pipedream_rt.cluster.peer_listeners import PeerAddress, PeerListeners
 from pipedream_rt.cluster.reception import Reception
 from pipedream_rt.cluster.records import Record
 from pipedream_rt.cluster.stream import Stream
@@ -47,7 +48,7 @@ _ATTEMPT_S = 10.0
 """Seconds for one attempt to connect and to exchange the first records."""
 
 _FINAL = (errno.ENETUNREACH, errno.ECONNREFUSED)
-"""Errors after which no other attempt would help: every door listens before it is dialled."""
+"""Errors after which no other attempt would help: every member listens before it is dialled."""
 
 
 class PeerLinks:
@@ -61,13 +62,13 @@ class PeerLinks:
         self,
         group: Group,
         secret: Secret,
-        doors: Doors,
-        addresses: Mapping[int, DoorAddress],
+        listeners: PeerListeners,
+        addresses: Mapping[int, PeerAddress],
         deadline: Deadline,
     ) -> None:
         self._group = group
         self._secret = secret
-        self._doors = doors
+        self._listeners = listeners
         self._addresses = addresses
         self._deadline = deadline
         self._met: Connections = {}
@@ -90,8 +91,8 @@ class PeerLinks:
         return self._met
 
     async def _attempt(self, enough: Callable[[], bool]) -> None:
-        """Dial and answer until it is enough, or the time is over."""
-        reception = Reception(self._secret, self._doors.listeners, self._answer, logging.DEBUG)
+        """Dial and answer until ``enough`` holds, or the time is over."""
+        reception = Reception(self._secret, self._listeners.sockets, self._answer, logging.DEBUG)
         lower = [rank for rank in self._group.others if rank < self._group.rank]
         dialling = [asyncio.ensure_future(self._dial(rank)) for rank in lower]
         try:
@@ -121,7 +122,7 @@ class PeerLinks:
     async def _dial(self, rank: int) -> None:
         """Connect to a member, and try again as long as that may help."""
         at, name = self._addresses[rank], self._group.names[rank]
-        if at.path and at.place == self._doors.address.place:
+        if at.path and at.machine == self._listeners.address.machine:
             try:
                 await self._connect(rank, socket.AF_UNIX, at.path)
                 return
@@ -162,7 +163,7 @@ class PeerLinks:
             raise
 
     async def _shake_hands(self, rank: int, connection: socket.socket, address: Any) -> Stream:
-        """Find out whether the member is at the other end."""
+        """Check that the member is at the other end."""
         await asyncio.get_running_loop().sock_connect(connection, address)
         stream = Stream(connection, f"member {self._group.names[rank]!r}")
         if connection.family == socket.AF_UNIX:
@@ -181,7 +182,6 @@ class PeerLinks:
         return stream
 
     def _link(self, sender: int, recipient: int) -> Record:
-        """Return the first record of a link."""
         return {
             "type": "link",
             "job": self._secret.job,
@@ -191,20 +191,20 @@ class PeerLinks:
             "recipient": recipient,
         }
 
-    async def _answer(self, stream: Stream, said: Record) -> None:
+    async def _answer(self, stream: Stream, link: Record) -> None:
         """Answer a member that has dialled; drop whoever is none of this generation."""
-        sender = said["sender"] if said["type"] == "link" else -1
+        sender = link["sender"] if link["type"] == "link" else -1
         is_expected = sender > self._group.rank and sender in self._group.others
         wanted = self._link(sender, self._group.rank) if is_expected else {}
-        if said != wanted:
-            if said == {**wanted, "group": said.get("group")} and sender not in self._outlived:
+        if link != wanted:
+            if link == {**wanted, "group": link.get("group")} and sender not in self._outlived:
                 self._outlived.add(sender)  # it calls again and again
                 _log.warning(
                     "a process that takes itself for %r is of an earlier life of the script; it is "
                     "no member now, and was sent away",
                     self._group.names[sender],
                 )
-            _log.debug("a connection of no member of this generation was dropped: %s", said)
+            _log.debug("a connection of no member of this generation was dropped: %s", link)
             stream.close()
             return
         stream.send(self._link(self._group.rank, sender))
@@ -224,22 +224,22 @@ class PeerLinks:
         self._changed.set()
 
     def _not_met(self, missing: list[int]) -> RendezvousTimeout:
-        """Return the error that says who was not met, and why."""
+        """Name the members that were not met, and why."""
         group = self._group
-        told = []
+        reasons = []
         for rank in missing:
             why = self.problems.get(rank, "it has not called" if rank > group.rank else "no answer")
-            told.append(f"{group.names[rank]!r} at {self._addresses[rank].in_words}: {why}")
+            reasons.append(f"{group.names[rank]!r} at {self._addresses[rank].in_words}: {why}")
         return RendezvousTimeout(
-            f"{group.name!r} has not met {'; '.join(told)}; all workers must reach each other and "
-            "the coordinator on any port, so --bind must name an interface of a network that all "
-            "of them share",
+            f"{group.name!r} has not met {'; '.join(reasons)}; all workers must reach each other "
+            "and the coordinator on any port, so --bind must name an interface of a network that "
+            "all of them share",
             missing=len(missing),
         )
 
 
 def _reason(error: Exception) -> str:
-    """Say why a member could not be met."""
+    """The reason why a member could not be met."""
     # By its number: asyncio has words of its own for a connection that is refused.
     number = getattr(error, "errno", None)
     is_plain = isinstance(error, OSError) and not isinstance(error, ssl.SSLError)

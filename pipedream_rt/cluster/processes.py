@@ -30,7 +30,7 @@ from pipedream_rt.transport.limits import ensure_descriptors, make_room_for_agen
 from pipedream_rt.transport.sockets import SocketTransport
 
 _STOP_TIMEOUT = timedelta(seconds=5)
-"""For the stages to end the action at hand when told to stop."""
+"""For the stages to end the action at hand once they are to stop."""
 
 _EXIT_TIMEOUT = timedelta(seconds=3)
 """For the processes to end after that, before they are killed."""
@@ -44,7 +44,7 @@ class ProcessCluster:
         spec: ClusterSpec,
         *,
         loop: ControlLoop,
-        door: Listener,
+        listener: Listener,
         own: Sequence[str],
         elsewhere: Elsewhere,
     ) -> None:
@@ -54,15 +54,14 @@ class ProcessCluster:
         self.generation = spec.generation
         self._life = Lifecycle("the cluster")
         self._fail = spec.fail
-        self._crew = spec.assignment
+        self._assignment = spec.assignment
         self._loop = loop
-        self._door = door
-        self._killed = False
+        self._listener = listener
         self._rpc: Endpoint = NoEndpoint()
         self._sockets: SocketTransport | None = None
         self._local = Local(spec.threads, fork_server())
         self._elsewhere = elsewhere
-        workers = self._workers = Generation(spec, door, self._local, elsewhere)
+        workers = self._workers = Generation(spec, listener, self._local, elsewhere)
         try:
             wanted = fence.decided(wish, obstacles) != "off"
             if wanted and not self._takes_agent(wish, spec.timeout):
@@ -71,15 +70,15 @@ class ProcessCluster:
             self._local.start(own)
             loop.run(workers.gather(deadline))
             self._members = workers.members
-            self.names = tuple(member.name for member in self._members for _ in member.seats)
+            self.names = tuple(member.name for member in self._members for _ in member.slots)
             obstacles.update((member.name, member.obstacle) for member in self._members)
             mode = fence.decided(wish, obstacles)
             self.without_rpc = fence.why_left_out(wish, obstacles)
-            fence.tell(wish, obstacles)
+            fence.warn_once(wish, obstacles)
             self._form(spec, mode, deadline)
-            places = workers.places() if memory_is_shared() else {}
-            self.places = tuple(
-                places.get(member.name, "") for member in self._members for _ in member.seats
+            host_ids = workers.host_ids() if memory_is_shared() else {}
+            self.host_ids = tuple(
+                host_ids.get(member.name, "") for member in self._members for _ in member.slots
             )
             loop.run(workers.watch())
         except Exception:
@@ -90,7 +89,7 @@ class ProcessCluster:
             raise
 
     def _takes_agent(self, wish: fence.Wish, timeout: timedelta) -> bool:
-        """Whether this pipeline has from now on the one agent that torch allows in a process."""
+        """Take the one agent that torch allows in a process; return whether it was free."""
         try:
             self._rpc = extras.RPCEndpoint(timeout)
         except ConfigError:  # another pipeline has it
@@ -104,7 +103,7 @@ class ProcessCluster:
         """Connect to all members, and join torch RPC with them; nothing listens afterwards."""
         loop, workers = self._loop, self._workers
         group = loop.run(workers.welcome(mode, deadline))
-        transport = self._sockets = SocketTransport(group, gives=memory_is_shared())
+        transport = self._sockets = SocketTransport(group, shares_memory=memory_is_shared())
         self.transport: Transport = transport
         if mode == "off":
             self._rpc.close()  # so that another pipeline can have the agent
@@ -125,13 +124,13 @@ class ProcessCluster:
                 raise
         if mode != "off":
             self._rpc.shut()
-            loop.run(workers.tell({"type": "shut"}))
+            loop.run(workers.broadcast({"type": "shut"}))
 
     def _peer_lost(self, error: PipelineError) -> None:
         """Report that a message of the coordinator could not be handed over."""
         # The thread of the links is here, which must not wait for a process to end: so the cause
         # is found by whoever asks for the error.
-        if not self._workers.ending:
+        if self._life.is_open:
             self._fail(memoized_error(lambda: self.name_loss(error)))
 
     def check_settings_unchanged(self) -> None: ...
@@ -153,17 +152,15 @@ class ProcessCluster:
 
     def clocks(self) -> list[Reading]:
         readings = self._loop.run(self._workers.clocks())
-        return [r for r, m in zip(readings, self._members, strict=True) for _ in m.seats]
+        return [r for r, m in zip(readings, self._members, strict=True) for _ in m.slots]
 
     def newcomers(self) -> int:
-        members, door = self._members, self._door
-        free = self._crew.most - len(members)
+        members = self._members
+        free = self._assignment.most - len(members)
         # The generation would end for them, and lose members that do not come back.
-        if not free or not self._crew.stays_open or not all(m.returns for m in members):
+        if not free or not self._assignment.stays_open or not all(m.returns for m in members):
             return 0
-        ready = sum(member.ready for member in list(door.members))
-        door.expected = len(members) + ready
-        return ready
+        return self._loop.run(self._listener.expect(len(members)))
 
     def reference(self, stage: int, part: str) -> Reference:
         return self._rpc.reference(stage, part)
@@ -172,29 +169,34 @@ class ProcessCluster:
         return list(self._rpc.parameter_references(stage))
 
     def kill(self) -> None:
-        self._workers.ending = self._killed = True
-        for process in self._local.processes.values():
-            process.kill()
-        self._in_loop(self._workers.give_up())
-        self._elsewhere.replace(self._workers.silent)
-        self.close()
+        self._end(killed=True)
 
     def close(self) -> None:
-        if not self._life.begin_closing():
-            return
-        workers = self._workers
-        workers.ending = True
+        self._end(killed=False)
+
+    def _end(self, *, killed: bool) -> None:
+        """End the workers once; kill them also while another thread waits for them to end."""
+        is_first = self._life.begin_closing()
+        workers, processes = self._workers, self._local.processes.values()
+        # Queued before any connection ends, so that the loop takes no end for a failure.
+        self._loop.call_soon(workers.expect_ends)
         # On an ExitStack each step runs even if Ctrl-C interrupts the one before it. The last line
         # runs first: read upwards.
         with ExitStack() as steps:
-            steps.callback(self._life.close)
-            processes = self._local.processes.values()
-            steps.callback(lambda: end_processes(processes, Deadline(_EXIT_TIMEOUT)))
-            steps.callback(self._in_loop, workers.leave(failed=self._killed))
-            if self._sockets is not None:
-                steps.callback(self._sockets.close)
-            steps.callback(self._rpc.close)
-            steps.callback(self._in_loop, workers.stop(_STOP_TIMEOUT))
+            if is_first:
+                steps.callback(self._life.close)
+                steps.callback(lambda: end_processes(processes, Deadline(_EXIT_TIMEOUT)))
+                steps.callback(self._in_loop, workers.leave(failed=killed))
+                if self._sockets is not None:
+                    steps.callback(self._sockets.close)
+                steps.callback(self._rpc.close)
+                steps.callback(self._in_loop, workers.stop(_STOP_TIMEOUT))
+            if killed:
+                # The loop adds none to the silent once it has given up.
+                steps.callback(lambda: self._elsewhere.replace(workers.silent))
+                steps.callback(self._in_loop, workers.give_up())
+                for process in processes:
+                    steps.callback(process.kill)
 
     def _in_loop(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run a step of the end in the loop, unless that was closed: then all connections are."""

@@ -66,8 +66,8 @@ class Reception:
         self._most = most_strangers()
         self._strangers: dict[asyncio.Task[None], Stream] = {}  # oldest first
         self._tasks: set[asyncio.Task[None]] = set()
-        # By text: when it was logged last (monotonic, seconds), and how often it was not since.
-        self._said: dict[str, tuple[float, int]] = {}
+        # By text: when it was logged last (monotonic, seconds), how often it was left out since.
+        self._logged: dict[str, tuple[float, int]] = {}
         self._loop = asyncio.get_running_loop()
         for listener in listeners:
             listener.setblocking(False)
@@ -117,7 +117,7 @@ class Reception:
         task.cancel()
 
     async def _arrive(self, stream: Stream) -> None:
-        """The way of one connection until its first record has come."""
+        """Read the first record of a connection, and hand both over."""
         task = asyncio.current_task()
         try:
             first = await asyncio.wait_for(self._first(stream), _FIRST_RECORD_S)
@@ -136,7 +136,7 @@ class Reception:
         await self._receive(stream, first)
 
     async def _first(self, stream: Stream) -> Record:
-        """Find out whether a connection is of this job, and read its first record."""
+        """Check that a connection is of this job, and read its first record."""
         connection = stream.socket
         if connection.family == socket.AF_UNIX:
             if not is_same_user(connection):
@@ -150,18 +150,18 @@ class Reception:
     def note(self, text: str, *arguments: object) -> None:
         """Log what a stranger did; each text once a second at most, as strangers may be many."""
         now = time.monotonic()
-        said, unsaid = self._said.get(text, (-1.0, 0))
-        if now - said < 1:
-            self._said[text] = (said, unsaid + 1)
+        logged_at, left_out = self._logged.get(text, (-1.0, 0))
+        if now - logged_at < 1:
+            self._logged[text] = (logged_at, left_out + 1)
             return
-        more = f" (and {unsaid} others)" if unsaid else ""
+        more = f" (and {left_out} others)" if left_out else ""
         _log.log(self._level, text + more, *arguments)
-        self._said[text] = (now, 0)
+        self._logged[text] = (now, 0)
 
     async def close(self) -> None:
         """Accept nobody any more, and drop whoever has not shown who it is. Idempotent.
 
-        The listeners stay open, and belong to whoever has given them.
+        The listeners stay open, and belong to the caller.
         """
         self._pause()
         self._listeners = ()

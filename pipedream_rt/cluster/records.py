@@ -1,9 +1,8 @@
-"""The records by which members of a job speak before and beside training.
+"""The records that members of a job exchange before training and beside it.
 
-A record is a small msgpack map behind its length. It is checked as soon as it has come, so that no
-user of a field need check it again: whoever sends anything else has broken the protocol, and loses
-the connection. The way of a worker over its *control connection*, from before its group to after
-it::
+A record is a small msgpack map behind its length. It is checked as soon as it arrives, and no user
+of a field checks it again: whoever sends anything else has broken the protocol, and loses the
+connection. The records of a worker's *control connection*, from before its group to after it::
 
     coordinator                     worker
                     <- hello        the job and its name, pid, host, versions of its software
@@ -98,8 +97,8 @@ def _is_job(value: Any) -> bool:
     return isinstance(value, str) and _JOB.fullmatch(value) is not None
 
 
-_DOOR = row(line(255), whole(0, 65535), line(255), text(255))
-"""Where the door of a member is: the fields of `DoorAddress`."""
+_PEER_ADDRESS = row(line(255), whole(0, 65535), line(255), text(255))
+"""Where a member listens for the others: the fields of `PeerAddress`."""
 
 
 _LONG = 1 << 20
@@ -129,8 +128,8 @@ FIELDS: dict[str, dict[str, Check]] = {
         "start_timeout_s": maybe(seconds),
         "path": list_of(text(1 << 16)),
     },
-    "door": {"at": _DOOR},
-    "doors": {"by_name": mapping(is_name, _DOOR)},
+    "door": {"at": _PEER_ADDRESS},
+    "doors": {"by_name": mapping(is_name, _PEER_ADDRESS)},
     "link": {
         "job": _is_job,
         "group": exactly(NONCE),  # what `Group.tag` says
@@ -169,7 +168,7 @@ HELLO: dict[str, Check] = {
 
 
 def welcome(rank: int, names: Sequence[str], host: str | None, **more: Any) -> Record:
-    """Return the welcome to a group; ``more`` is what a group with stages needs besides."""
+    """Return the welcome to a group; ``more`` has the other fields of a group with stages."""
     return {
         "type": "welcome",
         "rank": rank,
@@ -189,13 +188,13 @@ def welcome(rank: int, names: Sequence[str], host: str | None, **more: Any) -> R
 
 
 def packed(record: Record) -> bytes:
-    """Return a record as it is sent."""
+    """Encode a record, behind its length."""
     data = bytes(packb(record))
     return HEAD.pack(len(data)) + data
 
 
 def length_of(head: bytes, most: int, peer: str) -> int:
-    """Return the length of the record that comes behind a head."""
+    """Decode the length of a record, ``most`` bytes at most."""
     (length,) = HEAD.unpack(head)
     if length > most:
         raise TransportError(
@@ -206,7 +205,7 @@ def length_of(head: bytes, most: int, peer: str) -> int:
 
 
 def unpacked(data: bytes, peer: str) -> Record:
-    """Return the record that a peer has sent, checked."""
+    """Decode and check a record."""
     try:
         record = unpackb(data)
     except (ValueError, RecursionError, msgpack.UnpackException) as error:

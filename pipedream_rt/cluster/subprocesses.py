@@ -48,7 +48,7 @@ _QUICK_S, _LONGEST_PAUSE_S = 10.0, 30.0
 
 
 class Backoff:
-    """Backoff before something that has ended is started again.
+    """Pauses before what has ended is started again.
 
     None, unless it ended soon after its start more than once in a row: then 1, 3, 7 ... seconds.
     """
@@ -57,7 +57,7 @@ class Backoff:
         self._quick: Counter[str] = Counter()
 
     def after(self, name: str, lived_s: float) -> float:
-        """Return the pause in seconds for what has ended after so many."""
+        """The pause in seconds before a new start of what has lived for ``lived_s``."""
         quick = self._quick[name] = self._quick[name] + 1 if lived_s < _QUICK_S else 0
         return min(2.0 ** max(quick - 1, 0) - 1, _LONGEST_PAUSE_S)
 

@@ -27,7 +27,6 @@ from pipedream_rt.cluster.addresses import (
     listening,
     resolved,
 )
-from pipedream_rt.cluster.doors import listening_at
 from pipedream_rt.cluster.elsewhere import Elsewhere
 from pipedream_rt.cluster.environment import (
     SECRET,
@@ -41,27 +40,28 @@ from pipedream_rt.cluster.environment import (
 )
 from pipedream_rt.cluster.identity import Secret
 from pipedream_rt.cluster.interface import ClusterSpec
+from pipedream_rt.cluster.peer_listeners import listening_at
 from pipedream_rt.errors import ConfigError, RendezvousTimeout
 from pipedream_rt.job.process_assignment import ProcessAssignment
 from pipedream_rt.schema import shown
 from pipedream_rt.telling import harmless
 
-_DOOR = "ranks"
-"""What the name of the Unix socket begins with at which the ranks join."""
+_SOCKET_PREFIX = "ranks"
+"""Prefix of the name of the Unix socket at which the ranks join."""
 
 _ranks_used = False
 """Whether the other ranks of this job have become workers."""
 
 
 def under_torchrun() -> bool:
-    """Whether the environment says that this process is one of several ranks, as of torchrun."""
-    said = [os.environ.get(name, "").strip() for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")]
-    return all(said) and said[1] != "1"  # a world of one has nobody to wait for
+    """Whether this process is one of several ranks, as the variables of torchrun say."""
+    values = [os.environ.get(name, "").strip() for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")]
+    return all(values) and values[1] != "1"  # a world of one has nobody to wait for
 
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR",
               "MASTER_PORT", "TORCHELASTIC_RUN_ID")  # fmt: skip
-"""What a launcher sets for each rank, among others."""
+"""Variables that a launcher sets for each rank, among others."""
 
 _LAUNCHED = ("TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE", SECRET, SECRET_FILE)
 """One of these is there if the ranks were started for us: the first two are torchrun's, and ranks
@@ -69,7 +69,7 @@ of several machines need the secret."""
 
 
 def _check_ranks() -> None:
-    """Refuse ranks that cannot be, and those that nobody has started."""
+    """Refuse a rank that cannot be, and variables that no launcher has set."""
     rank, world = count_of_environment("RANK"), world_size()
     if rank >= world:
         raise ConfigError(
@@ -130,7 +130,7 @@ def _assignment_of_ranks(assignment: ProcessAssignment, work: str) -> ProcessAss
 
 
 def ranks_of_torchrun(spec: ClusterSpec) -> Ranks:
-    """Return the other ranks; on one of them a worker replaces the process."""
+    """Return the other ranks, on rank 0; another rank becomes a worker, and does not return."""
     _check_ranks()
     _assignment_of_ranks(spec.assignment, spec.plan.in_words)  # each rank says it
     if is_other_rank():
@@ -143,7 +143,7 @@ def _listening(secret: Secret) -> Iterator[socket.socket]:
     """Listen for the other ranks of this machine until the block ends."""
     with ExitStack() as opened:
         try:
-            path = private_folder() / f"{_DOOR}-{secret.job}"
+            path = private_folder() / f"{_SOCKET_PREFIX}-{secret.job}"
             listener = opened.enter_context(listening_at(path))
         except OSError as error:
             raise ConfigError(
@@ -210,7 +210,7 @@ def is_one_machine() -> bool:
 
 
 def _agrees_by_itself() -> bool:
-    """Whether the ranks need no secret: all run here, and the user has given none."""
+    """Whether the ranks need no secret: all run here, and the user has set none."""
     return is_one_machine() and read_secret(None) is None
 
 
@@ -238,8 +238,8 @@ def _join_rank_0(store: dist.Store, key: str, rank: int, threads: int) -> NoRetu
     try:
         if not _agrees_by_itself():
             secret = secret_of_environment()
-        said = store.get(key).decode()
-        address = _unix_address(said) if secret is None else joined(_host_of_rank_0(), int(said))
+        entry = store.get(key).decode()
+        address = _unix_address(entry) if secret is None else joined(_host_of_rank_0(), int(entry))
     except dist.DistStoreError as error:
         raise RendezvousTimeout(
             f"rank 0 opened no pipeline in time: {error}; {left_over(*_VARIABLES)}", missing=1
@@ -258,7 +258,7 @@ def _join_rank_0(store: dist.Store, key: str, rank: int, threads: int) -> NoRetu
 def _unix_address(name: str) -> str:
     """Return the address of a Unix socket of rank 0, whose name is in torchrun's store."""
     # Anybody may have written there, so it must be one in the folder of this user.
-    if not re.fullmatch(_DOOR + "-[0-9a-f]{32}", name):
+    if not re.fullmatch(_SOCKET_PREFIX + "-[0-9a-f]{32}", name):
         raise ValueError(f"{shown(name, 60)} is the name of no socket of rank 0")
     return f"{UNIX}{private_folder() / name}"
 

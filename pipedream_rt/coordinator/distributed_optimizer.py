@@ -46,7 +46,7 @@ class OptimizerLink(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Link:
+class _PipelineInUse:
     """The pipeline that uses the optimizer, with the names of its parameters in group order."""
 
     pipeline: OptimizerLink
@@ -104,7 +104,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.params_rref: list[list[Reference]] = [list(group["params"]) for group in groups]
         self._options = [{k: v for k, v in g.items() if k != "params"} for g in groups]
         self._class, self._args, self._kwargs = optimizer_class, args, kwargs
-        self._link: _Link | None = None
+        self._link: _PipelineInUse | None = None
         self.attributes: Hyper = {}
         prototype = build_prototype(
             optimizer_class,
@@ -207,7 +207,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             pipeline: The pipeline.
             spec: The description that the stages were given.
         """
-        self._link = _Link(pipeline, tuple(n for group in spec.groups for n in group.names))
+        self._link = _PipelineInUse(
+            pipeline, tuple(n for group in spec.groups for n in group.names)
+        )
 
     def begin_anew(self) -> None:
         """Note that the stages have the groups as they are now."""
@@ -380,7 +382,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         link.pipeline.scatter_optimizer_state(optimizer_state(named) | groups)
         self.begin_anew()
 
-    def _linked(self) -> _Link:
+    def _linked(self) -> _PipelineInUse:
         """Return the pipeline that uses this optimizer."""
         if self._link is None:
             raise PipelineError("no pipeline uses this optimizer; assign it to pipe.optimizer")

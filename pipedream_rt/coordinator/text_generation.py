@@ -30,7 +30,7 @@ _BY_ITSELF = "load pipe.state_dict() into a model of its class, and generate wit
 
 
 @dataclass(slots=True)
-class _Generation:
+class _GenerateCall:
     """The forwards of one call of `generate`.
 
     Attributes:
@@ -135,7 +135,7 @@ def generate(
     _refuse_model(model)
     if not version:
         feeder.flush()
-    generation = _Generation(feeder, version, beside, model.config)
+    generation = _GenerateCall(feeder, version, beside, model.config)
     stand_in = _stand_in(model, generation)
     feeder.hold()
     try:
@@ -170,7 +170,7 @@ def _refuse_model(model: nn.Module) -> None:
         )
 
 
-def _stand_in(model: nn.Module, generation: _Generation) -> Any:
+def _stand_in(model: nn.Module, generation: _GenerateCall) -> Any:
     """Return a copy of a model without values, whose forward goes through the stages."""
     cls: Any = type(model)
 

@@ -30,12 +30,12 @@ from pipedream_rt.cluster.addresses import address_towards, host_to_listen_at, j
 from pipedream_rt.cluster.control import Control
 from pipedream_rt.cluster.control_loop import until
 from pipedream_rt.cluster.dial import DialOptions, ask_to_join, expect, reached
-from pipedream_rt.cluster.doors import DoorAddress, Doors, opened_doors
 from pipedream_rt.cluster.engines import NodeJob
 from pipedream_rt.cluster.identity import Secret
 from pipedream_rt.cluster.listener import Listener
 from pipedream_rt.cluster.members import Member
 from pipedream_rt.cluster.peer_links import PeerLinks
+from pipedream_rt.cluster.peer_listeners import PeerAddress, PeerListeners, listening_for_peers
 from pipedream_rt.cluster.records import Record, welcome
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.doctor.facts import Facts, facts, token_file
@@ -149,11 +149,11 @@ async def _measure_links(
 ) -> None:
     """Form a group with all machines, and measure each link from both of its ends."""
     names, deadline = ("first", *(member.name for member in members)), Deadline(2 * _MEETING)
-    with opened_doors(members[0].stream.local_host) as doors:
+    with listening_for_peers(members[0].stream.local_host) as doors:
         for rank, member in enumerate(members, 1):
             member.stream.send(welcome(rank, names, doors.address.host))
-        await until(changed, lambda: all(m.door or m.ended for m in members), deadline)
-        there = {m.name: m.door for m in members if m.door is not None}
+        await until(changed, lambda: all(m.peer_address or m.ended for m in members), deadline)
+        there = {m.name: m.peer_address for m in members if m.peer_address is not None}
         at = {"first": doors.address, **there}
         for member in members:
             member.stream.send({"type": "doors", "by_name": at})
@@ -161,7 +161,9 @@ async def _measure_links(
     try:
         await until(changed, lambda: all(m.met is not None or m.ended for m in members), deadline)
         found.addresses.update(
-            (m.name, (m.door.host, m.stream.remote_host)) for m in members if m.door and not m.ended
+            (m.name, (m.peer_address.host, m.stream.remote_host))
+            for m in members
+            if m.peer_address and not m.ended
         )
         loop = asyncio.get_running_loop()
         for rank, called in enumerate(names):
@@ -180,7 +182,11 @@ async def _measure_links(
 
 
 async def _probe(
-    rank: int, names: tuple[str, ...], secret: Secret, doors: Doors, at: Mapping[str, DoorAddress]
+    rank: int,
+    names: tuple[str, ...],
+    secret: Secret,
+    doors: PeerListeners,
+    at: Mapping[str, PeerAddress],
 ) -> Probe:
     """Connect to the other machines, as far as they can be reached."""
     group = Group(generation=0, rank=rank, names=names, hosts=(), key=b"")
@@ -241,11 +247,11 @@ def answer_examiner(job: NodeJob, source: str, patience: timedelta) -> str:
 
 def _joined(control: Control, record: Record, secret: Secret, host: str) -> Probe:
     """Join the group of the machines."""
-    with opened_doors(host) as doors:
+    with listening_for_peers(host) as doors:
         control.send({"type": "door", "at": doors.address})
         answer = control.receive(Deadline(2 * _MEETING))
         expect(answer, "doors")
-        at = {name: DoorAddress(*each) for name, each in answer["by_name"].items()}
+        at = {name: PeerAddress(*each) for name, each in answer["by_name"].items()}
         probe = asyncio.run(_probe(record["rank"], tuple(record["names"]), secret, doors, at))
     control.send({"type": "joined", "nearby": []})
     return probe

@@ -28,10 +28,10 @@ from pipedream_rt.stage.cooperative import Turns
 from pipedream_rt.stage.host import StageHost
 
 
-class _Worker:
-    """A worker: its stages and their loop; it enters ``ready`` when a message has come for it."""
+class _SerialWorker:
+    """A worker: its stages and their loop. A message for it puts it into ``ready``."""
 
-    def __init__(self, host: StageHost, ready: deque[_Worker]) -> None:
+    def __init__(self, host: StageHost, ready: deque[_SerialWorker]) -> None:
         self.host = host
         self._turns = Turns(host)
         self._ready = ready
@@ -69,10 +69,10 @@ class SerialCluster(ClusterHere):
         self._shuffled = None if self._draw is None else ShuffledTransport(self._draw)
         self._life, self._fail = Lifecycle("the cluster"), spec.fail
         self._threads = spec.threads
-        self._ready: deque[_Worker] = deque()
+        self._ready: deque[_SerialWorker] = deque()
         self._takes_turns = False
         super().__init__(spec, self._shuffled or DirectTransport())
-        self._workers = [_Worker(host, self._ready) for host in self._hosts]
+        self._workers = [_SerialWorker(host, self._ready) for host in self._hosts]
         for worker in self._workers:
             self._open(worker.host, worker.receive, worker.lose)
 
@@ -144,7 +144,7 @@ class SerialCluster(ClusterHere):
 
 @contextmanager
 def _as_on_a_worker(threads: int) -> Iterator[None]:
-    """Give the body a worker's modes of autograd, random state and threads, not the script's."""
+    """Run the body with the modes of autograd, the random state and the threads of a worker."""
     # Workers wait for nothing within their turns, so other threads of the script get theirs.
     with (
         drawing_alone(), kept_generator_state(), torch.inference_mode(False), torch.enable_grad()

@@ -13,7 +13,7 @@ from pipedream_rt.models.settings import refuse_global_hooks, refuse_other_setti
 from pipedream_rt.schedules import COORDINATOR
 from pipedream_rt.stage.host import StageHost
 from pipedream_rt.tracing.clock import Reading
-from pipedream_rt.transport.interface import Lost, Receive, Sender, Transport
+from pipedream_rt.transport.interface import GenerationSender, Lost, Receive, Transport
 
 
 class _LocalReference:
@@ -52,14 +52,14 @@ class ClusterHere:
                 plan.name_of(worker),
                 plan.stages_of(worker),
                 spec.generation,
-                Sender(transport, spec.generation),
+                GenerationSender(transport, spec.generation),
                 spec.timeout,
                 spec.threads,
             )
             for worker in range(plan.workers)
         ]
         self.names = tuple(host.plain_name for host in self._hosts)
-        self.places = ("",) * len(self._hosts)
+        self.host_ids = ("",) * len(self._hosts)
 
     def check_settings_unchanged(self) -> None:
         """Refuse changed settings of torch and global hooks, which would act on stages here too."""

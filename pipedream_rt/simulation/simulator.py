@@ -59,7 +59,7 @@ def simulate(plan: Plan, costs: Costs, micro_batches: int, *, credits: int | Non
     full = costs.for_stages(plan.num_stages, plan.workers)
     credits = plan.credits() if credits is None else credits
     try:
-        run = _Run(plan, full, micro_batches, credits)
+        run = _SimulatedRun(plan, full, micro_batches, credits)
         run.execute()
     except (struct.error, OverflowError) as error:
         raise ConfigError("the simulated time exceeds 292 years; mind the units") from error
@@ -80,7 +80,7 @@ def _ns(seconds: float) -> int:
 
 
 @dataclass(slots=True)
-class _Link:
+class _SimulatedLink:
     """The link from one worker to another, for which the messages of all its edges queue.
 
     Attributes:
@@ -108,7 +108,7 @@ class _Channel:
     source: int
     transmission: int
     latency: int
-    link: _Link | None
+    link: _SimulatedLink | None
     size: int
     arrivals: deque[int] = field(default_factory=deque)
     numbers: deque[int] = field(default_factory=deque)
@@ -182,14 +182,14 @@ class _Doings(dict[int, _Doing]):
         return made
 
 
-class _Run:
+class _SimulatedRun:
     """One simulation; its spans are in `recorder`."""
 
     def __init__(self, plan: Plan, costs: Costs, micro_batches: int, credits: int) -> None:
         self._plan = plan = replace(plan, ahead=credits)
         self._costs, self._micro_batches, self._credits = costs, micro_batches, credits
         self._latency, self._turnaround = _ns(costs.latency), _ns(costs.turnaround)
-        self._links: dict[tuple[int, int], _Link] = {}
+        self._links: dict[tuple[int, int], _SimulatedLink] = {}
         self._channels: dict[Edge, _Channel] = {}
         # By address; the coordinator comes last, where its address -1 finds it.
         places = [*plan.addresses, COORDINATOR]
@@ -216,7 +216,7 @@ class _Run:
         """Make an edge with its costs; to and from the coordinator they are a latency alone."""
         costs, plan = self._costs, self._plan
         if COORDINATOR in (edge.source, edge.target):
-            return _Channel(edge.source, 0, self._latency, _Link(), 0)
+            return _Channel(edge.source, 0, self._latency, _SimulatedLink(), 0)
         source, target = plan.stage_of(edge.source), plan.stage_of(edge.target)
         sizes = {  # others count as 0: norms are small, and costs do not tell of tied weights
             EdgeKind.ACTIVATION: costs.activation_bytes[source],
@@ -232,7 +232,7 @@ class _Run:
             source=edge.source,
             transmission=0 if math.isinf(costs.bandwidth) else _ns(size / costs.bandwidth),
             latency=self._latency + _ns(more),
-            link=None if pair[0] == pair[1] else self._links.setdefault(pair, _Link()),
+            link=None if pair[0] == pair[1] else self._links.setdefault(pair, _SimulatedLink()),
             size=round(size),
         )
 

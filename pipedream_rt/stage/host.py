@@ -260,8 +260,7 @@ def _spec_of(message: Message, own_process: bool) -> tuple[Start, StageSpec]:
     if digest_of(message.tensors) != start.digest:
         raise TransportError(
             f"the specification for address {message.to} does not match the digest in its start "
-            "message, so it was damaged or changed on its way; start again, and if "
-            "PIPEDREAM_RT_TLS is off, leave it at its default"
+            "message, so it was damaged or changed on its way; start again"
         )
     if not own_process:  # they are the coordinator's, which keeps them for recoveries
         buffers = [buffer.clone() for buffer in buffers]

@@ -1,6 +1,6 @@
 """The fence around torch RPC: whether a machine allows it, and what to do where it does not.
 
-torch's agent obeys whoever connects to it, so the kernel is told to drop the packets of strangers
+torch's agent obeys whoever connects to it, so the kernel drops the packets of strangers
 (`accept_only`). Newer kernels allow such a filter on a TCP socket only with CAP_NET_ADMIN, which
 ordinary users and containers lack. The agent serves only references to modules and optimizers; so
 where one process of a group cannot have the fence, the group forms without agents.
@@ -160,7 +160,7 @@ def why_left_out(wish: Wish, obstacles: Mapping[str, Obstacle]) -> str:
 
 
 def refusal(left_out: str) -> str:
-    """Return the text of the error for calls that need torch RPC where it was left out."""
+    """The error of a call that needs torch RPC where it was left out."""
     return (
         "this needs torch RPC, over which references lead to modules, parameters and optimizers; "
         f"{left_out}. pipe.module(), pipe.state_dict(), pipe.optimizer and the methods of "
@@ -196,12 +196,12 @@ class NoEndpoint:
         raise ConfigError(refusal(self._why))
 
 
-def tell(wish: Wish, obstacles: Mapping[str, Obstacle]) -> None:
-    """Warn once of agents without a fence; that there are none is told to who needs them."""
-    global _told
-    if _told or decided(wish, obstacles) != "open":
+def warn_once(wish: Wish, obstacles: Mapping[str, Obstacle]) -> None:
+    """Warn once of agents without a fence. Who needs agents where there are none gets an error."""
+    global _has_warned
+    if _has_warned or decided(wish, obstacles) != "open":
         return
-    _told = True
+    _has_warned = True
     _log.warning(
         "PIPEDREAM_RT_RPC=on: torch RPC has no fence at %s. While a group forms (some 30 ms, "
         "at the start and in each recovery) whoever can connect to 127.0.0.1 there can end the "
@@ -211,12 +211,12 @@ def tell(wish: Wish, obstacles: Mapping[str, Obstacle]) -> None:
     )
 
 
-_told = False
-"""Whether this process has said it. Otherwise each generation and pipeline would say it again."""
+_has_warned = False
+"""Whether this process has warned: else each generation and each pipeline would."""
 
 
 def _named(obstacles: Mapping[str, Obstacle]) -> tuple[str, Obstacle]:
-    """Return in words which members have an obstacle, naming at most three, and the first one."""
+    """Name the members that have an obstacle, three at most; return the first obstacle too."""
     names = [name for name, what in obstacles.items() if what]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     some = f"{', '.join(names[:3])}{more}" if len(names) < len(obstacles) else "every process"

@@ -32,8 +32,8 @@ class Group:
 
     @property
     def tag(self) -> bytes:
-        """What tells this generation from all others, also of other lives of the script."""
-        # Each generation draws its key anew. The tag, which is said to whoever calls, hides it.
+        """An id of this generation, unequal to all others, also of other lives of the script."""
+        # Each generation draws its key anew. The tag, which goes to whoever calls, hides it.
         return hmac.digest(self.key, b"pipedream-rt group", "sha256")
 
     @property

@@ -31,7 +31,7 @@ class Transport(Protocol):
     """
 
     def open(self, address: int, receive: Receive, lost: Lost) -> None:
-        """Begin to receive for an address of this process, and to tell it of lost messages."""
+        """Begin to receive for an address of this process; ``lost`` gets errors of delivery."""
 
     def send(self, message: Message) -> None:
         """Hand a message over. Never blocks, even if the receiver is slow or dead."""
@@ -69,7 +69,7 @@ class StreamTransport(Protocol):
         """Send a part of a stream to a member. Never blocks."""
 
 
-class Sender:
+class GenerationSender:
     """Makes the messages of a generation, and hands them to the transport."""
 
     __slots__ = ("_generation", "_transport")
@@ -90,7 +90,7 @@ class Sender:
         receive = self._transport.receiver(key.edge.target)
         if receive is None:
             return False
-        # Around the transport, which would encode the message and copy its tensors.
+        # Past the transport, which would encode the message and copy its tensors.
         receive(self._message(key, payload, tensors, ready()))
         return True
 

@@ -8,7 +8,7 @@ A frame on a link is
     ...        meta: plain data, with the dtype and the shape of every tensor in the body
     ...        body: the bytes of the tensors
 
-For a tensor in memory that both ends share (`shared.py`), meta has its place and body has nothing.
+For a tensor in memory that both ends share (`shared.py`), meta has its slot and body has nothing.
 
 A link within a machine is a Unix socket, and what passes over it is plain. A link by TCP is
 encrypted (`tls.py`), so whatever comes is from the member at its other end, whole and in its turn.
@@ -69,7 +69,7 @@ _TLS_RECORD = 1 << 14
 
 
 class Connection(NamedTuple):
-    """What a link is made of.
+    """The socket of a link, and what encrypts it.
 
     Attributes:
         engine: Encrypts it; None for a Unix socket.
@@ -83,7 +83,7 @@ class Connection(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """What has come over a link.
+    """A frame that was received.
 
     Attributes:
         tensors: The tensors, each in a storage of its own.
@@ -268,7 +268,7 @@ class Link:
         return len(data) < _ENCRYPTED_AT_ONCE
 
     def _take_in(self, room: memoryview, count: int, take: Callable[[Frame], object]) -> None:
-        """Note so many bytes that have come into a buffer, and hand over complete frames."""
+        """Take in so many bytes of a buffer, and hand over complete frames."""
         if self._room:  # the bytes came straight into a tensor
             self._fill(count)
         else:
@@ -277,7 +277,7 @@ class Link:
             take(frame)
 
     def _fill(self, count: int) -> None:
-        """Note that so many bytes have come into the memory of the body."""
+        """Count so many bytes as received in the memory of the body."""
         room = self._room
         if count == room[0].nbytes:
             room.popleft()
@@ -323,7 +323,7 @@ class Link:
         try:
             # A description has dtype, shape and strides; for a slot, also its number and offset.
             data, about = unpackb(meta)
-            places = [place_for(each) if len(each) == 3 else self._in_slot(each) for each in about]
+            slots = [place_for(each) if len(each) == 3 else self._in_slot(each) for each in about]
         except OSError as error:  # of `_mapped`
             raise TransportError(
                 f"a tensor of a frame of kind {kind} lies in the other end's shared memory, for "
@@ -341,14 +341,14 @@ class Link:
                 f"torch cannot make a tensor of a frame of kind {kind}: {error!r}; its head "
                 f"announces {size} bytes of tensors, for which this process needs memory"
             ) from error
-        if sum(place.room.nbytes for place in places) != size:
+        if sum(slot.room.nbytes for slot in slots) != size:
             raise TransportError(
                 f"the head of a frame announces {size} bytes of tensors, and its meta describes "
-                f"{sum(place.room.nbytes for place in places)}; do all processes run the same "
+                f"{sum(slot.room.nbytes for slot in slots)}; do all processes run the same "
                 "version of pipedream-rt?"
             )
-        self._room.extend(place.room for place in places if place.room.nbytes)
-        self._coming = Frame(kind, data, [place.tensor for place in places])
+        self._room.extend(slot.room for slot in slots if slot.room.nbytes)
+        self._coming = Frame(kind, data, [slot.tensor for slot in slots])
         return False
 
     def _shared(self) -> SharedEnd:
@@ -374,5 +374,4 @@ class Link:
 
 
 def _framed(kind: int, size: int, meta: bytes) -> memoryview:
-    """Return the head and the meta of a frame."""
     return memoryview(_HEAD.pack(kind, len(meta), size) + meta)

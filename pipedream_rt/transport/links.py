@@ -53,13 +53,13 @@ class Links:
         connections: Connections,
         receive: Callable[[int, Frame], None],
         lost: Callable[[int, str], None],
-        gives: bool = False,
+        shares_memory: bool = False,
     ) -> None:
         self._receive = receive
         self._lost = lost
         self._links = {
-            rank: Link(connection, SharedEnd(gives) if connection.carries_descriptors else None)
-            for rank, connection in connections.items()
+            rank: Link(each, SharedEnd(shares_memory) if each.carries_descriptors else None)
+            for rank, each in connections.items()
         }
         self._rank_of = {link.fileno(): rank for rank, link in self._links.items()}
         self._ended: dict[int, str] = {}  # by rank, why the link has ended
@@ -76,13 +76,13 @@ class Links:
         self._waiter_alarm, self._thread_alarm = Alarm(), Alarm()
         self._of_waiter, self._of_thread = select.epoll(), select.epoll()
         self._writable = select.epoll()
-        for events, bell in (
+        for events, alarm in (
             (self._of_waiter, self._waiter_alarm),
             (self._of_thread, self._thread_alarm),
         ):
             for link in self._links.values():
                 events.register(link, select.EPOLLIN | select.EPOLLEXCLUSIVE)
-            events.register(bell, select.EPOLLIN)
+            events.register(alarm, select.EPOLLIN)
         # An epoll of its own: what is registered with EPOLLEXCLUSIVE cannot be modified.
         self._of_thread.register(self._writable, select.EPOLLIN)
         # A daemon: the interpreter joins other threads before it closes a forgotten pipeline.
@@ -258,6 +258,6 @@ def text_of(error: Exception) -> str:
     """Return the text of an error; that of an OSError without its number, in lower case."""
     if isinstance(error, ssl.SSLError):
         return problem_of_tls(error)
-    told = getattr(error, "strerror", None)
+    reason = getattr(error, "strerror", None)
     # The first letter only: the rest may have names of variables, files or classes in it.
-    return f"{told[0].lower()}{told[1:]}" if told else str(error)
+    return f"{reason[0].lower()}{reason[1:]}" if reason else str(error)

@@ -32,23 +32,23 @@ class SharedEnd:
             if no descriptor has to be sent.
     """
 
-    def __init__(self, gives: bool) -> None:
-        self._gives = gives  # whether tensors may go through slots of this end
+    def __init__(self, shares_memory: bool) -> None:
+        self._shares_memory = shares_memory  # whether tensors go through slots of this end
         self._slots: SendBlock | None = None
         self.announcing: tuple[memoryview, SendBlock] | None = None
-        self._came: list[int] = []  # descriptors
+        self._descriptors: list[int] = []  # received, and not used yet
         self._views: ReceiveBlock | None = None
 
     # -- the sender -----------------------------------------------------------------------------
 
     def new_slots(self) -> SendBlock | None:
         """Make the slots, to be announced; None if they exist, or if none are to be had."""
-        if self._slots is not None or not self._gives:
+        if self._slots is not None or not self._shares_memory:
             return None
         try:
             return SendBlock()
         except OSError:  # no memory to share: values go over the socket from now on
-            self._gives = False
+            self._shares_memory = False
             return None
 
     def announce(self, slots: SendBlock, frame: memoryview, frames: deque[memoryview]) -> None:
@@ -79,24 +79,24 @@ class SharedEnd:
     # -- the receiver ---------------------------------------------------------------------------
 
     def receive(self, connection: socket.socket, room: memoryview) -> int:
-        """Read, keep the descriptors that come along, and return how many bytes came."""
+        """Read; keep the descriptors that come along, and return the number of bytes."""
         count, others, _, _ = connection.recvmsg_into(
             [room], _ROOM_FOR_A_DESCRIPTOR, socket.MSG_CMSG_CLOEXEC
         )
         for level, kind, data in others:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                self._came += struct.unpack(f"{len(data) // 4}i", data[: len(data) // 4 * 4])
+                self._descriptors += struct.unpack(f"{len(data) // 4}i", data[: len(data) // 4 * 4])
         return count
 
     def view(self) -> None:
         """Map the memory whose descriptor has come."""
-        if not self._came:  # the kernel drops a descriptor for which the process has no room
+        if not self._descriptors:  # the kernel drops a descriptor for which the process has no room
             raise TransportError(
                 "the descriptor of the other end's shared memory has not come: probably this "
                 "process can open no more files; raise its limit, as by `ulimit -n`"
             )
         try:
-            self._views = ReceiveBlock(self._came.pop(0))
+            self._views = ReceiveBlock(self._descriptors.pop(0))
         except OSError as error:
             raise TransportError(
                 f"the other end's shared memory cannot be mapped: {error}; this process needs more "
@@ -115,9 +115,9 @@ class SharedEnd:
 
     def close(self) -> None:
         """Close all descriptors. The memory goes with the last tensor over it. Idempotent."""
-        self._gives = False
-        close_all(self._came)
-        self._came = []
+        self._shares_memory = False
+        close_all(self._descriptors)
+        self._descriptors = []
         if self._views is not None:
             self._views.close()
             self._views = None

@@ -44,8 +44,9 @@ class SocketTransport:
         streams: Who takes the streams that others send, as torch RPC does; None for nobody.
     """
 
-    def __init__(self, group: Group, gives: bool = False) -> None:
-        self._group, self._gives = group, gives  # gives: large values may go by shared memory
+    def __init__(self, group: Group, shares_memory: bool = False) -> None:
+        self._group = group
+        self._shares_memory = shares_memory  # whether large values go by shared memory
         self._open: dict[int, tuple[Receive, Lost]] = {}
         self._links: Links | None = None
         self.nearby: list[int] = []
@@ -55,7 +56,7 @@ class SocketTransport:
     def connect(self, connections: Connections) -> None:
         """Take connections over, and begin to receive."""
         self.nearby = [rank for rank, each in connections.items() if each.carries_descriptors]
-        self._links = Links(connections, self._receive, self._end_of_link, self._gives)
+        self._links = Links(connections, self._receive, self._end_of_link, self._shares_memory)
 
     @property
     def waiter(self) -> Waiter | None:
@@ -78,13 +79,13 @@ class SocketTransport:
             reason = self._links.send(rank, _MESSAGE, data, tensors, passing)
             problem = None if reason is None else f"{{}} is gone: {reason}"
         if problem is not None:
-            self._tell_lost(message.sender, rank, f"{message}: {problem}")
+            self._report_lost(message.sender, rank, f"{message}: {problem}")
 
     def receiver(self, address: int) -> Receive | None:
         return self._open[address][0] if address in self._open else None
 
-    def _tell_lost(self, sender: int, rank: int, text: str) -> None:
-        """Tell a sender in this process that a peer is gone, unless the transport closes."""
+    def _report_lost(self, sender: int, rank: int, text: str) -> None:
+        """Report a lost message to its sender in this process, unless the transport closes."""
         name = self._group.names[rank]
         if self._life.is_open and sender in self._open:
             error = PeerLost(text.replace("{}", f"worker {name!r}", 1), peer=name)
@@ -92,11 +93,11 @@ class SocketTransport:
             self._open[sender][1](error)
 
     def _end_of_link(self, rank: int, reason: str) -> None:
-        """Tell all addresses of this process that a peer is gone. On the thread that reads."""
+        """Report a lost peer to all addresses of this process. On the thread that reads."""
         if self.streams is not None:
             self.streams.end(rank)
         for address in list(self._open):
-            self._tell_lost(address, rank, f"{{}} is gone: {reason}")
+            self._report_lost(address, rank, f"{{}} is gone: {reason}")
 
     def _receive(self, rank: int, frame: Frame) -> None:
         """Take a frame from a link. On the thread that reads."""
@@ -115,12 +116,12 @@ class SocketTransport:
                     f"{len(frame.data)} bytes that should say why a message was not received "
                     f"cannot be read: {error!r}"
                 ) from error
-            self._tell_lost(sender, rank, str(text))
+            self._report_lost(sender, rank, str(text))
         else:
             self._receive_message(rank, decode(frame.data, frame.tensors))
 
     def _receive_message(self, rank: int, message: Message) -> None:
-        """Give a message to its receiver, or tell its sender why not."""
+        """Deliver a message of a member, or return to it the reason why not."""
         group = self._group
         # The link tells which member sent it, so a member cannot speak for another's addresses.
         for address, host in ((message.sender, rank), (message.to, group.rank)):
@@ -136,7 +137,7 @@ class SocketTransport:
             self._links.send(rank, _RETURNED, packb([message.sender, text]))
 
     def _deliver(self, message: Message) -> str | None:
-        """Give a message to its receiver; return why that failed, or None."""
+        """Give a message to its receiver; return the reason of a failure, or None."""
         if message.to not in self._open:
             return f"{{}} has no receiver at address {message.to}: is the pipeline there closed?"
         self._open[message.to][0](message)

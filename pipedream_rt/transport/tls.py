@@ -14,8 +14,8 @@ class TlsEngine:
     """One end of an encrypted connection. One thread at a time, for which its owner has a lock."""
 
     def __init__(self, context: ssl.SSLContext, called: bool) -> None:
-        self._came, self._leaves = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = context.wrap_bio(self._came, self._leaves, server_side=called)
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=called)
 
     def shake_hands(self) -> bool:
         """Go on with the handshake; return whether it is done, so that nothing more has to come."""
@@ -27,7 +27,7 @@ class TlsEngine:
 
     def take(self, data: bytes | memoryview) -> None:
         """Take encrypted bytes that have come."""
-        self._came.write(data)
+        self._incoming.write(data)
 
     def read_into(self, room: memoryview) -> int:
         """Decrypt into a buffer; return the number of bytes, 0 where more has to come first.
@@ -40,12 +40,11 @@ class TlsEngine:
             return 0
 
     def write(self, data: bytes | memoryview) -> None:
-        """Encrypt bytes."""
         self._tls.write(data)
 
     def sealed(self) -> bytes:
         """Return all encrypted bytes that are to be sent, and that were not returned before."""
-        return self._leaves.read()
+        return self._outgoing.read()
 
 
 _STRANGERS = ("VERIFY_FAILED", "UNKNOWN_CA", "NOT_RETURN_A_CERTIFICATE", "CERTIFICATE_REQUIRED")
@@ -56,7 +55,7 @@ _NO_TLS = ("WRONG_VERSION", "HTTP_REQUEST", "UNSUPPORTED_PROTOCOL", "PROTOCOL_VE
 
 
 def problem_of_tls(error: ssl.SSLError) -> str:
-    """Say what an error of a connection means."""
+    """The meaning of an error of a connection, for messages."""
     reason = error.reason or str(error)
     if any(part in reason for part in _STRANGERS):
         return (

@@ -99,9 +99,20 @@ def test_the_loop_does_not_wait_for_itself(loop):
     assert loop.run(answer()) == 7
 
 
+def test_a_function_is_called_in_the_one_thread_before_what_is_asked_for_later(loop):
+    names = []
+
+    async def so_far():
+        return list(names)
+
+    loop.call_soon(lambda: names.append(threading.current_thread().name))
+    assert loop.run(so_far()) == ["control"]
+
+
 def test_nothing_runs_after_the_end(loop):
     loop.close()
     loop.close()
+    loop.call_soon(pytest.fail)
     with pytest.raises(PipelineClosed, match="the control plane was closed"):
         loop.run(answer())
     assert not loop._thread.is_alive()

@@ -13,7 +13,7 @@ from support.deadlines import LATEST_S
 
 from pipedream_rt.cluster import dial
 from pipedream_rt.cluster.control import Control
-from pipedream_rt.cluster.dial import DialOptions, JobOver, NoPlace
+from pipedream_rt.cluster.dial import DialOptions, JobOver, NotAdmitted
 from pipedream_rt.cluster.identity import Secret
 from pipedream_rt.cluster.records import FIELDS, HEAD, packed, unpacked
 from pipedream_rt.deadline import Deadline
@@ -81,7 +81,7 @@ def test_a_hello_has_the_public_name_of_the_job_and_not_the_secret():
     heard = []
     with (
         listening(coordinator(refused(True), heard=heard)) as address,
-        pytest.raises(NoPlace),
+        pytest.raises(NotAdmitted),
     ):
         join(address)
     (hello,) = heard
@@ -100,7 +100,7 @@ def test_a_refusal_is_final_from_somebody_who_knows_the_secret(secret, passing):
     ):
         join(address)
     knows = secret is SECRET
-    assert isinstance(raised.value, NoPlace) == (passing or not knows)
+    assert isinstance(raised.value, NotAdmitted) == (passing or not knows)
     assert ("refused this worker: the job is full" in str(raised.value)) == knows
     assert ("does not know the secret that the other has" in str(raised.value)) == (not knows)
 
@@ -109,7 +109,7 @@ def test_a_refusal_is_final_from_somebody_who_knows_the_secret(secret, passing):
 def test_a_job_is_over_when_somebody_says_so_who_knows_the_secret(secret):
     with (
         listening(coordinator({"type": "over", "code": 7}, secret)) as address,
-        pytest.raises(JobOver if secret is SECRET else NoPlace) as raised,
+        pytest.raises(JobOver if secret is SECRET else NotAdmitted) as raised,
     ):
         join(address)
     if secret is SECRET:
@@ -146,7 +146,7 @@ def is_of_older_tls(connection):
 def test_whoever_listens_and_is_no_coordinator_is_told_of(answer, words):
     """Each wait has an end, and a persistent worker tries again later."""
     timeout = timedelta(seconds=0.2 if answer is silent else LATEST_S)
-    with listening(answer) as address, pytest.raises(NoPlace, match=words):
+    with listening(answer) as address, pytest.raises(NotAdmitted, match=words):
         join(address, call_timeout=timeout)
 
 
@@ -158,7 +158,7 @@ def resets(connection):
 @pytest.mark.parametrize("answer", [resets, lambda connection: connection.recv(1 << 12)])
 def test_a_coordinator_that_ends_before_it_has_attended_is_tried_again(answer):
     """It may have accepted nobody for hours, as in the middle of a generation."""
-    with listening(answer) as address, pytest.raises(NoPlace):
+    with listening(answer) as address, pytest.raises(NotAdmitted):
         join(address)
 
 
@@ -178,7 +178,7 @@ def test_answers_that_make_no_sense_at_a_socket_of_the_machine(said):
     with ours:
         ours.sendall(packed(said))
         control = Control(theirs, "the coordinator")
-        with pytest.raises(NoPlace, match="the handshake with the coordinator failed"):
+        with pytest.raises(NotAdmitted, match="the handshake with the coordinator failed"):
             dial.ask_to_join(control, "w", None)
         control.close()
 

@@ -33,7 +33,6 @@ from support.deadlines import LATEST_S
 from pipedream_rt.cluster import generation as generation_module
 from pipedream_rt.cluster.addresses import listening, parse_address
 from pipedream_rt.cluster.control import Control
-from pipedream_rt.cluster.doors import DoorAddress, opened_doors
 from pipedream_rt.cluster.elsewhere import AtAddress, Elsewhere
 from pipedream_rt.cluster.forked_workers import ForkServer
 from pipedream_rt.cluster.generation import Generation, status_of
@@ -42,6 +41,7 @@ from pipedream_rt.cluster.identity import Secret
 from pipedream_rt.cluster.listener import Listener
 from pipedream_rt.cluster.local import Local
 from pipedream_rt.cluster.peer_links import PeerLinks
+from pipedream_rt.cluster.peer_listeners import PeerAddress, listening_for_peers
 from pipedream_rt.errors import (
     MessageTimeout,
     PeerLost,
@@ -82,7 +82,7 @@ class Job:
         failures: What was reported since the generation is watched.
     """
 
-    def __init__(self, stack, loop, count, here=(), door=None, **more):
+    def __init__(self, stack, loop, count, here=(), listener=None, **more):
         self.loop, self._stack = loop, stack
         self.failures = []
         self._thread = stack.enter_context(ThreadPoolExecutor()).submit
@@ -92,14 +92,14 @@ class Job:
             for end in ends:
                 stack.enter_context(end)
             ours[name], self.here[name] = ends[0], Control(ends[1], "the coordinator")
-        if door is None:
+        if listener is None:
             listeners = [] if here else [stack.enter_context(listening("127.0.0.1", 0))]
-            door = Listener(SECRET, *listeners)
-            stack.callback(lambda: loop.run(door.close()))
-        self.door = door
+            listener = Listener(SECRET, *listeners)
+            stack.callback(lambda: loop.run(listener.close()))
+        self.listener = listener
         self.local, keeper = starters(ours)
         self.spec = spec(count, fail=self.failures.append, **more)
-        self.generation = Generation(self.spec, door, self.local, keeper)
+        self.generation = Generation(self.spec, listener, self.local, keeper)
         stack.callback(self.end)
 
     @property
@@ -108,7 +108,7 @@ class Job:
 
     @property
     def address(self):
-        return self.door.listeners[0].getsockname()
+        return self.listener.listeners[0].getsockname()
 
     def end(self):
         self.loop.run(self.generation.stop(timedelta(0)))
@@ -125,7 +125,7 @@ class Job:
     def expire(self):
         """Let the deadline be over for workers to come."""
         self.deadline._at = time.monotonic()
-        in_loop(self.loop, self.door.changed.set)
+        in_loop(self.loop, self.listener.changed.set)
 
     def ask(self, name, **changes):
         """Have a worker say hello; return its connection, and the answer."""
@@ -182,12 +182,12 @@ class Job:
         )
 
         async def meet():
-            return await PeerLinks(group, SECRET, doors, places, soon()).meet()
+            return await PeerLinks(group, SECRET, listeners, addresses, soon()).meet()
 
-        with opened_doors(welcome["host"]) as doors:
-            worker.send({"type": "door", "at": doors.address})
+        with listening_for_peers(welcome["host"]) as listeners:
+            worker.send({"type": "door", "at": listeners.address})
             by_name = worker.receive(soon())["by_name"]
-            places = {rank: DoorAddress(*by_name[name]) for rank, name in enumerate(group.names)}
+            addresses = {rank: PeerAddress(*by_name[name]) for rank, name in enumerate(group.names)}
             met = asyncio.run(meet())
         for connection in met.values():
             self._stack.callback(connection.socket.close)
@@ -230,13 +230,13 @@ def test_a_worker_that_leaves_before_all_have_come_makes_room_for_another_of_its
     first = one.come("w0")
     assert "'w0' is taken by pid 7 on here" in one.ask("w0")[1]["reason"]
     first.close()
-    until(one.loop, lambda: not one.door.members)
+    until(one.loop, lambda: not one.listener.members)
     one.come("w0", is_ready=False)  # so that it does not end yet
     one.come("w1")
     _, answer = one.ask("w2")
     assert answer["passing"]
     assert answer["reason"] == "the job has its 2 workers"
-    until(one.loop, lambda: [m.ready for m in one.door.members] == [False, True])
+    until(one.loop, lambda: [m.ready for m in one.listener.members] == [False, True])
     one.expire()
     text = (
         rf"^1 of 2 workers did not join within {LATEST_S:g} s: w0; joined: w1; "
@@ -256,7 +256,7 @@ def test_a_worker_with_another_torch_is_refused_and_named_in_the_end(job):
     assert not answer["passing"]
     assert "install the same on all machines" in answer["reason"]
     one.come("w1")
-    until(one.loop, lambda: one.door.members)
+    until(one.loop, lambda: one.listener.members)
     one.expire()
     words = r"^1 of 2 .*; joined: w1; 'w0' was refused: it has torch 1\.13\.0, and the"
     with pytest.raises(RendezvousTimeout, match=words):
@@ -356,16 +356,16 @@ def test_an_elastic_group_does_not_wait_where_all_have_come_that_can(job):
     one = job(3, assignment=elastic)
     one.gathered("a", "b", "c")
     other = job(3, assignment=elastic)
-    other.door.expected = 2
+    other.loop.run(other.listener.expect(2))
     other.gathered("a", "b")
-    assert other.door.expected == 0
+    assert other.listener.expected == 0
 
 
 def test_too_few_for_an_elastic_group(job):
     one = job(3, assignment=ProcessAssignment(fewest=2, most=3, wait=timedelta(seconds=0.1)))
     gathering = one.gather()
     one.come("a")
-    until(one.loop, lambda: one.door.members)
+    until(one.loop, lambda: one.listener.members)
     loop_turns(one.loop, 0.2)
     one.expire()
     with pytest.raises(RendezvousTimeout, match=r"^1 of 2 workers .* s; joined: a; start them"):
@@ -375,14 +375,14 @@ def test_too_few_for_an_elastic_group(job):
 def test_who_comes_while_a_generation_runs_is_in_the_next_one(job):
     elastic = ProcessAssignment(fewest=1, most=2, wait=timedelta(hours=1), stays_open=True)
     first = job(2, assignment=elastic)
-    first.door.expected = 1
+    first.loop.run(first.listener.expect(1))
     (runs,) = first.gathered("runs")
     assert "the name 'runs' is taken" in first.ask("runs")[1]["reason"]
     early = first.come("early")
     assert first.ask("more")[1]["reason"] == "the job has its 2 workers"
     first.end()
     assert runs.receive(soon()) == {"type": "exit", "failed": False}
-    second = job(2, door=first.door, assignment=elastic)
+    second = job(2, listener=first.listener, assignment=elastic)
     gathering = second.gather()
     second.come("late")
     gathering.result(LATEST_S)
@@ -407,7 +407,7 @@ def test_what_was_left_of_one_generation_does_not_end_the_next_one(job):
     with pytest.raises(WorkerLost, match="worker 'w0'"):
         gathering.result(LATEST_S)
     first.end()
-    second = job(2, here=("w0", "w1"), door=first.door)
+    second = job(2, here=("w0", "w1"), listener=first.listener)
     second.gathered("w0", "w1")
     assert [member.name for member in second.members] == ["w0", "w1"]
 
@@ -494,7 +494,7 @@ def test_closing_from_another_thread_ends_the_wait(job):
     one = job(2)
     gathering = one.gather()
     worker = one.come("w0")
-    one.loop.run(one.door.close())
+    one.loop.run(one.listener.close())
     with pytest.raises(PipelineClosed, match="closed while it waited for workers"):
         gathering.result(LATEST_S)
     assert worker.receive(soon()) == {"type": "exit", "failed": False}
@@ -511,7 +511,7 @@ def test_a_wait_that_is_ended_while_something_changes_is_over(job, turns):
         gathering = asyncio.ensure_future(one.generation.gather(soon()))
         for _ in range(5):
             await asyncio.sleep(0)
-        one.door.changed.set()
+        one.listener.changed.set()
         for _ in range(turns):
             await asyncio.sleep(0)
         gathering.cancel()
@@ -610,20 +610,20 @@ def test_a_group_forms(job, here):
     assert [group.rank for group in groups] == [1, 2]
     assert groups[0].names == ("coordinator", "w0", "w1")
     assert groups[0].hosts == (0, 1)
-    places = one.generation.places()
-    assert places["w0"] == places["w1"] != ""
+    host_ids = one.generation.host_ids()
+    assert host_ids["w0"] == host_ids["w1"] != ""
 
 
-def test_who_has_not_met_all_of_its_place_at_unix_sockets_shares_no_memory(job):
+def test_who_has_not_met_all_of_its_host_at_unix_sockets_shares_no_memory(job):
     one = job(3, here=("a", "b", "c"))
     one.gathered("a", "b", "c")
     for member, met in zip(one.members, ({0, 2}, {0, 1, 3}, {0, 2}), strict=True):
         member.met = met
-    assert one.generation.places() == {"a": "", "b": "", "c": ""}
+    assert one.generation.host_ids() == {"a": "", "b": "", "c": ""}
     for member, met in zip(one.members, ({0, 2}, {0, 1}, {0}), strict=True):
         member.met = met
-    places = one.generation.places()
-    assert places["a"] == places["b"] != places["c"]
+    host_ids = one.generation.host_ids()
+    assert host_ids["a"] == host_ids["b"] != host_ids["c"]
 
 
 def test_a_worker_is_told_all_that_it_needs(job):
@@ -639,7 +639,7 @@ def test_a_worker_is_told_all_that_it_needs(job):
     assert SECRET.group_key(told["nonce"]) == group.key
 
 
-@pytest.mark.parametrize("said", ["nothing", "its door", "that it has joined"])
+@pytest.mark.parametrize("said", ["nothing", "its address", "that it has joined"])
 def test_a_member_that_dies_while_the_group_forms_is_named_at_once(job, said):
     one = job(2, here=("w0", "w1"))
     one.local.processes["w1"] = Ended()
@@ -647,11 +647,11 @@ def test_a_member_that_dies_while_the_group_forms_is_named_at_once(job, said):
     forming = one.form()
     if said == "nothing":
         workers[1].receive(soon())
-    elif said == "its door":
-        with opened_doors(None) as doors:
+    elif said == "its address":
+        with listening_for_peers(None) as listeners:
             workers[1].receive(soon())
             for worker in workers:
-                worker.send({"type": "door", "at": doors.address})
+                worker.send({"type": "door", "at": listeners.address})
             assert workers[1].receive(soon())["type"] == "doors"
     else:
         workers[1].send({"type": "joined", "nearby": []})
@@ -809,7 +809,7 @@ def test_in_the_end_no_loss_is_reported(job):
     one = job(1)
     (worker,) = one.gathered("w0")
     one.watch()
-    one.generation.ending = True
+    one.loop.call_soon(one.generation.expect_ends)
     worker.close()
     until(one.loop, lambda: one.members[0].ended)
     assert one.failures == []
@@ -1083,7 +1083,7 @@ def test_a_record_reaches_the_others_where_a_member_is_gone(job):
     one = job(2)
     workers = one.gathered("w0", "w1")
     workers[0].close()
-    one.loop.run(one.generation.tell({"type": "shut"}))
+    one.loop.run(one.generation.broadcast({"type": "shut"}))
     assert workers[1].receive(soon()) == {"type": "shut"}
 
 

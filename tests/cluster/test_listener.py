@@ -25,9 +25,9 @@ from support.deadlines import LATEST_S
 from pipedream_rt.cluster import reception as reception_module
 from pipedream_rt.cluster.addresses import boot_id, listening
 from pipedream_rt.cluster.control import Control
-from pipedream_rt.cluster.doors import listening_at
 from pipedream_rt.cluster.listener import Listener, process_of
 from pipedream_rt.cluster.members import Member
+from pipedream_rt.cluster.peer_listeners import listening_at
 from pipedream_rt.cluster.records import LARGEST_AT_FIRST, VERSION
 from pipedream_rt.errors import PeerLost, TransportError
 from pipedream_rt.software import software
@@ -38,28 +38,28 @@ pytestmark = pytest.mark.threads
 @contextlib.contextmanager
 def opened(loop, *listeners, most=2):
     """A listener to which workers may come."""
-    door = Listener(SECRET, *listeners)
-    door.most = most
-    in_loop(loop, door.open)
+    listener = Listener(SECRET, *listeners)
+    listener.most = most
+    in_loop(loop, listener.open)
     try:
-        yield door
+        yield listener
     finally:
-        loop.run(door.close())
+        loop.run(listener.close())
 
 
 @pytest.fixture
-def door(loop):
-    with listening("127.0.0.1", 0) as listener, opened(loop, listener) as door:
-        yield door
+def listener(loop):
+    with listening("127.0.0.1", 0) as bound, opened(loop, bound) as listener:
+        yield listener
 
 
 @pytest.fixture
-def calls(door):
+def calls(listener):
     """Makes encrypted connections to the listener."""
     with contextlib.ExitStack() as made:
 
         def call(secret=SECRET):
-            control = calling(door.listeners[0].getsockname(), secret)
+            control = calling(listener.listeners[0].getsockname(), secret)
             made.callback(control.close)
             return control
 
@@ -67,11 +67,11 @@ def calls(door):
 
 
 @contextlib.contextmanager
-def started_here(loop, door, name="w"):
+def started_here(loop, listener, name="w"):
     """The worker's end of a connection that it has inherited."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        in_loop(loop, door.take, ours, name)
+        in_loop(loop, listener.take, ours, name)
         yield Control(theirs, "the coordinator")
 
 
@@ -81,9 +81,9 @@ def hang_up(worker):
         refusal(worker.receive(soon()))
 
 
-def only_member(loop, door):
-    until(loop, lambda: door.members)
-    (member,) = door.members
+def only_member(loop, listener):
+    until(loop, lambda: listener.members)
+    (member,) = listener.members
     return member
 
 
@@ -93,12 +93,12 @@ def refusal(answer):
     return answer["reason"]
 
 
-def test_a_worker_from_elsewhere_becomes_a_member(loop, door, calls):
+def test_a_worker_from_elsewhere_becomes_a_member(loop, listener, calls):
     worker = calls()
     assert asked(worker, hello("w")) == {"type": "admitted", "secret": None}
     ready(worker, "a kind", "taken")
-    until(loop, lambda: door.members and door.members[0].ready)
-    member = only_member(loop, door)
+    until(loop, lambda: listener.members and listener.members[0].ready)
+    member = only_member(loop, listener)
     assert (member.name, member.description) == ("w", "pid 7 on here")
     assert (member.processor, member.obstacle) == ("a kind", "taken")
     assert (member.is_local, member.nearby, member.returns) == (False, False, True)
@@ -108,24 +108,24 @@ def test_a_worker_from_elsewhere_becomes_a_member(loop, door, calls):
 
 
 def test_a_worker_that_was_started_here_gets_the_secret(loop):
-    with opened(loop) as door, started_here(loop, door) as worker:
-        assert door.unheard() == ["w"]
+    with opened(loop) as listener, started_here(loop, listener) as worker:
+        assert listener.unheard() == ["w"]
         answer = asked(worker, hello("w", job="", boot="another", returns=False))
         assert answer == {"type": "admitted", "secret": SECRET.text}
-        member = only_member(loop, door)
-        assert door.unheard() == ["w"]  # it has said hello, and may be stopped since
+        member = only_member(loop, listener)
+        assert listener.unheard() == ["w"]  # it has said hello, and may be stopped since
         assert (member.is_local, member.nearby, member.returns) == (True, True, True)
         assert not member.same_clock
         ready(worker)
-        until(loop, lambda: not door.unheard())
+        until(loop, lambda: not listener.unheard())
 
 
 def test_a_worker_of_this_machine_that_somebody_else_has_started(loop, tmp_path, monkeypatch):
     """The kernel says that it is of this user. It may be of another job of his."""
     with (
         contextlib.ExitStack() as made,
-        listening_at(tmp_path / "door") as at,
-        opened(loop, at) as door,
+        listening_at(tmp_path / "socket") as at,
+        opened(loop, at) as listener,
     ):
 
         def call():
@@ -136,7 +136,7 @@ def test_a_worker_of_this_machine_that_somebody_else_has_started(loop, tmp_path,
         assert "another job" in refusal(asked(call(), hello("w", job=OTHER.job)))
         assert "another job" in refusal(asked(call(), hello("w", job="")))
         assert asked(call(), hello("w")) == {"type": "admitted", "secret": SECRET.text}
-        member = only_member(loop, door)
+        member = only_member(loop, listener)
         assert (member.is_local, member.nearby) == (False, True)
         monkeypatch.setattr(reception_module, "is_same_user", lambda _: False)
         with pytest.raises(PeerLost):
@@ -146,7 +146,7 @@ def test_a_worker_of_this_machine_that_somebody_else_has_started(loop, tmp_path,
 @pytest.mark.parametrize("version", [None, 1, "6", b"x", 1 << 60, "\n" * 100, {}, VERSION + 1])
 def test_another_version_of_the_protocol(loop, version):
     """Which other fields a hello has depends on it."""
-    with opened(loop) as door, started_here(loop, door) as worker:
+    with opened(loop) as listener, started_here(loop, listener) as worker:
         answer = asked(worker, {"type": "hello", "version": version})
         assert refusal(answer).startswith("it speaks protocol ")
         assert f"the coordinator {VERSION}; install the same pipedream-rt" in answer["reason"]
@@ -158,46 +158,46 @@ def test_another_version_of_the_protocol(loop, version):
 def test_a_field_of_another_type_or_length(loop, field):
     """The boot of a machine that does not say it is empty; so is a job that is not known."""
     values = [None, "x\x1b[2J", "x" * 300, b"", b"x" * 33, -1, 2**40, 1.5, [], {}]
-    with opened(loop) as door:
+    with opened(loop) as listener:
         for value in values + ["", True][field in ("host", "boot", "software", "job") :][:1]:
-            with started_here(loop, door) as worker:
+            with started_here(loop, listener) as worker:
                 answer = asked(worker, {**hello(), field: value})
             assert refusal(answer).startswith(f"its hello makes no sense: its {field!r} is ")
             assert len(answer["reason"]) < 200
-        assert door.members == []
-        assert door.refused
+        assert listener.members == []
+        assert listener.refused
 
 
 def test_a_worker_that_was_started_here_under_another_name(loop):
-    with opened(loop) as door, started_here(loop, door, "v") as worker:
+    with opened(loop) as listener, started_here(loop, listener, "v") as worker:
         answer = asked(worker, hello("w"))
         assert refusal(answer) == "it says that it is 'w', and was started as 'v'"
         assert not answer["passing"]
 
 
 @pytest.mark.parametrize("runs", [False, True], ids=["has come", "runs"])
-def test_a_name_that_is_taken(door, calls, runs):
+def test_a_name_that_is_taken(listener, calls, runs):
     if runs:
-        door.running = [Member("w", "pid 7 on here", None)]
+        listener.running = [Member("w", "pid 7 on here", None)]
     else:
         assert asked(calls(), hello("w"))["type"] == "admitted"
     answer = asked(calls(), hello("w"))
     assert refusal(answer) == "the name 'w' is taken by pid 7 on here; give each worker its own"
     assert answer["passing"]
     assert asked(calls(), hello("v"))["type"] == "admitted"
-    assert door.refused == {}
+    assert listener.refused == {}
 
 
-def test_other_software_would_compute_other_bits(loop, door, calls, caplog):
+def test_other_software_would_compute_other_bits(loop, listener, calls, caplog):
     answer = asked(calls(), hello("w", software="torch 1.13.0"))
     text = f"it has torch 1.13.0, and the script {software()}; its stages might compute other bits"
     assert refusal(answer).startswith(text)
     assert not answer["passing"]
-    until(loop, lambda: door.refused == {"w": answer["reason"]})
+    until(loop, lambda: listener.refused == {"w": answer["reason"]})
     assert "refused worker 'w' (pid 7 on here): it has torch 1.13.0" in caplog.text
 
 
-def test_one_too_many_may_try_again(door, calls, caplog):
+def test_one_too_many_may_try_again(listener, calls, caplog):
     for name in ("a", "b"):
         assert asked(calls(), hello(name))["type"] == "admitted"
     answer = asked(calls(), hello("c"))
@@ -205,53 +205,64 @@ def test_one_too_many_may_try_again(door, calls, caplog):
     assert "refused" not in caplog.text  # nothing to act upon
 
 
-def test_who_does_not_know_the_secret_is_told_so(loop, door, calls, caplog):
+def test_who_does_not_know_the_secret_is_told_so(loop, listener, calls, caplog):
     """At this end too, where the log tells of him once a second at most."""
     with pytest.raises(ssl.SSLError, match="CERTIFICATE_VERIFY_FAILED"):
         calls(OTHER)
     assert asked(calls(), hello("w"))["type"] == "admitted"
     text = "one end does not know the secret that the other has"
     until(loop, lambda: text in caplog.text)
-    assert only_member(loop, door).name == "w"
+    assert only_member(loop, listener).name == "w"
 
 
-def test_a_member_that_leaves_makes_room_for_another_of_its_name(loop, door, calls):
+def test_a_member_that_leaves_makes_room_for_another_of_its_name(loop, listener, calls):
     first = calls()
     asked(first, hello("w"))
     first.close()
-    until(loop, lambda: door.gone)
-    (gone,) = door.gone
+    until(loop, lambda: listener.departures)
+    (gone,) = listener.departures
     assert (gone.name, gone.is_local, gone.member.name) == ("w", False, "w")
     assert isinstance(gone.error, PeerLost)
     assert asked(calls(), hello("w"))["type"] == "admitted"
 
 
-def test_while_a_generation_runs_it_is_only_logged_that_a_member_leaves(loop, door, calls, caplog):
-    door.running = [Member("runs", "", None)]
+def test_who_is_ready_is_expected_besides_those_that_stay(loop, listener, calls):
+    listener.running, listener.most = [Member("runs", "", None)], 2
+    asked(calls(), hello("slow"))
+    worker = calls()
+    asked(worker, hello("w"))
+    assert (loop.run(listener.expect(1)), listener.expected) == (0, 1)
+    ready(worker)
+    until(loop, lambda: [member.ready for member in listener.members] == [False, True])
+    assert (loop.run(listener.expect(1)), listener.expected) == (1, 2)
+
+
+def test_while_a_generation_runs_the_end_of_a_member_is_only_logged(loop, listener, calls, caplog):
+    listener.running = [Member("runs", "", None)]
     worker = calls()
     asked(worker, hello("w"))
     worker.close()
     until(loop, lambda: "worker 'w' (pid 7 on here) left before all had come" in caplog.text)
-    assert door.gone == door.members == []
+    assert listener.departures == listener.members == []
 
 
-def test_a_member_that_sends_what_it_may_not_send_is_gone(loop, door, calls):
+def test_a_member_that_sends_what_it_may_not_send_is_gone(loop, listener, calls):
     worker = calls()
     asked(worker, hello("w"))
     worker.send({"type": "exit", "failed": False})
-    until(loop, lambda: door.gone)
-    assert "which only a coordinator sends" in str(door.gone[0].error)
+    until(loop, lambda: listener.departures)
+    assert "which only a coordinator sends" in str(listener.departures[0].error)
     with pytest.raises(PeerLost):
         worker.receive(soon())
 
 
-def test_a_member_that_sends_what_is_nested_deeply_is_gone_and_its_name_free(loop, door, calls):
+def test_a_member_that_sends_what_is_nested_deeply_is_gone_and_its_name_free(loop, listener, calls):
     """msgpack reads 990 levels, of which a `repr` would end in an error of the interpreter."""
     worker = calls()
     asked(worker, hello("w"))
     worker.send({"type": "beat", "rss": 0, "doing": nested(990)})
-    until(loop, lambda: door.gone)
-    assert "a record of more than 4 levels" in str(door.gone[0].error)
+    until(loop, lambda: listener.departures)
+    assert "a record of more than 4 levels" in str(listener.departures[0].error)
     with pytest.raises(PeerLost):
         worker.receive(soon())
     assert asked(calls(), hello("w"))["type"] == "admitted"
@@ -265,32 +276,32 @@ def nested(levels):
 
 
 def test_a_worker_that_was_started_here_and_ends_before_its_hello(loop):
-    with opened(loop) as door, started_here(loop, door) as worker:
+    with opened(loop) as listener, started_here(loop, listener) as worker:
         worker.close()
-        until(loop, lambda: door.gone)
-        (gone,) = door.gone
+        until(loop, lambda: listener.departures)
+        (gone,) = listener.departures
         assert (gone.name, gone.is_local, gone.member) == ("w", True, None)
-        assert door.unheard() == []
+        assert listener.unheard() == []
 
 
 def test_what_a_generation_has_not_taken_is_nothing_to_the_next(loop):
     """Workers of the same names are started for that one."""
     with contextlib.ExitStack() as made:
-        door = made.enter_context(opened(loop, most=3))
-        made.enter_context(started_here(loop, door, "silent"))
-        came = made.enter_context(started_here(loop, door, "came"))
-        lost = made.enter_context(started_here(loop, door, "lost"))
+        listener = made.enter_context(opened(loop, most=3))
+        made.enter_context(started_here(loop, listener, "silent"))
+        came = made.enter_context(started_here(loop, listener, "came"))
+        lost = made.enter_context(started_here(loop, listener, "lost"))
         assert asked(came, hello("came"))["type"] == "admitted"
         lost.close()
-        until(loop, lambda: door.gone)
-        in_loop(loop, door.drop_local)
-        assert (door.members, door.gone, door.unheard()) == ([], [], [])
-        again = made.enter_context(started_here(loop, door, "came"))
+        until(loop, lambda: listener.departures)
+        in_loop(loop, listener.drop_local)
+        assert (listener.members, listener.departures, listener.unheard()) == ([], [], [])
+        again = made.enter_context(started_here(loop, listener, "came"))
         again.send(hello("came"))
-        until(loop, lambda: door.members)
+        until(loop, lambda: listener.members)
         with pytest.raises(PeerLost):
             hang_up(came)
-    assert not door.gone
+    assert not listener.departures
 
 
 NESTED = b"\x81\xa4type" + b"\x91" * 1200 + b"\xc0"
@@ -299,7 +310,7 @@ LINK = {"type": "link", "job": SECRET.job, "generation": 1, "sender": 1, "recipi
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
-def test_what_a_stranger_sends_ends_the_stranger_alone(loop, door, calls, caplog, encrypted):
+def test_what_a_stranger_sends_ends_the_stranger_alone(loop, listener, calls, caplog, encrypted):
     """Nested and large records, a member that was led here, text that would forge the log."""
     sent = [
         framed(each)
@@ -316,14 +327,16 @@ def test_what_a_stranger_sends_ends_the_stranger_alone(loop, door, calls, caplog
             with pytest.raises(TransportError):
                 hang_up(stranger)
         else:
-            with socket.create_connection(door.listeners[0].getsockname(), LATEST_S) as stranger:
+            with socket.create_connection(
+                listener.listeners[0].getsockname(), LATEST_S
+            ) as stranger:
                 stranger.sendall(junk)
                 stranger.shutdown(socket.SHUT_WR)
                 with contextlib.suppress(OSError):
                     while stranger.recv(1000):
                         pass
     asked(calls(), hello("right"))
-    assert only_member(loop, door).name == "right"
+    assert only_member(loop, listener).name == "right"
     assert "a connection that is no worker was dropped" in caplog.text
     assert ("refused worker" in caplog.text) == encrypted
     for record in caplog.records:
@@ -331,12 +344,12 @@ def test_what_a_stranger_sends_ends_the_stranger_alone(loop, door, calls, caplog
         assert "Task exception" not in record.getMessage()
 
 
-def test_a_connection_that_says_nothing_is_dropped_in_time(door, calls, caplog, monkeypatch):
+def test_a_connection_that_says_nothing_is_dropped_in_time(listener, calls, caplog, monkeypatch):
     monkeypatch.setattr(reception_module, "_FIRST_RECORD_S", 0.1)
     silent = calls()
     with pytest.raises(PeerLost):
         silent.receive(soon())
-    with socket.create_connection(door.listeners[0].getsockname(), LATEST_S) as stranger:
+    with socket.create_connection(listener.listeners[0].getsockname(), LATEST_S) as stranger:
         assert stranger.recv(1) == b""
     assert "a connection that is no worker was dropped: it said nothing in time" in caplog.text
 
@@ -350,9 +363,9 @@ def test_a_hello_that_comes_in_parts_is_waited_for(calls):
     assert worker.receive(soon())["type"] == "admitted"
 
 
-def test_where_strangers_are_many_the_oldest_go(door, calls):
-    door._reception._most = 4
-    address = door.listeners[0].getsockname()
+def test_where_strangers_are_many_the_oldest_go(listener, calls):
+    listener._reception._most = 4
+    address = listener.listeners[0].getsockname()
     with contextlib.ExitStack() as made:
         strangers = [
             made.enter_context(socket.create_connection(address, LATEST_S)) for _ in range(9)
@@ -383,69 +396,69 @@ class Full:
 def test_where_no_descriptor_is_free_it_is_tried_again_later(loop, caplog, monkeypatch):
     """Once for the oldest stranger, who goes, and once without one."""
     monkeypatch.setattr(reception_module, "_PAUSE_S", 0.01)
-    with listening("127.0.0.1", 0) as listener:
-        full = Full(listener, 0)
+    with listening("127.0.0.1", 0) as bound:
+        full = Full(bound, 0)
         with (
-            opened(loop, full) as door,
-            socket.create_connection(listener.getsockname(), LATEST_S) as stranger,
+            opened(loop, full) as listener,
+            socket.create_connection(bound.getsockname(), LATEST_S) as stranger,
         ):
-            until(loop, lambda: door._reception._strangers)
+            until(loop, lambda: listener._reception._strangers)
             full.times = 2
-            with contextlib.closing(calling(listener.getsockname())) as worker:
+            with contextlib.closing(calling(bound.getsockname())) as worker:
                 assert asked(worker, hello("w"))["type"] == "admitted"
             assert stranger.recv(1) == b""
     assert "nobody can be accepted: too many open files; allow more open files" in caplog.text
 
 
-def test_while_it_rests_callers_wait_in_the_queue_of_the_kernel(loop, door, calls):
+def test_while_it_rests_callers_wait_in_the_queue_of_the_kernel(loop, listener, calls):
     worker = calls()
     asked(worker, hello("w"))
-    loop.run(door.rest())
-    loop.run(door.rest())
-    with socket.create_connection(door.listeners[0].getsockname(), LATEST_S) as stranger:
+    loop.run(listener.rest())
+    loop.run(listener.rest())
+    with socket.create_connection(listener.listeners[0].getsockname(), LATEST_S) as stranger:
         stranger.settimeout(0.1)
         with pytest.raises(TimeoutError):
             stranger.recv(1)
         ready(worker)
-        until(loop, lambda: door.members[0].ready)  # members live on
-        in_loop(loop, door.open)
+        until(loop, lambda: listener.members[0].ready)  # members live on
+        in_loop(loop, listener.open)
         assert asked(calls(), hello("v"))["type"] == "admitted"
 
 
-def test_who_has_come_is_sent_away_in_the_end(loop, door, calls):
+def test_who_has_come_is_sent_away_in_the_end(loop, listener, calls):
     member, stranger = calls(), calls()
     asked(member, hello("w"))
-    loop.run(door.close())
-    loop.run(door.close())
+    loop.run(listener.close())
+    loop.run(listener.close())
     assert member.receive(soon()) == {"type": "exit", "failed": False}
     for each in (member, stranger):
         with pytest.raises(PeerLost):
             each.receive(soon())
-    assert door.is_closed
-    assert door.members == []
-    in_loop(loop, door.open)  # it stays closed
-    with socket.create_connection(door.listeners[0].getsockname(), LATEST_S) as late:
+    assert listener.is_closed
+    assert listener.members == []
+    in_loop(loop, listener.open)  # it stays closed
+    with socket.create_connection(listener.listeners[0].getsockname(), LATEST_S) as late:
         late.settimeout(0.1)
         with pytest.raises(TimeoutError):
             late.recv(1)
 
 
 def test_workers_started_here_that_have_said_nothing_are_dropped_in_the_end(loop):
-    with opened(loop) as door, started_here(loop, door) as worker:
-        loop.run(door.close())
+    with opened(loop) as listener, started_here(loop, listener) as worker:
+        loop.run(listener.close())
         with pytest.raises(PeerLost):
             worker.receive(soon())
 
 
 @pytest.mark.parametrize("turns", range(8))
-def test_a_connection_that_comes_in_the_last_moment_is_closed(loop, door, turns):
+def test_a_connection_that_comes_in_the_last_moment_is_closed(loop, listener, turns):
     """Whatever its coroutine has done until then."""
 
     async def close_soon():
-        with socket.create_connection(door.listeners[0].getsockname(), LATEST_S) as stranger:
+        with socket.create_connection(listener.listeners[0].getsockname(), LATEST_S) as stranger:
             for _ in range(turns):
                 await asyncio.sleep(0)
-            await door.rest()
+            await listener.rest()
             for _ in range(8):
                 await asyncio.sleep(0)
             return stranger
@@ -456,7 +469,7 @@ def test_a_connection_that_comes_in_the_last_moment_is_closed(loop, door, turns)
 
 @pytest.mark.parametrize("turns", range(8))
 def test_who_says_hello_in_the_last_moment_does_not_keep_it_from_resting(loop, tmp_path, turns):
-    with listening_at(tmp_path / "door") as at, opened(loop, at) as door:
+    with listening_at(tmp_path / "socket") as at, opened(loop, at) as listener:
 
         async def rest_soon():
             with socket.socket(socket.AF_UNIX) as connection:
@@ -466,22 +479,22 @@ def test_who_says_hello_in_the_last_moment_does_not_keep_it_from_resting(loop, t
                 connection.sendall(framed(hello("w")))
                 for _ in range(turns):
                     await asyncio.sleep(0)
-                resting = asyncio.ensure_future(door.rest())
+                resting = asyncio.ensure_future(listener.rest())
                 await asyncio.wait([resting], timeout=LATEST_S)
                 return resting.done()
 
         assert loop.run(rest_soon())
 
 
-def test_the_end_of_the_job_is_told_to_whoever_comes(loop, door, calls):
-    in_loop(loop, setattr, door, "over", 9)
+def test_the_end_of_the_job_is_told_to_whoever_comes(loop, listener, calls):
+    in_loop(loop, setattr, listener, "over", 9)
     for said in (hello("a-0"), hello("b-0", version=1)):
         worker = calls()
         assert asked(worker, said) == {"type": "over", "code": 9}
         with pytest.raises(PeerLost):
             worker.receive(soon())
-    until(loop, lambda: door.told == {"a-0", "b-0"})
-    assert door.members == []
+    until(loop, lambda: listener.informed == {"a-0", "b-0"})
+    assert listener.members == []
 
 
 def test_text_from_outside_is_escaped_and_cut():

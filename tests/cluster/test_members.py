@@ -8,8 +8,8 @@ from support.deadlines import LATEST_S
 
 from pipedream_rt.cluster import framing as framing_module
 from pipedream_rt.cluster.control import Control
-from pipedream_rt.cluster.doors import DoorAddress
 from pipedream_rt.cluster.members import JoiningFailed, Member, WorkerSlot, natural
+from pipedream_rt.cluster.peer_listeners import PeerAddress
 from pipedream_rt.cluster.stream import Stream
 from pipedream_rt.errors import PeerLost, TransportError
 
@@ -58,7 +58,7 @@ def test_names_that_differ_have_different_keys():
 
 
 def test_a_lost_member_is_named_with_its_stages_its_process_and_its_end():
-    here = member(seats=[WorkerSlot(1, "worker 1", (1, 3))], stage=1, doing="F4")
+    here = member(slots=[WorkerSlot(1, "worker 1", (1, 3))], stage=1, doing="F4")
     problem = PeerLost("it closed the connection", peer="w1")
     error = here.lost("killed by SIGKILL", problem, " (note)")
     assert str(error) == (
@@ -71,7 +71,7 @@ def test_a_lost_member_is_named_with_its_stages_its_process_and_its_end():
 
 
 def test_a_member_whose_process_still_runs_does_not_answer():
-    here = member(seats=[WorkerSlot(2, "stage 2", (2,))], stage=2)
+    here = member(slots=[WorkerSlot(2, "stage 2", (2,))], stage=2)
     text = "worker 'w1' (stage 2, pid 7 on here) does not answer: still running"
     assert str(here.lost("still running")) == text
     assert str(here.lost("")) == "worker 'w1' (stage 2, pid 7 on here) is gone"
@@ -84,8 +84,8 @@ def test_a_member_that_has_no_seat_yet():
 
 
 def test_a_member_with_several_seats():
-    seats = [WorkerSlot(0, "stage 0", (0,)), WorkerSlot(1, "worker 1", (1, 3))]
-    here = member(seats=seats)
+    slots = [WorkerSlot(0, "stage 0", (0,)), WorkerSlot(1, "worker 1", (1, 3))]
+    here = member(slots=slots)
     assert (here.hosts, here.stages) == ("stage 0 and stages 1, 3", (0, 1, 3))
 
 
@@ -100,7 +100,7 @@ async def test_what_a_member_says_is_noted(here, worker):
     worker.send({"type": "stopped"})
     await changed(here, lambda: here.stopped)
     assert (here.ready, here.processor, here.obstacle) == (True, "a kind", "taken")
-    assert here.door == DoorAddress("127.0.0.1", 7)
+    assert here.peer_address == PeerAddress("127.0.0.1", 7)
     assert here.met == {0, 2}
     assert (here.doing, here.beat["rss"]) == ("F4", 9)
     assert here.heard > heard

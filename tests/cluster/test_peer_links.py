@@ -1,4 +1,4 @@
-"""The meeting of members, with strangers at every door, and members who come to a wrong one."""
+"""The meeting of members, with strangers at every callee, and members who come to a wrong one."""
 
 import asyncio
 import itertools
@@ -19,9 +19,9 @@ from support.encrypted import OTHER, SECRET
 from support.loops import Noted, run
 
 from pipedream_rt.cluster import peer_links as module
-from pipedream_rt.cluster.doors import DoorAddress, listening_at, opened_doors
 from pipedream_rt.cluster.environment import private_folder
 from pipedream_rt.cluster.peer_links import PeerLinks
+from pipedream_rt.cluster.peer_listeners import PeerAddress, listening_at, listening_for_peers
 from pipedream_rt.cluster.records import packed
 from pipedream_rt.cluster.stream import Stream
 from pipedream_rt.deadline import Deadline
@@ -58,14 +58,15 @@ ways = pytest.mark.parametrize("way", [FAR, NEAR])
 
 
 class Members:
-    """Some members with their doors, whose meetings run in one event loop."""
+    """Some members with their listeners, whose meetings run in one event loop."""
 
     def __init__(self, stack, count, way=FAR, host="127.0.0.1"):
         self.count, self.way = count, way
-        self.doors = [
-            stack.enter_context(opened_doors(None if way == NEAR else host)) for _ in range(count)
+        self.listeners = [
+            stack.enter_context(listening_for_peers(None if way == NEAR else host))
+            for _ in range(count)
         ]
-        self.addresses = {rank: doors.address for rank, doors in enumerate(self.doors)}
+        self.addresses = {rank: listeners.address for rank, listeners in enumerate(self.listeners)}
         if way == FAR:
             for rank in self.addresses:
                 self.hide_path(rank)
@@ -74,18 +75,18 @@ class Members:
 
     def hide_path(self, rank):
         """Have a member called by TCP alone."""
-        self.addresses[rank] = self.addresses[rank]._replace(place="", path="")
+        self.addresses[rank] = self.addresses[rank]._replace(machine="", path="")
 
     def path_of(self, rank):
         """Where a member is called within the machine."""
-        return socket.AF_UNIX, self.doors[rank].address.path
+        return socket.AF_UNIX, self.listeners[rank].address.path
 
     def links(self, rank, *, secret=SECRET, generation=1, addresses=None, seconds=LATEST_S, **more):
         names = tuple(f"m{number}" for number in range(self.count))
         group = group_of(rank, names, generation, **more)
         deadline = Deadline(timedelta(seconds=seconds))
         made = PeerLinks(
-            group, secret, self.doors[rank], {**self.addresses, **(addresses or {})}, deadline
+            group, secret, self.listeners[rank], {**self.addresses, **(addresses or {})}, deadline
         )
         made.problems, made._met = Noted(), Noted()
         self._met.append(made._met)
@@ -156,12 +157,12 @@ def link_record(sender, recipient, *, secret=SECRET, generation=1, key=b"of this
     }  # fmt: skip
 
 
-async def called(place, secret=SECRET):
-    """A connection to a door, of somebody who knows a secret of a job."""
-    connection = socket.socket(place[0])
-    connection.connect(place[1])
-    stream = Stream(connection, "the door")
-    if place[0] != socket.AF_UNIX:
+async def called(address, secret=SECRET):
+    """A connection to a callee, of somebody who knows a secret of a job."""
+    connection = socket.socket(address[0])
+    connection.connect(address[1])
+    stream = Stream(connection, "the callee")
+    if address[0] != socket.AF_UNIX:
         await stream.encrypt(secret.tls(called=False), called=False)
     return stream
 
@@ -200,9 +201,9 @@ def test_members_of_one_machine_need_no_port(stack):
 )
 def test_where_a_unix_socket_cannot_be_used_there_is_the_port(stack, monkeypatch, why):
     members = Members(stack, 3, BOTH)
-    listener, tcp = members.doors[0].listeners
+    listener, tcp = members.listeners[0].sockets
     path = members.addresses[0].path
-    members.doors[0] = members.doors[0]._replace(listeners=(tcp,))
+    members.listeners[0] = members.listeners[0]._replace(sockets=(tcp,))
     match why:
         case "closed":
             listener.close()
@@ -238,7 +239,7 @@ def test_where_a_unix_socket_cannot_be_used_there_is_the_port(stack, monkeypatch
 
 def test_a_member_of_another_network_namespace_is_called_at_its_port(stack):
     members = Members(stack, 2, BOTH)
-    members.addresses[0] = members.addresses[0]._replace(place="elsewhere")
+    members.addresses[0] = members.addresses[0]._replace(machine="elsewhere")
 
     async def main():
         met = await asyncio.gather(*(members.links(rank).meet() for rank in range(2)))
@@ -252,7 +253,7 @@ def test_members_reach_each_other_as_far_as_they_can(stack):
     """As `pipedream-rt doctor` has it."""
     members = Members(stack, 3)
     with socket.create_server(("127.0.0.1", 0)) as closed:
-        nowhere = DoorAddress("127.0.0.1", closed.getsockname()[1])
+        nowhere = PeerAddress("127.0.0.1", closed.getsockname()[1])
 
     async def main():
         here, there = members.links(1, addresses={0: nowhere}), members.links(2)
@@ -267,7 +268,7 @@ def test_members_reach_each_other_as_far_as_they_can(stack):
     run(main())
 
 
-# -- members that come to a wrong door -------------------------------------------------------------
+# -- members that call a wrong one -----------------------------------------------------------------
 
 
 @ways
@@ -316,7 +317,7 @@ def test_a_caller_takes_nothing_else_for_an_answer(stack, way, answer):
         caller = members.links(2)
         meeting = asyncio.ensure_future(caller.meet())
         loop = asyncio.get_running_loop()
-        listener = members.doors[0].listeners[-1]
+        listener = members.listeners[0].sockets[-1]
         listener.setblocking(False)
         stream = Stream((await loop.sock_accept(listener))[0], "the caller")
         if way == FAR:
@@ -364,14 +365,14 @@ def test_another_record_than_the_link_that_is_meant_opens_no_door(stack, way, re
     members = Members(stack, 2, way)
 
     async def main():
-        door = members.links(0)
-        meeting = asyncio.ensure_future(door.meet())
+        callee = members.links(0)
+        meeting = asyncio.ensure_future(callee.meet())
         stream = await called(members.at(0))
         stream.send(record)
         with pytest.raises(TransportError, match="closed the connection"):
             await asyncio.wait_for(stream.read(), 20)
         stream.close()
-        assert door._met == {}
+        assert callee._met == {}
         met = await asyncio.gather(meeting, members.links(1).meet())
         members.check(met)
 
@@ -387,10 +388,10 @@ def test_a_member_of_an_older_generation_meets_nobody(stack, way, old):
     async def main():
         late = members.links(old, generation=6)
         new = members.links(1 - old, generation=7)
-        caller, door = (new, late) if old == 0 else (late, new)
-        meetings = [asyncio.ensure_future(each.meet()) for each in (caller, door)]
+        caller, callee = (new, late) if old == 0 else (late, new)
+        meetings = [asyncio.ensure_future(each.meet()) for each in (caller, callee)]
         assert "closed the connection" in await caller.problems(0)
-        assert caller._met == door._met == {}
+        assert caller._met == callee._met == {}
         await abandoned(meetings[1])
         if way == FAR:  # else it has said already that there is no other way
             await abandoned(meetings[0])
@@ -410,10 +411,10 @@ def test_a_member_of_an_earlier_life_of_the_script_meets_nobody(stack, way, old,
     async def main():
         late = members.links(old, key=b"of an earlier life")
         new = members.links(1 - old)
-        caller, door = (new, late) if old == 0 else (late, new)
-        meetings = [asyncio.ensure_future(each.meet()) for each in (caller, door)]
+        caller, callee = (new, late) if old == 0 else (late, new)
+        meetings = [asyncio.ensure_future(each.meet()) for each in (caller, callee)]
         assert "closed the connection" in await caller.problems(0)
-        assert caller._met == door._met == {}
+        assert caller._met == callee._met == {}
         if old:
             members.check(await asyncio.gather(meetings[1], members.links(1).meet()))
         for meeting in meetings:
@@ -431,12 +432,12 @@ def test_two_jobs_of_one_user_do_not_meet(stack, way):
     members = Members(stack, 2, way)
 
     async def main():
-        door, caller = members.links(0), members.links(1, secret=OTHER)
-        meetings = [asyncio.ensure_future(each.meet()) for each in (door, caller)]
+        callee, caller = members.links(0), members.links(1, secret=OTHER)
+        meetings = [asyncio.ensure_future(each.meet()) for each in (callee, caller)]
         problem = await caller.problems(0)
         wanted = "one end does not know the secret" if way == FAR else "closed the connection"
         assert wanted in problem
-        assert caller._met == door._met == {}
+        assert caller._met == callee._met == {}
         if way == FAR:
             await abandoned(meetings[1])
         else:
@@ -452,10 +453,10 @@ def test_a_caller_does_not_take_a_port_of_another_job_for_a_member(stack):
     members = Members(stack, 2)
 
     async def main():
-        door, caller = members.links(0, secret=OTHER), members.links(1)
-        meetings = [asyncio.ensure_future(each.meet()) for each in (door, caller)]
+        callee, caller = members.links(0, secret=OTHER), members.links(1)
+        meetings = [asyncio.ensure_future(each.meet()) for each in (callee, caller)]
         assert "one end does not know the secret" in await caller.problems(0)
-        assert caller._met == door._met == {}
+        assert caller._met == callee._met == {}
         await abandoned(*meetings)
 
     run(main())
@@ -474,7 +475,7 @@ def test_a_port_of_another_program_is_told_of(stack, answer):
             writer.close()
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        at = DoorAddress(*server.sockets[0].getsockname())
+        at = PeerAddress(*server.sockets[0].getsockname())
         caller = members.links(1, addresses={0: at})
         meeting = asyncio.ensure_future(caller.meet())
         assert "does not speak TLS 1.3" in await caller.problems(0)
@@ -488,9 +489,9 @@ def test_a_port_of_another_program_is_told_of(stack, answer):
 # -- strangers -------------------------------------------------------------------------------------
 
 
-def dialled(stack, place):
-    connection = stack.enter_context(socket.socket(place[0]))
-    connection.connect(place[1])
+def dialled(stack, address):
+    connection = stack.enter_context(socket.socket(address[0]))
+    connection.connect(address[1])
     return connection
 
 
@@ -536,12 +537,12 @@ def few_descriptors():
 
 
 @ways
-@pytest.mark.parametrize("doors", [1, 3])
-def test_many_idle_connections_where_descriptors_are_few(stack, few_descriptors, way, doors):
-    """More than all doors of this process have room for: members are called again, and get in."""
+@pytest.mark.parametrize("listeners", [1, 3])
+def test_many_idle_connections_where_descriptors_are_few(stack, few_descriptors, way, listeners):
+    """More than this process has room for: members are called again, and get in."""
     members = Members(stack, 3, way)
     for number in range(200):
-        dialled(stack, members.at(number % doors))
+        dialled(stack, members.at(number % listeners))
     for called_end in (True, False):
         SECRET.tls(called=called_end)
     few_descriptors(64)
@@ -575,18 +576,18 @@ def test_slow_callers_hold_nobody_up(stack):
 
 
 class Relay:
-    """Passes on what a caller and a door say; `way_of` makes the way of the bytes of a connection.
+    """Passes on what a caller and a callee say, between their sockets.
 
     Attributes:
-        said: By connection, the bytes of the caller and those of the door.
+        said: By connection, the bytes of the caller and those of the callee.
     """
 
-    def __init__(self, stack, door, listener=None):
-        self.door, self.said = door, []
+    def __init__(self, stack, callee, listener=None):
+        self.callee, self.said = callee, []
         self.listener = listener or stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         self.listener.setblocking(False)
-        self.address = None if listener else DoorAddress(*self.listener.getsockname())
-        self._ways = []
+        self.address = None if listener else PeerAddress(*self.listener.getsockname())
+        self._tasks = []
 
     async def run(self):
         loop = asyncio.get_running_loop()
@@ -594,23 +595,25 @@ class Relay:
             try:
                 while True:
                     caller, _ = await loop.sock_accept(self.listener)
-                    door = socket.socket(self.door[0])
-                    for each in (caller, door):
+                    callee = socket.socket(self.callee[0])
+                    for each in (caller, callee):
                         opened.enter_context(each)
                         each.setblocking(False)
-                    await loop.sock_connect(door, self.door[1])
-                    self._ways.append(loop.create_task(self._relay(len(self.said), caller, door)))
+                    await loop.sock_connect(callee, self.callee[1])
+                    self._tasks.append(
+                        loop.create_task(self._relay(len(self.said), caller, callee))
+                    )
             finally:
-                for way in self._ways:
+                for way in self._tasks:
                     way.cancel()
-                await asyncio.gather(*self._ways, return_exceptions=True)
+                await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _relay(self, number, caller, door):
+    async def _relay(self, number, caller, callee):
         said = (bytearray(), bytearray())
         self.said.append(said)
         ways = [
             asyncio.ensure_future(self._pass_on(number, *way))
-            for way in ((caller, door, said, 0), (door, caller, said, 1))
+            for way in ((caller, callee, said, 0), (callee, caller, said, 1))
         ]
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
@@ -618,7 +621,7 @@ class Relay:
             for way in ways:
                 way.cancel()
             await asyncio.gather(*ways, return_exceptions=True)
-            for end in (caller, door):
+            for end in (caller, callee):
                 end.close()
 
     async def _pass_on(self, number, source, target, said, which):
@@ -653,13 +656,13 @@ def test_nothing_of_a_meeting_can_be_read_or_used_again(stack):
     relay = Relay(stack, members.at(0))
 
     async def main():
-        door, caller = members.links(0), members.links(1, addresses={0: relay.address})
-        await through(relay, asyncio.gather(door.meet(), caller.meet()))
+        callee, caller = members.links(0), members.links(1, addresses={0: relay.address})
+        await through(relay, asyncio.gather(callee.meet(), caller.meet()))
         ((of_caller, of_door),) = relay.said
         for word in (SECRET.job.encode(), SECRET.text.encode(), b"sender", b"link"):
             assert word not in of_caller + of_door
-        door = members.links(0)
-        meeting = asyncio.ensure_future(door.meet())
+        callee = members.links(0)
+        meeting = asyncio.ensure_future(callee.meet())
         again = dialled(stack, members.at(0))
         again.setblocking(False)
         loop = asyncio.get_running_loop()
@@ -667,24 +670,24 @@ def test_nothing_of_a_meeting_can_be_read_or_used_again(stack):
         with suppress(ConnectionError):
             while await asyncio.wait_for(loop.sock_recv(again, 4096), LATEST_S):
                 pass
-        assert door._met == {}
+        assert callee._met == {}
         await abandoned(meeting)
 
     run(main())
 
 
 class Changing(Relay):
-    """Changes one byte of the first connections, each at another place, and passes others on."""
+    """Changes one byte of the first connections, each at another offset, and passes others on."""
 
-    places = ()
+    offsets = ()
 
     def passed(self, number, which, said, data):
         begin = len(said) - len(data)
-        if number < len(self.places) and self.places[number][0] == which:
-            place = self.places[number][1] - begin
-            if 0 <= place < len(data):
+        if number < len(self.offsets) and self.offsets[number][0] == which:
+            offset = self.offsets[number][1] - begin
+            if 0 <= offset < len(data):
                 data = bytearray(data)
-                data[place] ^= 1 << place % 8
+                data[offset] ^= 1 << offset % 8
         return data
 
 
@@ -698,22 +701,22 @@ class Slow(Relay):
 class Breaking(Relay):
     """Breaks the first connection after so many bytes of one end."""
 
-    which, place = 0, 0
+    which, offset = 0, 0
 
     def most(self, number, which, said):
         if number or which != self.which:
             return 4096
-        return min(4096, self.place - len(said))
+        return min(4096, self.offset - len(said))
 
 
 def lengths(stack):
-    """Bytes that a caller and a door say until they have met."""
+    """Bytes that a caller and a callee say until they have met."""
     members = Members(stack, 2)
     relay = Relay(stack, members.at(0))
 
     async def main():
-        door, caller = members.links(0), members.links(1, addresses={0: relay.address})
-        await through(relay, asyncio.gather(door.meet(), caller.meet()))
+        callee, caller = members.links(0), members.links(1, addresses={0: relay.address})
+        await through(relay, asyncio.gather(callee.meet(), caller.meet()))
         return [len(said) for said in relay.said[0]]
 
     return run(main())
@@ -724,8 +727,8 @@ def test_members_meet_though_their_words_come_byte_by_byte(stack):
     relay = Slow(stack, members.at(0))
 
     async def main():
-        door, caller = members.links(0), members.links(1, addresses={0: relay.address})
-        met = await through(relay, asyncio.gather(door.meet(), caller.meet()))
+        callee, caller = members.links(0), members.links(1, addresses={0: relay.address})
+        met = await through(relay, asyncio.gather(callee.meet(), caller.meet()))
         assert set(met[0]) == {1}
         assert set(met[1]) == {0}
 
@@ -733,15 +736,15 @@ def test_members_meet_though_their_words_come_byte_by_byte(stack):
 
 
 async def meeting_through(members, relay):
-    """Let member 1 call member 0 through a relay; member 2 comes last, so the door stays open."""
-    door, caller = members.links(0), members.links(1, addresses={0: relay.address})
+    """Let member 1 call member 0 through a relay; member 2 comes last, so the callee stays open."""
+    callee, caller = members.links(0), members.links(1, addresses={0: relay.address})
 
     async def last():
         await caller._met(0)
         return await members.links(2).meet()
 
     async def whole():
-        met = await asyncio.gather(door.meet(), caller.meet(), last())
+        met = await asyncio.gather(callee.meet(), caller.meet(), last())
         for rank, own in enumerate(met):
             assert set(own) == {0, 1, 2} - {rank}
         await asyncio.to_thread(talk, met[0][1], met[1][0])
@@ -749,43 +752,43 @@ async def meeting_through(members, relay):
     await through(relay, whole())
 
 
-@pytest.mark.parametrize("which", [0, 1], ids=["caller", "door"])
+@pytest.mark.parametrize("which", [0, 1], ids=["caller", "callee"])
 def test_no_byte_of_a_meeting_can_be_changed(stack, monkeypatch, which):
-    """At whatever place: no link comes of that connection, and the caller calls again.
+    """At whatever offset: no link comes of that connection, and the caller calls again.
 
     What is behind a length that was changed is waited for, until the time of the attempt is over.
     """
     monkeypatch.setattr(module, "_ATTEMPT_S", 1.0)
     members = Members(stack, 3)
     relay = Changing(stack, members.at(0))
-    relay.places = [(which, place) for place in range(11, lengths(stack)[which], 29)]
+    relay.offsets = [(which, offset) for offset in range(11, lengths(stack)[which], 29)]
     run(meeting_through(members, relay))
-    assert len(relay.said) > len(relay.places) > 20
+    assert len(relay.said) > len(relay.offsets) > 20
 
 
-@pytest.mark.parametrize("which", [0, 1], ids=["caller", "door"])
+@pytest.mark.parametrize("which", [0, 1], ids=["caller", "callee"])
 def test_a_connection_that_breaks_anywhere_is_made_again(stack, which):
-    """Also where the door has met the caller, which does not know it: the later one counts."""
+    """Also where the callee has met the caller, which does not know it: the later one counts."""
     most = lengths(stack)[which]
-    for place in [*range(0, most, 97), most - 2, most - 1]:
+    for offset in [*range(0, most, 97), most - 2, most - 1]:
         with ExitStack() as opened:
             members = Members(opened, 3)
             relay = Breaking(opened, members.at(0))
-            relay.which, relay.place = which, place
+            relay.which, relay.offset = which, offset
             run(meeting_through(members, relay))
             assert len(relay.said) == 2
 
 
-@pytest.mark.parametrize("which", [0, 1], ids=["caller", "door"])
+@pytest.mark.parametrize("which", [0, 1], ids=["caller", "callee"])
 def test_a_unix_socket_that_breaks_anywhere_is_followed_by_the_port(stack, which):
     most = len(packed(link_record(1, 0)))
-    for place in range(0, most, 17):
+    for offset in range(0, most, 17):
         with ExitStack() as opened, tempfile.TemporaryDirectory() as folder:
             members = Members(opened, 3, BOTH)
             listener = opened.enter_context(listening_at(Path(folder) / "relay"))
             relay = Breaking(opened, members.path_of(0), listener)
             relay.address = members.addresses[0]._replace(path=listener.getsockname())
-            relay.which, relay.place = which, place
+            relay.which, relay.offset = which, offset
             run(meeting_through(members, relay))
             assert len(relay.said) == 1
 
@@ -794,16 +797,16 @@ def test_a_door_that_has_met_a_caller_which_does_not_know_it(stack):
     """Its answer was the last word, and is lost: the caller says so in time."""
     members = Members(stack, 2)
     relay = Breaking(stack, members.at(0))
-    relay.which, relay.place = 1, lengths(stack)[1] - 1
+    relay.which, relay.offset = 1, lengths(stack)[1] - 1
 
     async def main():
-        door, caller = members.links(0), members.links(1, addresses={0: relay.address}, seconds=1)
+        callee, caller = members.links(0), members.links(1, addresses={0: relay.address}, seconds=1)
 
         async def meet():
             with pytest.raises(RendezvousTimeout, match=r"'m1' has not met 'm0' at 127\.0\.0\.1:"):
                 await caller.meet()
 
-        met, _ = await through(relay, asyncio.gather(door.meet(), meet()))
+        met, _ = await through(relay, asyncio.gather(callee.meet(), meet()))
         assert set(met) == {1}
 
     run(main())
@@ -815,11 +818,11 @@ def test_a_port_does_not_lead_to_a_unix_socket(stack):
     relay = Relay(stack, members.path_of(0))
 
     async def main():
-        door, caller = members.links(0), members.links(1, addresses={0: relay.address})
-        meetings = [asyncio.ensure_future(each.meet()) for each in (door, caller)]
+        callee, caller = members.links(0), members.links(1, addresses={0: relay.address})
+        meetings = [asyncio.ensure_future(each.meet()) for each in (callee, caller)]
         relaying = asyncio.ensure_future(relay.run())
         assert "closed the connection" in await caller.problems(0)
-        assert door._met == caller._met == {}
+        assert callee._met == caller._met == {}
         await abandoned(*meetings, relaying)
         assert relay.said
 
@@ -834,8 +837,8 @@ def test_of_two_calls_of_a_member_the_later_one_counts(stack, way):
     members = Members(stack, 3, way)
 
     async def main():
-        door = members.links(0)
-        meeting = asyncio.ensure_future(door.meet())
+        callee = members.links(0)
+        meeting = asyncio.ensure_future(callee.meet())
         calls = []
         for _ in range(3):
             calls.append(await called(members.at(0)))
@@ -846,7 +849,7 @@ def test_of_two_calls_of_a_member_the_later_one_counts(stack, way):
                 await asyncio.wait_for(call.read(), LATEST_S)
         link = Link(module.Connection(calls[-1].socket, calls[-1].engine))
         assert link.send(1, b"words", [])
-        other = Link(door._met[1])
+        other = Link(callee._met[1])
         came = []
         while not came:
             other.receive(came.append)
@@ -865,14 +868,14 @@ def test_a_call_that_was_given_up_is_no_member(stack, way):
     members = Members(stack, 2, way)
 
     async def main():
-        if way == NEAR:  # the door is not attended to yet
+        if way == NEAR:  # the callee is not attended to yet
             stranger = dialled(stack, members.at(0))
             stranger.sendall(packed(link_record(1, 0)))
             stranger.close()
             await members.meet()
             return
-        door = members.links(0)
-        meeting = asyncio.ensure_future(door.meet())
+        callee = members.links(0)
+        meeting = asyncio.ensure_future(callee.meet())
         stranger = await called(members.at(0))
         stranger.send(link_record(1, 0))
         stranger.close()
@@ -899,8 +902,8 @@ def test_a_member_that_comes_late_is_met(stack, way):
 @ways
 def test_a_door_that_nobody_opens_is_final(stack, way):
     members = Members(stack, 2, way)
-    members.doors[0].listeners[0].close()
-    members.doors[0].listeners[-1].close()
+    members.listeners[0].sockets[0].close()
+    members.listeners[0].sockets[-1].close()
 
     async def main():
         with pytest.raises(RendezvousTimeout, match=r"'m1' has not met 'm0' at .*: connection ref"):
@@ -914,12 +917,12 @@ def test_who_is_missing_is_told_by_name_and_nobody_is_kept(stack, way):
     members = Members(stack, 3, way)
 
     async def main():
-        door, caller = members.links(0, seconds=2), members.links(1)
+        callee, caller = members.links(0, seconds=2), members.links(1)
         meeting = asyncio.ensure_future(caller.meet())
         with pytest.raises(RendezvousTimeout, match=r"'m0' has not met .*it has not called") as e:
-            await door.meet()
+            await callee.meet()
         assert "'m2'" in str(e.value)
-        assert all(each.socket.fileno() < 0 for each in door._met.values())
+        assert all(each.socket.fileno() < 0 for each in callee._met.values())
         await abandoned(meeting)
         assert all(each.socket.fileno() < 0 for each in caller._met.values())
 
@@ -931,15 +934,15 @@ def test_a_member_calls_nobody_of_a_higher_rank(stack):
     members = Members(stack, 3)
 
     async def main():
-        door = members.links(1)
-        meeting = asyncio.ensure_future(door.meet())
+        callee = members.links(1)
+        meeting = asyncio.ensure_future(callee.meet())
         for sender in (0, 1):
             stream = await called(members.at(1))
             stream.send(link_record(sender, 1))
             with pytest.raises(TransportError, match="closed the connection"):
                 await asyncio.wait_for(stream.read(), LATEST_S)
             stream.close()
-        assert door._met == {}
+        assert callee._met == {}
         await abandoned(meeting)
 
     run(main())
@@ -950,8 +953,8 @@ def test_a_meeting_that_is_ended_as_a_member_is_met_ends(stack):
     members = Members(stack, 3)
 
     async def main():
-        caller, door = members.links(1), members.links(0)
-        meetings = [asyncio.ensure_future(each.meet()) for each in (caller, door)]
+        caller, callee = members.links(1), members.links(0)
+        meetings = [asyncio.ensure_future(each.meet()) for each in (caller, callee)]
         await caller._met(0)
         for meeting in meetings:
             meeting.cancel()

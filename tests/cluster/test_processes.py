@@ -254,7 +254,7 @@ def has_agent(pipe):
 @pytest.mark.rights
 @pytest.mark.parametrize("closed_first", [0, 1])
 def test_one_of_the_open_pipelines_has_the_agent_of_torch(closed_first, caplog, monkeypatch):
-    monkeypatch.setattr(fence, "_told", False)
+    monkeypatch.setattr(fence, "_has_warned", False)
     with caplog.at_level("INFO"):
         pipes = [open_pipe(stages=1) for _ in range(3)]
     assert list(map(has_agent, pipes)) == [True, False, False]

@@ -19,8 +19,8 @@ from support.loops import run
 from support.rights import exit_code, forked_as_another_user
 
 from pipedream_rt.cluster import reception as module
-from pipedream_rt.cluster.doors import listening_at
 from pipedream_rt.cluster.listener import Listener
+from pipedream_rt.cluster.peer_listeners import listening_at
 from pipedream_rt.cluster.reception import Reception, most_strangers
 from pipedream_rt.cluster.records import HEAD, packed
 from pipedream_rt.cluster.stream import Stream
@@ -41,12 +41,12 @@ def no_descriptor_is_left():
     assert set(os.listdir("/proc/self/fd")) == before
 
 
-class Door:
+class Listening:
     """A reception with a port and a path, in the running loop; what it hands over is in `came`."""
 
     def __init__(self, stack, folder):
         self.tcp = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=4096))
-        self.unix = stack.enter_context(listening_at(folder / "door"))
+        self.unix = stack.enter_context(listening_at(folder / "socket"))
         self.came = asyncio.Queue()
         self.listeners = (self.unix, self.tcp)
         self.reception = Reception(SECRET, self.listeners, self._receive, logging.WARNING)
@@ -57,10 +57,10 @@ class Door:
 
     def dialled(self, stack, by_tcp=True):
         """A connection of somebody."""
-        listener = self.tcp if by_tcp else self.unix
-        connection = stack.enter_context(socket.socket(listener.family))
+        bound = self.tcp if by_tcp else self.unix
+        connection = stack.enter_context(socket.socket(bound.family))
         connection.setblocking(True)
-        connection.connect(listener.getsockname())
+        connection.connect(bound.getsockname())
         connection.setblocking(False)
         return connection
 
@@ -71,7 +71,7 @@ class Door:
 
     async def comes_in(self, connection):
         """Be a member that has connected."""
-        member = Stream(connection, "the door")
+        member = Stream(connection, "the listener")
         if connection.family == socket.AF_INET:
             await member.encrypt(SECRET.tls(called=False), called=False)
         member.send(LINK)
@@ -80,23 +80,23 @@ class Door:
 
 
 @pytest.fixture
-def at_door(caplog):
-    """Run a coroutine function with a door and a stack; afterwards a member still comes in."""
+def at_listener(caplog):
+    """Run a coroutine function with a listener and a stack; afterwards a member still comes in."""
     caplog.set_level(logging.WARNING)
 
     def run_at(main, is_open=True):
         async def whole():
             with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-                door = Door(stack, Path(folder))
+                listener = Listening(stack, Path(folder))
                 try:
-                    await main(door, stack)
+                    await main(listener, stack)
                     if is_open:
                         for by_tcp in (True, False):
-                            await door.is_open(by_tcp)
-                        assert door.came.empty()
+                            await listener.is_open(by_tcp)
+                        assert listener.came.empty()
                 finally:
-                    await door.reception.close()
-                    await door.reception.close()
+                    await listener.reception.close()
+                    await listener.reception.close()
 
         run(whole())
 
@@ -139,53 +139,53 @@ JUNK = {
 
 @pytest.mark.parametrize("by_tcp", [True, False], ids=["tcp", "unix"])
 @pytest.mark.parametrize("words", JUNK.values(), ids=JUNK)
-def test_junk_is_dropped(at_door, by_tcp, words):
-    async def main(door, stack):
-        stranger = door.dialled(stack, by_tcp)
+def test_junk_is_dropped(at_listener, by_tcp, words):
+    async def main(listener, stack):
+        stranger = listener.dialled(stack, by_tcp)
         await say(stranger, words + bytes(70_000 if by_tcp else 0))
         await ended(stranger)
 
-    at_door(main)
+    at_listener(main)
 
 
-def test_half_words_are_dropped(at_door):
+def test_half_words_are_dropped(at_listener):
     """The other end has sent a part of what is expected, and has closed."""
     caller = TlsEngine(SECRET.tls(called=False), False)
     caller.shake_hands()
 
-    async def main(door, stack):
+    async def main(listener, stack):
         for by_tcp, word in ((True, caller.sealed()), (False, packed(LINK))):
             for cut in range(0, len(word), 7):
-                stranger = door.dialled(stack, by_tcp)
+                stranger = listener.dialled(stack, by_tcp)
                 await say(stranger, word[:cut])
                 stranger.shutdown(socket.SHUT_WR)
                 await ended(stranger)
 
-    at_door(main)
+    at_listener(main)
 
 
-def test_random_bytes_are_dropped(at_door):
+def test_random_bytes_are_dropped(at_listener):
     draw = random.Random(4)
     hello = TlsEngine(SECRET.tls(called=False), False)
     hello.shake_hands()
     hello = hello.sealed()
 
-    async def main(door, stack):
+    async def main(listener, stack):
         for number in range(300):
             changed = bytearray(hello)
             changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
             words = changed if number % 2 else draw.randbytes(draw.randrange(1, 400))
             with ExitStack() as opened:
-                stranger = door.dialled(opened, by_tcp=bool(number % 3))
+                stranger = listener.dialled(opened, by_tcp=bool(number % 3))
                 await say(stranger, words)
                 stranger.shutdown(socket.SHUT_WR)
                 await ended(stranger)
 
-    at_door(main)
+    at_listener(main)
 
 
 @pytest.mark.parametrize("shows", ["another job's", "none", "none, of TLS 1.2"])
-def test_who_has_not_the_certificate_of_the_job(at_door, caplog, shows):
+def test_who_has_not_the_certificate_of_the_job(at_listener, caplog, shows):
     context = OTHER.tls(called=False)
     if shows.startswith("none"):
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -193,26 +193,26 @@ def test_who_has_not_the_certificate_of_the_job(at_door, caplog, shows):
         context.maximum_version = ssl.TLSVersion.TLSv1_2
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
 
-    async def main(door, stack):
-        stranger = Stream(door.dialled(stack), "the door")
+    async def main(listener, stack):
+        stranger = Stream(listener.dialled(stack), "the listener")
         with pytest.raises(TransportError):  # noqa: PT012
             await stranger.encrypt(context, called=False)
             stranger.send(LINK)
             await stranger.read()
         stranger.close()
 
-    at_door(main)
+    at_listener(main)
     assert (
         "a connection that is no worker was dropped: the TLS handshake with the process at 127"
         in (caplog.text)
     )
 
 
-def test_a_trusting_caller_learns_nothing_from_a_door(at_door):
+def test_a_trusting_caller_learns_nothing_from_a_door(at_listener):
     """What a member says after its handshake is encrypted for who has the job's key alone."""
 
-    async def main(door, stack):
-        stranger = Stream(door.dialled(stack), "the door")
+    async def main(listener, stack):
+        stranger = Stream(listener.dialled(stack), "the listener")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         await stranger.encrypt(context, called=False)
@@ -220,10 +220,10 @@ def test_a_trusting_caller_learns_nothing_from_a_door(at_door):
             await stranger.read()
         stranger.close()
 
-    at_door(main)
+    at_listener(main)
 
 
-def test_who_says_nothing_is_dropped_in_time(at_door, monkeypatch, caplog):
+def test_who_says_nothing_is_dropped_in_time(at_listener, monkeypatch, caplog):
     """Also who sends a byte now and then: the time is that of all of it."""
     monkeypatch.setattr(module, "_FIRST_RECORD_S", 0.3)
     hello = TlsEngine(SECRET.tls(called=False), False)
@@ -234,41 +234,41 @@ def test_who_says_nothing_is_dropped_in_time(at_door, monkeypatch, caplog):
             await say(stranger, bytes([byte]))
             await asyncio.sleep(0.02)
 
-    async def main(door, stack):
-        silent = [door.dialled(stack, by_tcp) for by_tcp in (True, False)]
-        slow = [door.dialled(stack, by_tcp) for by_tcp in (True, False)]
+    async def main(listener, stack):
+        silent = [listener.dialled(stack, by_tcp) for by_tcp in (True, False)]
+        slow = [listener.dialled(stack, by_tcp) for by_tcp in (True, False)]
         words = hello.sealed(), packed(LINK)
         drips = [asyncio.ensure_future(drip(*each)) for each in zip(slow, words)]
         await asyncio.gather(*map(ended, (*silent, *slow)))
         for each in drips:
             each.cancel()
 
-    at_door(main, is_open=False)
+    at_listener(main, is_open=False)
     assert "was dropped: it said nothing in time" in caplog.text
 
 
-def test_slow_callers_hold_nobody_up(at_door):
+def test_slow_callers_hold_nobody_up(at_listener):
     """Their words come byte by byte, and a member comes in meanwhile."""
     hello = TlsEngine(SECRET.tls(called=False), False)
     hello.shake_hands()
     words = hello.sealed()
 
-    async def main(door, stack):
-        strangers = [door.dialled(stack) for _ in range(20)]
+    async def main(listener, stack):
+        strangers = [listener.dialled(stack) for _ in range(20)]
         for number, byte in enumerate(words):
             for stranger in strangers:
                 await say(stranger, bytes([byte]))
             if number % 100 == 0:
-                await door.is_open()
+                await listener.is_open()
 
-    at_door(main)
+    at_listener(main)
 
 
-def test_the_oldest_of_too_many_is_dropped(at_door, monkeypatch):
+def test_the_oldest_of_too_many_is_dropped(at_listener, monkeypatch):
     monkeypatch.setattr(module, "_MOST", 5)
 
-    async def main(door, stack):
-        by_age = [door.dialled(stack, by_tcp) for by_tcp in (True, False) * 6]
+    async def main(listener, stack):
+        by_age = [listener.dialled(stack, by_tcp) for by_tcp in (True, False) * 6]
         gone = [asyncio.ensure_future(ended(stranger)) for stranger in by_age]
         while sum(each.done() for each in gone) < 7:
             await asyncio.wait(
@@ -279,7 +279,7 @@ def test_the_oldest_of_too_many_is_dropped(at_door, monkeypatch):
         for each in gone:
             each.cancel()
 
-    at_door(main)
+    at_listener(main)
 
 
 @pytest.fixture
@@ -299,26 +299,26 @@ def few_descriptors():
 
 
 @pytest.mark.parametrize("free", [64, 6])
-def test_many_idle_connections_where_descriptors_are_few(at_door, few_descriptors, free):
+def test_many_idle_connections_where_descriptors_are_few(at_listener, few_descriptors, free):
     """The oldest make room: where the limit is reached, or already where there is none at all."""
 
-    async def main(door, stack):
-        strangers = [door.dialled(stack) for _ in range(200)]
-        members = [door.dialled(stack, by_tcp) for by_tcp in (True, False)]
+    async def main(listener, stack):
+        strangers = [listener.dialled(stack) for _ in range(200)]
+        members = [listener.dialled(stack, by_tcp) for by_tcp in (True, False)]
         few_descriptors(free)
         if free == 64:
-            door.reception._most = most_strangers()
-            assert 25 < door.reception._most <= 32
-        await asyncio.gather(*map(door.comes_in, members))
+            listener.reception._most = most_strangers()
+            assert 25 < listener.reception._most <= 32
+        await asyncio.gather(*map(listener.comes_in, members))
         await ended(strangers[0])
         few_descriptors(None)
 
-    at_door(main)
+    at_listener(main)
 
 
-def test_where_there_is_no_descriptor_at_all_it_tries_again(at_door, few_descriptors, caplog):
-    async def main(door, stack):
-        waiting = door.dialled(stack)
+def test_where_there_is_no_descriptor_at_all_it_tries_again(at_listener, few_descriptors, caplog):
+    async def main(listener, stack):
+        waiting = listener.dialled(stack)
         few_descriptors(0)
         gone = asyncio.ensure_future(say_and_end(waiting))
         while "nobody can be accepted" not in caplog.text:
@@ -330,7 +330,7 @@ def test_where_there_is_no_descriptor_at_all_it_tries_again(at_door, few_descrip
         await say(stranger, b"GET / HTTP/1.1\r\n\r\n")
         await ended(stranger)
 
-    at_door(main)
+    at_listener(main)
     assert "allow more open files, as by `ulimit -n 4096`" in caplog.text
 
 
@@ -342,18 +342,18 @@ def test_the_limit_is_half_of_what_is_free(monkeypatch):
         assert abs(most_strangers() - most) <= 1
 
 
-def test_each_text_is_logged_once_a_second(at_door, caplog):
-    async def main(door, stack):
+def test_each_text_is_logged_once_a_second(at_listener, caplog):
+    async def main(listener, stack):
         for _ in range(50):
             with ExitStack() as opened:
-                stranger = door.dialled(opened, by_tcp=False)
+                stranger = listener.dialled(opened, by_tcp=False)
                 await say(stranger, JUNK["no map"])
                 await ended(stranger)
-        said, _ = door.reception._said["a connection that is no worker was dropped: %s"]
-        door.reception._said["a connection that is no worker was dropped: %s"] = (said - 1, 7)
-        door.reception.note("a connection that is no worker was dropped: %s", "it was another")
+        said, _ = listener.reception._logged["a connection that is no worker was dropped: %s"]
+        listener.reception._logged["a connection that is no worker was dropped: %s"] = (said - 1, 7)
+        listener.reception.note("a connection that is no worker was dropped: %s", "it was another")
 
-    at_door(main)
+    at_listener(main)
     assert "it was another (and 7 others)" in caplog.text
     assert caplog.text.count("no worker was dropped") < 10
 
@@ -373,16 +373,16 @@ def test_a_process_of_another_user_is_dropped(caplog):
                 return 0
 
     async def main(folder):
-        with listening_at(folder / "door") as listener:
+        with listening_at(folder / "socket") as bound:
             folder.chmod(0o755)
-            (folder / "door").chmod(0o777)
-            child = forked_as_another_user(lambda: call(folder / "door"))
+            (folder / "socket").chmod(0o777)
+            child = forked_as_another_user(lambda: call(folder / "socket"))
             came = []
 
             async def receive(stream, first):
                 came.append(first)
 
-            reception = Reception(SECRET, [listener], receive, logging.WARNING)
+            reception = Reception(SECRET, [bound], receive, logging.WARNING)
             assert await asyncio.to_thread(exit_code, child) == 0
             await reception.close()
             assert came == []
@@ -395,32 +395,32 @@ def test_a_process_of_another_user_is_dropped(caplog):
 # -- the end of a reception ------------------------------------------------------------------------
 
 
-def test_at_the_end_whoever_waits_is_dropped_and_the_listeners_stay(at_door):
-    async def main(door, stack):
-        waiting = [door.dialled(stack, by_tcp) for by_tcp in (True, False) * 3]
-        while len(door.reception._strangers) < len(waiting):
+def test_at_the_end_whoever_waits_is_dropped_and_the_listeners_stay(at_listener):
+    async def main(listener, stack):
+        waiting = [listener.dialled(stack, by_tcp) for by_tcp in (True, False) * 3]
+        while len(listener.reception._strangers) < len(waiting):
             await asyncio.sleep(0)
         for _ in range(5):  # each has begun to read
             await asyncio.sleep(0)
-        await door.reception.close()
+        await listener.reception.close()
         await asyncio.gather(*map(ended, waiting))
-        for listener in door.listeners:
-            assert listener.fileno() >= 0
-        door.dialled(stack)  # it stays in the kernel's queue
+        for bound in listener.listeners:
+            assert bound.fileno() >= 0
+        listener.dialled(stack)  # it stays in the kernel's queue
 
-    at_door(main, is_open=False)
+    at_listener(main, is_open=False)
 
 
-def test_who_is_accepted_at_the_very_end_is_dropped_too(at_door):
+def test_who_is_accepted_at_the_very_end_is_dropped_too(at_listener):
     """Its task has not begun yet; nothing is left to the collector of garbage."""
 
-    async def main(door, stack):
-        stranger = door.dialled(stack, by_tcp=False)
-        door.reception._accept(door.unix)
-        await door.reception.close()
+    async def main(listener, stack):
+        stranger = listener.dialled(stack, by_tcp=False)
+        listener.reception._accept(listener.unix)
+        await listener.reception.close()
         await ended(stranger)
 
-    at_door(main, is_open=False)
+    at_listener(main, is_open=False)
 
 
 def test_the_end_does_not_wait_for_who_was_received_meanwhile():
@@ -428,14 +428,14 @@ def test_the_end_does_not_wait_for_who_was_received_meanwhile():
 
     async def main(folder):
         with ExitStack() as stack:
-            listener = stack.enter_context(listening_at(folder / "door"))
+            bound = stack.enter_context(listening_at(folder / "socket"))
             over = asyncio.Event()
 
             async def receive(stream, first):
                 await over.wait()
                 stream.close()
 
-            reception = Reception(SECRET, [listener], receive, logging.WARNING)
+            reception = Reception(SECRET, [bound], receive, logging.WARNING)
             first, ends = reception._first, []
 
             async def first_and_then_the_end(stream):
@@ -445,7 +445,7 @@ def test_the_end_does_not_wait_for_who_was_received_meanwhile():
 
             reception._first = first_and_then_the_end
             caller = stack.enter_context(socket.socket(socket.AF_UNIX))
-            caller.connect(listener.getsockname())
+            caller.connect(bound.getsockname())
             caller.sendall(packed(LINK))
             while not ends:
                 await asyncio.sleep(0)
@@ -468,9 +468,9 @@ def test_a_member_that_is_led_to_a_control_port_is_dropped(caplog, record):
 
     async def main():
         with socket.create_server(("127.0.0.1", 0)) as port:
-            listener = Listener(SECRET, port)
-            listener.most = 2
-            listener.open()
+            bound = Listener(SECRET, port)
+            bound.most = 2
+            bound.open()
             connection = socket.create_connection(port.getsockname())
             caller = Stream(connection, "the member")
             await caller.encrypt(SECRET.tls(called=False), called=False)
@@ -478,8 +478,8 @@ def test_a_member_that_is_led_to_a_control_port_is_dropped(caplog, record):
             with pytest.raises(TransportError, match="closed the connection"):
                 await asyncio.wait_for(caller.read(), LATEST_S)
             caller.close()
-            assert listener.members == []
-            await listener.close()
+            assert bound.members == []
+            await bound.close()
 
     run(main())
     assert f"is {record['type']!r}, where 'hello' was expected" in caplog.text

@@ -23,7 +23,7 @@ BOTH = pytest.mark.parametrize("encrypts", [False, True], ids=["plain", "encrypt
 async def streams(encrypts, ends=None):
     """The two ends of a connection: of who calls, and of who is called."""
     ends = ends or socket.socketpair()
-    caller, called = Stream(ends[0], "the door"), Stream(ends[1], "the caller")
+    caller, called = Stream(ends[0], "the called"), Stream(ends[1], "the caller")
     if encrypts:
         await asyncio.gather(
             caller.encrypt(SECRET.tls(called=False), called=False),
@@ -170,7 +170,7 @@ def test_a_write_that_waits_ends_with_the_connection():
 def test_the_certificate_of_another_job(stranger):
     async def main():
         ends = socket.socketpair()
-        caller, called = Stream(ends[0], "the door"), Stream(ends[1], "the caller")
+        caller, called = Stream(ends[0], "the called"), Stream(ends[1], "the caller")
         secrets = (OTHER, SECRET) if stranger == "caller" else (SECRET, OTHER)
 
         async def call():

@@ -10,9 +10,9 @@ from support.callers import OTHER, SECRET, asked, calling, hello, soon
 from support.deadlines import LATEST_S
 
 from pipedream_rt.cluster.addresses import listening
-from pipedream_rt.cluster.dial import DialOptions, JobOver, NoPlace
+from pipedream_rt.cluster.dial import DialOptions, JobOver, NotAdmitted
 from pipedream_rt.cluster.listener import announce_end
-from pipedream_rt.cluster.worker.joining import JoinAttempts, Worker, serve_at
+from pipedream_rt.cluster.worker.joining import JoinAttempts, WorkerSettings, serve_at
 from pipedream_rt.errors import PipelineError
 
 pytestmark = pytest.mark.threads
@@ -41,7 +41,7 @@ def life(address, name, secret=SECRET):
     host, port = address
     place = DialOptions(f"{host}:{port}", LATEST_S, persist=False)
     with pytest.raises(PipelineError) as e:
-        serve_at(place, Worker(name, 1, secret), JoinAttempts())
+        serve_at(place, WorkerSettings(name, 1, secret), JoinAttempts())
     return e.value
 
 
@@ -71,7 +71,7 @@ def test_nodes_are_counted_and_not_their_workers(listener, address, thread):
 def test_a_worker_of_another_job_is_told_that_its_secret_is_wrong(listener, address, thread):
     telling = thread(announce_end, listener, SECRET, 0, 1, soon())
     error = life(address, "a-0", OTHER)
-    assert isinstance(error, NoPlace)
+    assert isinstance(error, NotAdmitted)
     assert "one end does not know the secret" in str(error)
     assert isinstance(life(address, "a-0"), JobOver)
     assert telling.result(LATEST_S) == 1

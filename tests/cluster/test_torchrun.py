@@ -135,11 +135,11 @@ def test_the_admission_of_a_rank_brings_the_secret_and_that_of_a_stranger_nothin
     place, monkeypatch
 ):
     """A process of another user, should the folder not keep it out, gets no word."""
-    with control_plane() as control, torchrun._listening(SECRET) as listener:
-        door = in_loop(control, Listener, SECRET, listener)
-        door.most = 1
-        in_loop(control, door.open)
-        at = DialOptions(f"unix:{listener.getsockname()}", 1)
+    with control_plane() as control, torchrun._listening(SECRET) as bound:
+        listener = in_loop(control, Listener, SECRET, bound)
+        listener.most = 1
+        in_loop(control, listener.open)
+        at = DialOptions(f"unix:{bound.getsockname()}", 1)
         rank = reached(at, "rank 0", None)
         assert asked(rank, hello("rank-1", job=SECRET.job)) == {
             "type": "admitted", "secret": SECRET.text
@@ -149,13 +149,13 @@ def test_the_admission_of_a_rank_brings_the_secret_and_that_of_a_stranger_nothin
         assert "it belongs to another job" in refusal["reason"]
         monkeypatch.setattr("pipedream_rt.cluster.reception.is_same_user", lambda connection: False)
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(listener.getsockname())
+            connection.connect(bound.getsockname())
             stranger = Control(connection, "rank 0")
             with pytest.raises(Exception, match="closed the connection"):
                 stranger.receive(soon())
         for each in (rank, other_job):
             each.close()
-        control.run(door.close())
+        control.run(listener.close())
 
 
 OF_RANKS = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}

@@ -175,7 +175,7 @@ def test_addresses_of_ipv6(hosts):
 
 @pytest.mark.stress
 def test_an_elastic_job_on_two_machines(hosts, tmp_path):
-    """What a worker says at the door while a generation runs is encrypted too."""
+    """What a worker says at the control port while a generation runs is encrypted too."""
     words = [elastic.__file__, str(tmp_path / "run"), ADDRESS, "2", "3", "15", "25", "35+", "55"]
     job = hosts.start("a", *words)
     workers = [hosts.worker("b", name, ADDRESS, "--persist") for name in "xyz"]

@@ -78,9 +78,6 @@ def test_an_error_in_a_hook_says_where():
         trained(open_pipe([Wrong()]), regression(4))
 
 
-# -- options ------------------------------------------------------------------------------------
-
-
 # -- moments ------------------------------------------------------------------------------------
 
 RECORDS: list[tuple[float, int]] = []

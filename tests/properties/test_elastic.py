@@ -167,7 +167,7 @@ def test_workers_that_would_not_come_back_are_not_sent_away(job):
         job.worker(name, persist=False)
     assert script.wait_for("at 15") == "at 15: a a b"
     job.worker("c")
-    until(lambda: calls_to(job.port) == 3, "another worker at the door")
+    until(lambda: calls_to(job.port) == 3, "another worker at the port")
     script.go_on()
     assert script.wait_for("at 55") == "at 55: a a b"
     script.go_on()
@@ -181,7 +181,7 @@ def test_a_twin_of_a_worker_that_runs_changes_nothing(job):
         job.worker(name)
     assert script.wait_for("at 15") == "at 15: a a b"
     twin = job.worker("a", "--spare")
-    until(lambda: calls_to(job.port) == 3, "a twin at the door")
+    until(lambda: calls_to(job.port) == 3, "a twin at the port")
     script.go_on()
     assert script.wait_for("at 55") == "at 55: a a b"
     script.go_on()

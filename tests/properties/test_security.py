@@ -34,10 +34,10 @@ from support.rogue import stranger_of
 from support.two_hosts import OTHER_SECRET, SECRET, Child
 
 from pipedream_rt.cluster.control import Control
-from pipedream_rt.cluster.doors import opened_doors
 from pipedream_rt.cluster.environment import private_folder
 from pipedream_rt.cluster.listener import Listener
 from pipedream_rt.cluster.peer_links import PeerLinks
+from pipedream_rt.cluster.peer_listeners import listening_for_peers
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineError, TransportError
 from pipedream_rt.transport.group import Group
@@ -116,27 +116,27 @@ def sealed_elsewhere():
 @contextmanager
 def control_port():
     """The port of a coordinator, at which a worker joins in the end."""
-    with control_plane() as control, socket.create_server(("127.0.0.1", 0)) as listener:
-        door = in_loop(control, Listener, JOB, listener)
-        door.most = 1
-        in_loop(control, door.open)
-        yield listener.getsockname()
-        worker = calling(listener.getsockname())
+    with control_plane() as control, socket.create_server(("127.0.0.1", 0)) as bound:
+        listener = in_loop(control, Listener, JOB, bound)
+        listener.most = 1
+        in_loop(control, listener.open)
+        yield bound.getsockname()
+        worker = calling(bound.getsockname())
         assert asked(worker, hello())["type"] == "admitted"
         worker.close()
-        control.run(door.close())
+        control.run(listener.close())
 
 
 @contextmanager
-def door_of_a_member():
+def port_of_a_member():
     """The port of a member whose group forms, which meets the other member in the end."""
 
-    def meeting(rank, doors, addresses):
+    def meeting(rank, listeners, addresses):
         group = Group(generation=1, rank=rank, names=("a", "b"), hosts=(), key=KEY)
-        return PeerLinks(group, JOB, doors, addresses, soon()).meet()
+        return PeerLinks(group, JOB, listeners, addresses, soon()).meet()
 
     with control_plane() as control, ExitStack() as opened:
-        first, second = (opened.enter_context(opened_doors("127.0.0.1")) for _ in range(2))
+        first, second = (opened.enter_context(listening_for_peers("127.0.0.1")) for _ in range(2))
         met = []
         waits = threading.Thread(target=lambda: met.append(control.run(meeting(0, first, {}))))
         waits.start()
@@ -168,7 +168,7 @@ LINK = {"type": "link", "job": JOB.job, "generation": 1, "sender": 1, "recipient
 
 
 @pytest.mark.threads
-@pytest.mark.parametrize("port", [control_port, door_of_a_member])
+@pytest.mark.parametrize("port", [control_port, port_of_a_member])
 @pytest.mark.parametrize("secret", [None, OTHER_JOB], ids=["no certificate", "of another job"])
 def test_a_port_answers_nobody_without_the_certificate_of_the_job(port, secret):
     """The handshake is right, and so is the first record, which nobody reads."""
@@ -178,7 +178,7 @@ def test_a_port_answers_nobody_without_the_certificate_of_the_job(port, secret):
 
 
 @pytest.mark.threads
-@pytest.mark.parametrize("port", [control_port, door_of_a_member])
+@pytest.mark.parametrize("port", [control_port, port_of_a_member])
 def test_a_port_answers_nobody_who_does_not_encrypt(port):
     """It says what TLS calls an alert, and closes the connection."""
     older = stranger_of(None)
@@ -211,9 +211,10 @@ def is_nothing(answer):
 def test_a_member_that_is_led_to_another_port_than_it_called_meets_nobody():
     """All members have one certificate, so somebody in between may lead one to another's port.
 
-    The first record tells them apart: a link is none at the control port, nor a hello at a door.
+    The first record tells them apart: a link is nothing at the control port, nor a hello at the
+    port of a member.
     """
-    for port, said in ((control_port, LINK), (door_of_a_member, hello())):
+    for port, said in ((control_port, LINK), (port_of_a_member, hello())):
         with port() as address:
             led = calling(address)
             with pytest.raises(TransportError, match="closed the connection"):
@@ -227,7 +228,7 @@ def test_a_member_that_is_led_to_another_port_than_it_called_meets_nobody():
     ids=lambda change: next(iter(change)),
 )  # fmt: skip
 def test_a_link_to_another_member_or_of_another_time_is_not_answered(change):
-    with door_of_a_member() as address:
+    with port_of_a_member() as address:
         led = calling(address)
         with pytest.raises(TransportError, match="closed the connection"):
             asked(led, {**LINK, **change})
@@ -412,7 +413,7 @@ def test_a_stranger_on_this_machine_while_groups_form(tmp_path, recoveries):
 @pytest.mark.rights
 @pytest.mark.processes
 def test_a_stranger_on_this_machine_while_workers_join_at_a_port(tmp_path, environment):
-    """The same where the control port and the doors are ports: also with TLS he gets no answer."""
+    """The same where everything listens at a port: also with TLS he gets no answer."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     before = dict(os.environ)  # the secret is in it no more when it was read
@@ -525,7 +526,7 @@ def test_the_secret_is_nowhere_to_be_read(environment, tmp_path):
         "if __name__ == '__main__':\n"
         "    with Pipeline([nn.Linear(2, 2)], stages=1, loss_fn=nn.functional.mse_loss) as pipe:\n"
         "        cluster = pipe._group.cluster\n"
-        "        secret = cluster._door.secret\n"
+        "        secret = cluster._listener.secret\n"
         "        secrets = [secret.text.encode(), bytes.fromhex(secret.text)]\n"
         "        secrets.append(secret.derived(b'identity 1'))\n"
         "        pid = int(cluster._members[0].description.split()[1])\n"

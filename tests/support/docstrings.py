@@ -71,7 +71,7 @@ def public():
     """Return (file, name) of what users call, each name as at the top level of its file."""
     found = set()
     for path in sources():
-        room = ".".join(path.relative_to(ROOT).parts[1:-1])  # below the package; workers/ has none
+        room = ".".join(path.relative_to(ROOT).parts[1:-1])
         if path.name == "__init__.py" and room not in INNER:
             found |= {(_home(path, name), name) for name in _listed(path)}
     for page in (ROOT / "docs" / "reference").glob("*.md"):

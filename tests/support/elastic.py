@@ -4,7 +4,7 @@
 
 WORKERS is that argument of `Pipeline`, or ``-`` for what the environment says. At each STEP it
 prints who hosts the stages, and waits for a line; at one such as ``35+`` for a worker that comes;
-and at ``35~`` it attends to the door for three seconds.
+and at ``35~`` it waits three seconds for newcomers.
 """
 
 import sys

@@ -42,7 +42,7 @@ ROOMS = (
     (("pipeline.py", "the face"),),
     (("planning/link_costs.py", ""), ("doctor", "is the network fit"), ("hf", "the Trainer")),
     (("cli", "the command"), ("__main__.py", "")),
-    (("workers", ""),),
+    (("workers", "python -m"),),
 )  # fmt: skip
 """Rows of (folder or file, what it is for): a file imports from its own row and rows above it.
 
@@ -61,7 +61,7 @@ OPTIONAL = (
 
 def library_files(root):
     """Return the files of the library in a checkout."""
-    return sorted([*(root / "pipedream_rt").rglob("*.py"), *(root / "workers").rglob("*.py")])
+    return sorted((root / "pipedream_rt").rglob("*.py"))
 
 
 def layers():

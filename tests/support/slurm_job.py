@@ -10,7 +10,7 @@ from .deadlines import LATEST_S
 from .nodes import SCRIPT, command_in
 from .slurm import until
 
-SBATCH = Path(__file__).parents[2] / "deploy" / "slurm.sbatch"
+SBATCH = Path(__file__).parents[2] / "workers" / "slurm.sbatch"
 STEPS = 600
 
 

@@ -93,13 +93,13 @@ def test_of_many_processes_the_first_are_named():
 
 def test_it_is_told_once(caplog, monkeypatch):
     """As a warning where something is open. That agents are left out is told to who needs them."""
-    monkeypatch.setattr(fence, "_told", False)
+    monkeypatch.setattr(fence, "_has_warned", False)
     with caplog.at_level(logging.INFO):
         for name in ("a", "b"):  # workers of another generation have other names
             obstacles = {name: "filter", "coordinator": ""}
             for wish in ("auto", "on", "off"):
-                fence.tell(wish, obstacles)
-            fence.tell("auto", NOBODY)
+                fence.warn_once(wish, obstacles)
+            fence.warn_once("auto", NOBODY)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "has no fence at a" in caplog.text
     assert "some 30 ms" in caplog.text

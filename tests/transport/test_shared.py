@@ -263,7 +263,7 @@ def maps(pid):
 @pytest.mark.processes
 @pytest.mark.parametrize("said", ["", "off"])
 def test_workers_that_were_started_elsewhere_on_this_machine_share_too(monkeypatch, said):
-    """They have met at their Unix doors; one is killed and started again, and they meet anew."""
+    """They have met at their Unix sockets; one is killed and started again, and they meet anew."""
     expected = trained(stages=2, workers="serial")
     monkeypatch.setenv("PIPEDREAM_RT_SECRET", secrets.token_hex(32))
     monkeypatch.setenv("PIPEDREAM_RT_SHARED_MEMORY", said)

@@ -26,7 +26,7 @@ _FINDERS: tuple[Callable[[Mapping[str, str], EngineRequest], NodeJob | None], ..
 
 
 def why_nodes(environment: Mapping[str, str]) -> str:
-    """Say which variables have made this process a node of a job; empty for options alone."""
+    """The variables that make this process a node of a job, for messages; empty for none."""
     for names in (elastic.VARIABLES, slurm.VARIABLES[1:]):
         if environment.get(names[0]):
             return left_over(*names)

@@ -1,7 +1,7 @@
-"""Nodes that are told their rank as by torchrun: with options, or with ``PET_`` variables.
+"""Nodes that get their rank as from torchrun: by options, or by ``PET_`` variables.
 
 Kubeflow's Trainer sets these variables, as do the manifests for JobSet and the units of systemd in
-``deploy/``. See https://docs.pytorch.org/docs/stable/elastic/run.html.
+``workers/``. See https://docs.pytorch.org/docs/stable/elastic/run.html.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PORT = 29500
 
 
 def found(environment: Mapping[str, str], asked: EngineRequest) -> Elastic | None:
-    """Return the job that options or ``PET_`` variables describe; None if of no or one node."""
+    """Return the job of several nodes that options or ``PET_`` variables describe, or None."""
     nodes = _number(environment, "PET_NNODES", asked.nodes, 1)
     if nodes is None or nodes == 1:
         return None
@@ -54,7 +54,7 @@ def found(environment: Mapping[str, str], asked: EngineRequest) -> Elastic | Non
 
 
 class Elastic:
-    """A job whose nodes were told their ranks, or the address of the first."""
+    """A job whose nodes know their ranks, or the address of the first."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
@@ -71,7 +71,7 @@ class Elastic:
 def _number(
     environment: Mapping[str, str], name: str, asked: int | None, least: int = 0
 ) -> int | None:
-    """Return the number of an option, else that of a variable; None if neither is given."""
+    """Return the number of an option, else that of a variable; None if neither is set."""
     text = environment.get(name, "")
     if asked is not None or not text:
         return asked

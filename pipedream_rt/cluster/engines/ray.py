@@ -113,11 +113,11 @@ class RayWorkers(Elsewhere):
             if name in self._lives and not self._has_ended(name):
                 continue
             if name not in self._actors:
-                self.actor(_Worker, index, name)
+                self.actor(_WorkerActor, index, name)
             self._lives[name] = self._actors[name].serve.remote(address, name, secret.text)
 
     def ending(self, name: str) -> str:
-        """Say in words how the actor of a worker has ended; empty while it has not."""
+        """How the actor of a worker has ended; empty while it has not."""
         if name not in self._lives or not self._has_ended(name):
             return ""
         errors = self._ray.exceptions
@@ -134,10 +134,10 @@ class RayWorkers(Elsewhere):
         return f"exit code {code}; `ray logs` has what it said"
 
     def missing(self) -> str:
-        """Say which actors have ended, and what Ray has, where workers have not come."""
+        """Which actors have ended, and what Ray has to place them."""
         ended = {name: self.ending(name) for name in self._lives}
-        said = [f"worker {name!r}: {why}" for name, why in ended.items() if why]
-        return "; ".join([*said, f"Ray has {self._in_words()}", _ADD])
+        endings = [f"worker {name!r}: {why}" for name, why in ended.items() if why]
+        return "; ".join([*endings, f"Ray has {self._nodes_text()}", _ADD])
 
     def replace(self, names: Collection[str]) -> None:
         """Kill the actors of workers; Ray starts each again, with its method."""
@@ -211,7 +211,7 @@ class RayWorkers(Elsewhere):
         self._group = group
         wait_s = deadline.remaining_s()
         if not group.wait(timeout_seconds=3600 if wait_s is None else wait_s):
-            has = self._in_words()
+            has = self._nodes_text()
             self.stop()
             seconds = deadline.timeout.total_seconds() if deadline.timeout else 3600
             raise RendezvousTimeout(
@@ -224,8 +224,8 @@ class RayWorkers(Elsewhere):
         """Whether the long method of an actor has returned or failed for good; never blocks."""
         return bool(self._ray.wait([self._lives[name]], timeout=0)[0])
 
-    def _in_words(self) -> str:
-        """Say which nodes Ray has, and what is free in all of them together."""
+    def _nodes_text(self) -> str:
+        """The nodes that Ray has, and what is free in all together, for messages."""
         alive = [node for node in self._ray.nodes() if node["Alive"]]
         kinds = self._resources
         nodes = ", ".join(
@@ -236,8 +236,8 @@ class RayWorkers(Elsewhere):
         return f"{len(alive)} nodes ({nodes}), and {of_them} free in all"
 
 
-class _Worker:
-    """The actor of one worker."""
+class _WorkerActor:
+    """An actor that runs a worker in a child process."""
 
     def serve(self, address: str, name: str, secret: str) -> int:
         """Run a worker in a child process until it ends; return its exit code."""
@@ -274,10 +274,9 @@ def _import_ray() -> _ray:
 
 
 def _amounts(resources: Mapping[str, float]) -> str:
-    """Say how much there is of each resource, as ``CPU 4, GPU 1``."""
+    """The amount of each resource, as ``CPU 4 GPU 1``."""
     return " ".join(f"{kind} {amount:g}" for kind, amount in resources.items())
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the first line of what an error says."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

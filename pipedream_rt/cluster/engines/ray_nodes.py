@@ -48,10 +48,10 @@ def run_on_ray(
     ray = engine.connected()
     board = ray.remote(_Board).options(num_cpus=0).remote()
     engine.place(nodes, deadline)
-    job = _Job(nodes, options, command, Secret.generated().text, os.getcwd())
+    settings = _NodeSettings(nodes, options, command, Secret.generated().text, os.getcwd())
     try:
-        actors = [engine.actor(_Node, rank, f"node-{rank}") for rank in range(nodes)]
-        lives = [actor.serve.remote(board, rank, job) for rank, actor in enumerate(actors)]
+        actors = [engine.actor(_NodeActor, rank, f"node-{rank}") for rank in range(nodes)]
+        lives = [actor.serve.remote(board, rank, settings) for rank, actor in enumerate(actors)]
         # With a timeout, again and again: a blocking wait segfaults if Ray is torn down.
         while not (ended := ray.wait(lives[:1], timeout=_LOOK_S)[0]):
             pass
@@ -82,8 +82,8 @@ class _Board:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
-    """What every node of a job is told.
+class _NodeSettings:
+    """What the nodes of a job run, the same for each.
 
     Attributes:
         secret: The secret of the job, as an argument: Ray shows the environment of its actors.
@@ -97,10 +97,10 @@ class _Job:
     folder: str
 
 
-class _Node:
+class _NodeActor:
     """The actor of one node of a job."""
 
-    def serve(self, board: Any, rank: int, job: _Job) -> int:
+    def serve(self, board: Any, rank: int, settings: _NodeSettings) -> int:
         """Run the node until the script has ended for good; return its exit code."""
         # An extra that may not be installed.
         import ray
@@ -118,7 +118,7 @@ class _Node:
                     threading.Event().wait(_LOOK_S)
                     continue
             began = time.monotonic()
-            command = self._started(address, rank, job)
+            command = self._started(address, rank, settings)
             while (code := _code_within(command, _LOOK_S)) is None:
                 # The first node may have moved, and another program may listen at its old port.
                 if rank and ray.get(board.get.remote()) != address:
@@ -127,15 +127,15 @@ class _Node:
                 return code
             threading.Event().wait(pauses.after("", time.monotonic() - began))
 
-    def _started(self, address: str, rank: int, job: _Job) -> subprocess.Popen[bytes]:
+    def _started(self, address: str, rank: int, settings: _NodeSettings) -> subprocess.Popen[bytes]:
         """Start the command of a node; it removes the secret from its environment."""
         words = [sys.executable, "-c", "from pipedream_rt.cli import main; main()", "run"]
-        words += ["--nnodes", str(job.nodes), "--node-rank", str(rank)]
-        words += ["--rdzv-endpoint", address, *job.options]
-        words += ["--patience", str(_PATIENCE_S), *job.command]
+        words += ["--nnodes", str(settings.nodes), "--node-rank", str(rank)]
+        words += ["--rdzv-endpoint", address, *settings.options]
+        words += ["--patience", str(_PATIENCE_S), *settings.command]
         return subprocess.Popen(
-            words, env={**os.environ, SECRET: job.secret},
-            cwd=job.folder if os.path.isdir(job.folder) else None,
+            words, env={**os.environ, SECRET: settings.secret},
+            cwd=settings.folder if os.path.isdir(settings.folder) else None,
             preexec_fn=dies_with_parent(signal.SIGKILL),
         )  # fmt: skip
 

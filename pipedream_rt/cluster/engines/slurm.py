@@ -42,7 +42,7 @@ _LOOK_S = 0.2
 
 
 def found(environment: Mapping[str, str], asked: EngineRequest) -> Slurm | None:
-    """Return the step that this process is a task of; None if of none, as a batch script."""
+    """Return the step of this task; None if the process is no task, as a batch script."""
     if asked.nodes is not None or "SLURM_STEP_ID" not in environment:
         return None
     if environment.get(VARIABLES[-1], environment.get("SLURM_NTASKS")) == "1":
@@ -81,39 +81,39 @@ class Slurm:
         self._folder = folder
 
     def secret(self, deadline: Deadline) -> Secret:
-        """Return the secret of the environment, or of the file, which task 0 makes."""
-        given = read_secret(None)
-        if given is not None:
-            return given
-        place = self._folder / "secret"
+        """Return the secret of the environment, or else of the file that task 0 makes."""
+        secret = read_secret(None)
+        if secret is not None:
+            return secret
+        path = self._folder / "secret"
         if self.node.is_first:
-            self._make(place)
+            self._make(path)
         pause, made = threading.Event(), Deadline(_MADE_WITHIN)
-        while not self._is_there(place):
+        while not self._is_there(path):
             if deadline.expired() or made.expired():
                 raise ConfigError(
-                    f"{self.title}: task 0 has put no secret at {place} in time. Is it a folder "
+                    f"{self.title}: task 0 has put no secret at {path} in time. Is it a folder "
                     f"that all nodes share? If not, set {_FOLDER} to one, or give all tasks the "
                     "same PIPEDREAM_RT_SECRET"
                 )
             pause.wait(_LOOK_S)
             with suppress(OSError):
                 os.listdir(self._folder)  # makes NFS look again
-        return secret_of_file(place, private=True)
+        return secret_of_file(path, private=True)
 
-    def _make(self, place: Path) -> None:
+    def _make(self, path: Path) -> None:
         """Make the file with the secret, unless an earlier life of task 0 has."""
-        part = place.with_name(f"secret-{secrets.token_hex(8)}.part")
+        part = path.with_name(f"secret-{secrets.token_hex(8)}.part")
         try:
             self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._folder.mkdir(mode=0o700, exist_ok=True)
-            if self._is_there(place):
+            if self._is_there(path):
                 return
             with open(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as stream:
                 stream.write(Secret.generated().text)
             try:
                 with suppress(FileExistsError):
-                    os.link(part, place)  # atomic: the other tasks see the whole file or none
+                    os.link(part, path)  # atomic: the other tasks see the whole file or none
             finally:
                 part.unlink()
         except OSError as error:
@@ -122,11 +122,11 @@ class Slurm:
                 "a folder that all nodes share"
             ) from error
 
-    def _is_there(self, place: Path) -> bool:
+    def _is_there(self, path: Path) -> bool:
         """Whether the file is there, in a folder that is this user's alone."""
         try:
             check_private(self._folder, self._folder.lstat())
-            return place.exists()
+            return path.exists()
         except FileNotFoundError:
             return False
         except OSError as error:

@@ -39,7 +39,7 @@ from pipedream_rt.cluster.identity import Secret
 from pipedream_rt.cluster.records import is_name
 from pipedream_rt.cluster.subprocesses import dies_with_parent, shell_code
 from pipedream_rt.cluster.worker.fork_server import end_orphans, serve_forks
-from pipedream_rt.cluster.worker.joining import JoinAttempts, Worker, serve, serve_at
+from pipedream_rt.cluster.worker.joining import JoinAttempts, WorkerSettings, serve, serve_at
 from pipedream_rt.cluster.worker.role import become_worker
 from pipedream_rt.errors import ConfigError, PeerLost, PipelineError
 from pipedream_rt.paths import given_path
@@ -120,12 +120,12 @@ def main(
             )
         # The name of a coordinator's Unix socket ends with that of the job.
         job = address.rpartition("-")[2] if address.startswith(UNIX) else ""
-        worker = Worker(name, threads, secret, bind, job)
+        settings = WorkerSettings(name, threads, secret, bind, job)
         persist = persist or spare
-        place = DialOptions(address, timeout, persist)
+        options = DialOptions(address, timeout, persist)
         if spare:
-            place = replace(place, warm=True, call_timeout=None, longest_pause_s=_SPARE_PAUSE_S)
-        code = serve_at(place, worker, tries := JoinAttempts(failures, lost))
+            options = replace(options, warm=True, call_timeout=None, longest_pause_s=_SPARE_PAUSE_S)
+        code = serve_at(options, settings, tries := JoinAttempts(failures, lost))
     except JobOver as over:
         _log.info("%s", over)
         code, persist = over.code, False
@@ -189,15 +189,15 @@ def _run_forked(fd: int, name: str, threads: int, join: dict[str, Any] | None) -
             # An engine that ends a job sends SIGTERM to all processes, and the script needs its
             # workers for the checkpoint that it makes then.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            worker = Worker(name, threads, read_secret(fd), join["bind"])
+            settings = WorkerSettings(name, threads, read_secret(fd), join["bind"])
             # No deadline: the script may open a pipeline at any time, and calls this worker then.
-            place = DialOptions(
+            options = DialOptions(
                 join["address"], join["timeout_s"], call_timeout=None, known=True,
                 longest_pause_s=_LONGEST_PAUSE_S,
             )  # fmt: skip
-            return _join_for_ever(place, worker)
+            return _join_for_ever(options, settings)
         control = Control(socket.socket(fileno=fd), "the coordinator", inherited=True)
-        code = serve(control, Worker(name, threads))
+        code = serve(control, WorkerSettings(name, threads))
         return EXIT_COORDINATOR_LOST if code == LIFE_AGAIN else code
     except PipelineError as error:
         _log.error("%s", error)
@@ -210,7 +210,7 @@ _RETURNS = (0, LIFE_AGAIN, EXIT_COORDINATOR_LOST)
 """The exit codes after which a worker waits for the next coordinator."""
 
 
-def _join_for_ever(place: DialOptions, worker: Worker) -> int:
+def _join_for_ever(options: DialOptions, settings: WorkerSettings) -> int:
     """Join one coordinator after another, each in a forked child, which has torch already."""
     # A process for each job, since torch keeps RPC counters for the life of a process.
     tries = JoinAttempts()
@@ -220,7 +220,7 @@ def _join_for_ever(place: DialOptions, worker: Worker) -> int:
             dies_with_parent(signal.SIGKILL)()
             if os.getppid() != here:  # the parent died before the line above
                 os._exit(EXIT_COORDINATOR_LOST)
-            os._exit(_serve_once(place, worker, tries))
+            os._exit(_serve_once(options, settings, tries))
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         match code:
             case _ if code in _RETURNS:
@@ -235,16 +235,16 @@ def _join_for_ever(place: DialOptions, worker: Worker) -> int:
 
 _LONGEST_PAUSE_S = 5.0
 """Longest pause between two attempts of a worker that `pipedream-rt run` has started. At the end of
-a job all workers are told, for which the first node waits three times as long."""
+a job the first node waits three times as long for all workers to hear of it."""
 
 _NOBODY = 77
 """Exit code of a child that found no coordinator in time."""
 
 
-def _serve_once(place: DialOptions, worker: Worker, tries: JoinAttempts) -> int:
+def _serve_once(options: DialOptions, settings: WorkerSettings, tries: JoinAttempts) -> int:
     """Be the worker for one job; return its exit code."""
     try:
-        code: int = serve_at(place, worker, tries)
+        code: int = serve_at(options, settings, tries)
         return code
     except JobOver as over:
         _log.info("%s", over)
@@ -264,10 +264,10 @@ def _serve_once(place: DialOptions, worker: Worker, tries: JoinAttempts) -> int:
 
 def _again(secret: Secret | None, tries: JoinAttempts) -> list[str]:
     """Return this command's arguments for a new process image, which gets the secret by a pipe."""
-    arguments, given = [], iter(sys.argv[1:])
-    for argument in given:
+    arguments, words = [], iter(sys.argv[1:])
+    for argument in words:
         if argument in ("--secret-fd", "--failures", "--lost"):
-            next(given)
+            next(words)
         elif argument != "--secret-stdin":
             arguments.append(argument)
     arguments += ["--failures", str(tries.failures)]
@@ -277,7 +277,6 @@ def _again(secret: Secret | None, tries: JoinAttempts) -> list[str]:
 
 
 def _end_by_signal(number: int, frame: FrameType | None) -> None:
-    """End the process on SIGINT or SIGTERM."""
     # A worker has nothing to save, and the coordinator sees at once that the connection ends.
     _log.info("ended by %s", signal.Signals(number).name)
     logging.shutdown()

@@ -1,4 +1,4 @@
-"""How a worker finds its coordinator, joins its group, and tries again where it cannot.
+"""How a worker finds its coordinator and joins its group, and how often it tries.
 
 Imports torch only when a coordinator has admitted the worker, so a waiting worker is small.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pipedream_rt.cluster.control import EXIT_COORDINATOR_LOST, LIFE_AGAIN, Control
 from pipedream_rt.cluster.dial import (
     DialOptions,
-    NoPlace,
+    NotAdmitted,
     NotOfThisJob,
     ask_to_join,
     expect,
@@ -32,7 +32,7 @@ from pipedream_rt.transport.limits import ensure_descriptors
 _log = log_of("pipedream_rt.worker")
 
 _LONGEST_PAUSE_S = 30.0
-"""Longest pause between two attempts to join a coordinator that has no place for the worker."""
+"""Longest pause between two attempts to join a coordinator that does not admit the worker."""
 
 _EAGER_S = 120.0
 """Seconds for which a worker that has lost its group tries often, since the group waits for it."""
@@ -41,8 +41,8 @@ _SHORTEST_EAGER_S, _LONGEST_EAGER_S = 0.1, 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
-    """What a worker is started with.
+class WorkerSettings:
+    """The settings of a worker, from its command.
 
     Attributes:
         name: Unique in the job.
@@ -73,11 +73,11 @@ class JoinAttempts:
     lost: float | None = None
 
     def failed(self) -> JoinAttempts:
-        """Return the tries after one more failure."""
+        """Count one more failure."""
         return replace(self, failures=self.failures + 1)
 
     def after(self, code: int, now: float) -> JoinAttempts:
-        """Return the tries after an attempt that ended with an exit code, in a group or before."""
+        """Count an attempt by its exit code: a failure before a group, or the end of a group."""
         if code == LIFE_AGAIN:
             return self.failed()
         return JoinAttempts(lost=now if code == EXIT_COORDINATOR_LOST else None)
@@ -103,39 +103,39 @@ class JoinAttempts:
         return float(min(longest, first * factor ** min(self.failures - 1, 60)))
 
 
-def serve_at(place: DialOptions, worker: Worker, tries: JoinAttempts) -> int:
-    """Join a coordinator when it listens and has a place, and host stages until it says to end.
+def serve_at(options: DialOptions, settings: WorkerSettings, tries: JoinAttempts) -> int:
+    """Join a coordinator once it listens and admits the worker; host stages until it ends them.
 
     Return the exit code.
     """
-    said = tries.failures > 0
-    if place.warm or tries.group_waits(time.monotonic()):
+    is_logged = tries.failures > 0
+    if options.warm or tries.group_waits(time.monotonic()):
         _import_torch()  # now, while the coordinator may be out of reach
     while True:
-        pause(min(tries.pause_s(time.monotonic()), place.longest_pause_s))
+        pause(min(tries.pause_s(time.monotonic()), options.longest_pause_s))
         try:
-            control = reached(place, "the coordinator", worker.secret)
+            control = reached(options, "the coordinator", settings.secret)
             try:
-                return serve(control, worker, place.persist)
+                return serve(control, settings, options.persist)
             finally:
                 control.close()
-        except NoPlace as problem:
-            if not place.persist:
+        except NotAdmitted as problem:
+            if not options.persist:
                 raise
-            if not said:
+            if not is_logged:
                 level = logging.WARNING if isinstance(problem, NotOfThisJob) else logging.INFO
                 _log.log(level, "%s; trying again, now and then", problem)
-                said = True
+                is_logged = True
             tries = tries.failed()
 
 
-def serve(control: Control, worker: Worker, returns: bool = False) -> int:
-    """Join the group of a coordinator, and host stages until it says to end.
+def serve(control: Control, settings: WorkerSettings, returns: bool = False) -> int:
+    """Join the group of a coordinator; host stages until it ends them.
 
     Return the exit code. ``returns``: whether the worker joins again by itself when a generation
     ends.
     """
-    secret = ask_to_join(control, worker.name, worker.secret, returns, worker.job)
+    secret = ask_to_join(control, settings.name, settings.secret, returns, settings.job)
     host_stage = _import_torch()  # now, while the others join: a waiting worker stays small
     ensure_descriptors(0)  # for the sockets with which `obstacle` tries what this process may do
     try:
@@ -145,13 +145,13 @@ def serve(control: Control, worker: Worker, returns: bool = False) -> int:
         _log.info("the job ended before it began")
         return LIFE_AGAIN
     except TransportError as error:
-        raise NoPlace(f"the coordinator's answer to 'ready' cannot be read: {error}") from error
+        raise NotAdmitted(f"the coordinator's answer to 'ready' cannot be read: {error}") from error
     if welcome["type"] in ("stop", "exit"):
         _log.info("the coordinator gave up before all workers had joined")
         return LIFE_AGAIN
     expect(welcome, "welcome")
     try:
-        return host_stage(control, welcome, worker.threads, secret, worker.bind)
+        return host_stage(control, welcome, settings.threads, secret, settings.bind)
     except PeerLost as error:
         _log.error("%s", error)
         return EXIT_COORDINATOR_LOST

@@ -22,11 +22,11 @@ from pipedream_rt.cluster.control import (
     LIFE_AGAIN,
     Control,
 )
-from pipedream_rt.cluster.doors import DoorAddress, opened_doors
 from pipedream_rt.cluster.environment import memory_is_shared, own_device
 from pipedream_rt.cluster.identity import Secret
 from pipedream_rt.cluster.interface import Endpoint
 from pipedream_rt.cluster.peer_links import PeerLinks
+from pipedream_rt.cluster.peer_listeners import PeerAddress, listening_for_peers
 from pipedream_rt.cluster.records import Record
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.devices import OwnDevice
@@ -44,7 +44,7 @@ from pipedream_rt.stage.host import StageHost
 from pipedream_rt.telling import log_of
 from pipedream_rt.transport.fence import AgentMode, NoEndpoint
 from pipedream_rt.transport.group import Group
-from pipedream_rt.transport.interface import Sender
+from pipedream_rt.transport.interface import GenerationSender
 from pipedream_rt.transport.limits import ensure_descriptors, make_room_for_agent
 from pipedream_rt.transport.links import Connections
 from pipedream_rt.transport.sockets import SocketTransport
@@ -107,7 +107,7 @@ def host_stage(
         ensure_descriptors(len(group.others))
         if mode != "off":
             make_room_for_agent()
-        transport = SocketTransport(group, gives=memory_is_shared())
+        transport = SocketTransport(group, shares_memory=memory_is_shared())
         endpoint: Endpoint = NoEndpoint() if mode == "off" else extras.RPCEndpoint(timeout)
         _join(control, welcome, group, transport, endpoint, secret, bind)
     except (PipelineError, RuntimeError, OSError) as error:
@@ -123,7 +123,7 @@ def host_stage(
             title,
             stages,
             group.generation,
-            Sender(transport, group.generation),
+            GenerationSender(transport, group.generation),
             _PATIENCE * timeout,
             threads,
             announce=lambda action: control.send({"type": "doing", "action": action}),
@@ -138,8 +138,8 @@ def host_stage(
             transport.open(stage, host.inbox.put, host.inbox.close)
             endpoint.expose(stage, functools.partial(host.part, stage))
     assert transport.waiter is not None  # the links are there
-    given = (hosts, threads, transport.waiter)
-    thread = threading.Thread(target=serve_together, args=given, name=hosts[0].name)
+    arguments = (hosts, threads, transport.waiter)
+    thread = threading.Thread(target=serve_together, args=arguments, name=hosts[0].name)
     thread.start()
     control.send({"type": "joined", "nearby": transport.nearby})
     beat = timedelta(seconds=welcome["beat_s"])
@@ -157,30 +157,30 @@ def _join(
 ) -> None:
     """Connect to all other members, and join torch RPC."""
     deadline = Deadline(timedelta(seconds=welcome["start_timeout_s"] or 300))
-    host = None if welcome["host"] is None else _host_of_door(control, welcome["host"], bind)
-    with opened_doors(host) as doors:
-        control.send({"type": "door", "at": doors.address})
-        said = control.receive(deadline)
-        if said["type"] != "doors":
+    host = None if welcome["host"] is None else _host_for_peers(control, welcome["host"], bind)
+    with listening_for_peers(host) as listeners:
+        control.send({"type": "door", "at": listeners.address})
+        answer = control.receive(deadline)
+        if answer["type"] != "doors":
             raise PeerLost(
-                f"expected 'doors' from the coordinator, got {said['type']!r}: it gave up forming "
-                "the group",
+                f"expected 'doors' from the coordinator, got {answer['type']!r}: it gave up "
+                "forming the group",
                 peer="the coordinator",
             )
-        by_name = said["by_name"]
-        places = {rank: DoorAddress(*by_name[name]) for rank, name in enumerate(group.names)}
+        by_name = answer["by_name"]
+        addresses = {rank: PeerAddress(*by_name[name]) for rank, name in enumerate(group.names)}
 
         async def meet() -> Connections:
-            links = PeerLinks(group, secret, doors, places, deadline)
-            return await _unless_it_speaks(control, links.meet())
+            links = PeerLinks(group, secret, listeners, addresses, deadline)
+            return await _unless_given_up(control, links.meet())
 
         endpoint.carry(group, transport)
         transport.connect(asyncio.run(meet()))
     endpoint.join(welcome["rpc"], deadline)
 
 
-async def _unless_it_speaks(control: Control, meeting: Coroutine[Any, Any, T]) -> T:
-    """Wait for a coroutine; end it if the coordinator says anything: it has given up then."""
+async def _unless_given_up(control: Control, meeting: Coroutine[Any, Any, T]) -> T:
+    """Wait for a coroutine; end it if the coordinator sends anything, as it does to give up."""
     loop, task = asyncio.get_running_loop(), asyncio.ensure_future(meeting)
 
     def give_up() -> None:
@@ -198,7 +198,7 @@ async def _unless_it_speaks(control: Control, meeting: Coroutine[Any, Any, T]) -
         ) from None
 
 
-def _host_of_door(control: Control, host: str, bind: str | None) -> str:
+def _host_for_peers(control: Control, host: str, bind: str | None) -> str:
     """Return the numeric address at which this worker listens for other members.
 
     A worker that the coordinator has started listens where the coordinator does. Any other listens
@@ -224,7 +224,7 @@ def _until_exit(
     endpoint: Endpoint,
     beat: timedelta,
 ) -> int:
-    """Obey the coordinator until it says to exit, or until the control connection breaks.
+    """Obey the coordinator until its ``exit``, or until the control connection breaks.
 
     A broken connection means that the coordinator is gone. A stage may then be deep in a
     computation that nobody wants, so the caller ends the process at once.
@@ -250,7 +250,7 @@ def _until_exit(
         except PeerLost:
             _log.error("the coordinator is gone; this worker ends")
             if control.inherited:  # over a socket pair, so it is dead, and not only out of reach
-                # A stage that was told to save must not begin after its parts were removed.
+                # A stage that has a command to save must not begin after its parts were removed.
                 close("the coordinator is gone")
                 thread.join(_AT_THE_END_S)
                 for host in hosts:

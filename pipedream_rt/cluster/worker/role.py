@@ -41,7 +41,7 @@ def refuse_in_worker() -> None:
 
 
 def _imported_now() -> str:
-    """Return the name of the module of the user whose import this thread is in; empty for none."""
+    """The name of the user's module that this thread imports; empty for none."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         name = str(frame.f_globals.get("__name__"))

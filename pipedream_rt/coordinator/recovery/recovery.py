@@ -48,7 +48,7 @@ from pipedream_rt.messages.inbox import Wanted
 from pipedream_rt.messages.message import Failed, Key, Message, Start, digest_of
 from pipedream_rt.schedules import EdgeKind, Plan
 from pipedream_rt.telling import log_of
-from pipedream_rt.transport.interface import Receive, Sender
+from pipedream_rt.transport.interface import GenerationSender, Receive
 
 T = TypeVar("T")
 
@@ -357,7 +357,7 @@ class Recovery:
             self.cluster.close()
             raise
         receiver.cluster = self.cluster
-        send = Sender(self.cluster.transport, generation)
+        send = GenerationSender(self.cluster.transport, generation)
         definitions = self.feed.begin(send)
         restore = None
         if restore_point.folder is not None and manifest is not None:

@@ -4,7 +4,7 @@ Workers are endpoints of `torch.distributed.rpc` that hold their sub-modules beh
 optimizer is built over RRefs to the parameters. References are for control and inspection: the
 activations and gradients of training go over the links (`../sockets.py`), which are faster and
 fail with errors. torch RPC by itself aborts a process that runs out of descriptors, listens on the
-network, and unpickles what anybody sends. Each file here closes one of these doors:
+network, and unpickles what anybody sends. Each file here closes one of these gaps:
 
 - `endpoint.py`: starts and stops an endpoint with deadlines, one generation after another;
 - `../fence.py`: filters packets, tries whether that is allowed here, and decides what to do where

@@ -193,7 +193,7 @@ class RPCEndpoint:
         return self._group.names[self._group.rank_of(address)]
 
     def part(self, address: int, part: str) -> Any:
-        """Return a part of a stage of this process, given to `expose`."""
+        """Return a part of a stage of this process, as `expose` has it."""
         return self._parts[address](part)
 
     def close(self) -> None:

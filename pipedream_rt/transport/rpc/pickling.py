@@ -65,7 +65,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _tensor_at(index: int) -> Tensor:
-    """Return a tensor that came beside the pickle being read."""
+    """Return a tensor of the message whose pickle is being read."""
     found: Tensor = _reading.tensors[index]
     return found
 

@@ -59,7 +59,7 @@ _GUARD_TIMEOUT = timedelta(seconds=1)
 _CONNECT_TIMEOUT = timedelta(seconds=10)
 """For a connection to this process's own agent. The kernel makes it at once."""
 
-Stream = tuple[int, int, int]
+StreamId = tuple[int, int, int]
 """Rank of the peer, rank of the opener, and the number that the opener gave."""
 
 
@@ -99,10 +99,10 @@ class Tunnel:
     def __init__(self, group: Group, send: Callable[[int, bytes], None]) -> None:
         self._group = group
         self._send = send  # `send(rank, data)` sends a part of a stream and never blocks
-        self._orders: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._early: list[tuple[int, bytes]] = []  # parts that came before the agent listened
         self._gates: dict[int, socket.socket] = {}
-        self._ways: dict[Stream, _Relay] = {}
+        self._relays: dict[StreamId, _Relay] = {}
         self._opened = 0
         self._port = 0
         self._let_in: list[int] = []  # ports of our own connections to the agent
@@ -142,7 +142,7 @@ class Tunnel:
         self._filter()
         # Where `listen` could not be held up, a stranger may have come before the filter.
         self._cut_off_strangers(Deadline(_GUARD_TIMEOUT))
-        self._order(self._catch_up)
+        self._call_in_thread(self._catch_up)
 
     def fence_off(self, fd: int) -> None:
         """Have the kernel let only this process's own connections reach a listening socket."""
@@ -182,19 +182,19 @@ class Tunnel:
         for each in self._listeners():
             stop_listening(each.fd)
         self._cut_off_strangers(Deadline(_GUARD_TIMEOUT))
-        self._order(self._close_gates)
+        self._call_in_thread(self._close_gates)
 
     def receive(self, rank: int, data: bytes) -> None:
         """Take a part of a stream that has come from a member. Any thread; never blocks."""
-        self._order(lambda: self._take(rank, data))
+        self._call_in_thread(lambda: self._take(rank, data))
 
     def end(self, rank: int) -> None:
         """Close the connections to a member that is gone. Any thread; never blocks."""
-        self._order(lambda: self._end_of(rank))
+        self._call_in_thread(lambda: self._end_of(rank))
 
-    def _order(self, what: Callable[[], object]) -> None:
+    def _call_in_thread(self, what: Callable[[], object]) -> None:
         """Have the thread call a function."""
-        self._orders.put(what)
+        self._calls.put(what)
         self._wake.ring()
 
     def _run(self) -> None:
@@ -207,10 +207,10 @@ class Tunnel:
                     self._wake.quiet()
                 elif isinstance(key.data, int):
                     self._do(functools.partial(self._accept, key.data))
-                elif key.data in self._ways:
+                elif key.data in self._relays:
                     self._do(functools.partial(self._attend_to, key.data, events))
-            while not self._orders.empty():
-                self._do(self._orders.get())
+            while not self._calls.empty():
+                self._do(self._calls.get())
 
     @staticmethod
     def _do(what: Callable[[], object]) -> None:
@@ -235,47 +235,47 @@ class Tunnel:
         self._opened += 1
         stream = (rank, self._group.rank, self._opened)
         self._add(stream, connection)
-        self._tell(stream, _OPENS)
+        self._send_part(stream, _OPENS)
 
-    def _add(self, stream: Stream, connection: socket.socket) -> None:
-        self._ways[stream] = way = _Relay(connection)
-        self._selector.register(way.socket, selectors.EVENT_READ, stream)
+    def _add(self, stream: StreamId, connection: socket.socket) -> None:
+        self._relays[stream] = relay = _Relay(connection)
+        self._selector.register(relay.socket, selectors.EVENT_READ, stream)
 
-    def _tell(self, stream: Stream, what: int, data: bytes = b"") -> None:
+    def _send_part(self, stream: StreamId, what: int, data: bytes = b"") -> None:
         """Send a part of a stream to its other end."""
         rank, opener, number = stream
         self._send(rank, _PART.pack(opener, number, what) + data)
 
-    def _attend_to(self, stream: Stream, events: int) -> None:
+    def _attend_to(self, stream: StreamId, events: int) -> None:
         """Write to the agent's connection and read from it, as far as it is ready."""
-        way = self._ways[stream]
+        relay = self._relays[stream]
         try:
-            if events & selectors.EVENT_WRITE and way.flush():
-                if way.ends:
+            if events & selectors.EVENT_WRITE and relay.flush():
+                if relay.ends:
                     self._drop(stream)
                     return
-                self._selector.modify(way.socket, selectors.EVENT_READ, stream)
+                self._selector.modify(relay.socket, selectors.EVENT_READ, stream)
             if events & selectors.EVENT_READ:
-                data = way.socket.recv(_CHUNK)
+                data = relay.socket.recv(_CHUNK)
                 if not data:
                     raise ConnectionError  # closed by the agent: handled like a broken one
-                self._tell(stream, _CARRIES, data)
+                self._send_part(stream, _CARRIES, data)
         except BlockingIOError:
             return
         except OSError:
             self._drop(stream)
-            self._tell(stream, _ENDS)
+            self._send_part(stream, _ENDS)
 
-    def _drop(self, stream: Stream) -> None:
+    def _drop(self, stream: StreamId) -> None:
         """Close the agent's end of a stream, and let its port in no more."""
-        way = self._ways.pop(stream)
-        self._selector.unregister(way.socket)
-        port = way.socket.getsockname()[1]
+        relay = self._relays.pop(stream)
+        self._selector.unregister(relay.socket)
+        port = relay.socket.getsockname()[1]
         if port in self._let_in:  # before the socket closes, when anybody can bind its port
             self._let_in.remove(port)
             with suppress(TransportError):
                 self._filter()
-        way.socket.close()
+        relay.socket.close()
 
     def _take(self, rank: int, data: bytes) -> None:
         """Act on a part of a stream from a member, at once or when the agent listens."""
@@ -286,19 +286,19 @@ class Tunnel:
             return
         opener, number, what = _PART.unpack_from(data)
         stream = (rank, opener, number)
-        if what == _OPENS and opener == rank and stream not in self._ways:
+        if what == _OPENS and opener == rank and stream not in self._relays:
             self._connect(stream)
-        elif (way := self._ways.get(stream)) is not None:
-            way.ends = way.ends or what == _ENDS
+        elif (relay := self._relays.get(stream)) is not None:
+            relay.ends = relay.ends or what == _ENDS
             if what == _CARRIES:
                 part = data[_PART.size :]
-                if opener == self._group.rank and not way.answered:
+                if opener == self._group.rank and not relay.answered:
                     part = self._through_gate(rank, part)
-                way.answered = True
-                way.waiting.append(part)
+                relay.answered = True
+                relay.waiting.append(part)
             # The loop finds the socket writable at once, and writes.
             both = selectors.EVENT_READ | selectors.EVENT_WRITE
-            self._selector.modify(way.socket, both, stream)
+            self._selector.modify(relay.socket, both, stream)
 
     def _through_gate(self, rank: int, answer: bytes) -> bytes:
         """Replace the address in the first answer of a member's agent by that of our gate.
@@ -314,7 +314,7 @@ class Tunnel:
             lambda found: found[1] + str(port).zfill(len(found[2])).encode(), answer, count=1
         )
 
-    def _connect(self, stream: Stream) -> None:
+    def _connect(self, stream: StreamId) -> None:
         """Connect to this process's own agent, for a stream that a member has opened."""
         connection = socket.socket()
         try:
@@ -328,7 +328,7 @@ class Tunnel:
         except (OSError, TransportError) as error:
             connection.close()
             _log.debug("no connection to this process's RPC agent: %s", error)
-            self._tell(stream, _ENDS)
+            self._send_part(stream, _ENDS)
             return
         self._add(stream, connection)
 
@@ -341,7 +341,7 @@ class Tunnel:
 
     def _end_of(self, rank: int) -> None:
         """Close the connections to a member that is gone."""
-        for stream in [stream for stream in self._ways if stream[0] == rank]:
+        for stream in [stream for stream in self._relays if stream[0] == rank]:
             self._drop(stream)
 
     def _close_gates(self) -> None:
@@ -355,9 +355,9 @@ class Tunnel:
         if not self._life.begin_closing():
             return
         if self._thread is not None:
-            self._order(lambda: None)  # wakes the thread
+            self._call_in_thread(lambda: None)  # wakes the thread
             self._thread.join()
-        for opened in (*self._gates.values(), *(way.socket for way in self._ways.values())):
+        for opened in (*self._gates.values(), *(relay.socket for relay in self._relays.values())):
             opened.close()
         self._selector.close()
         self._wake.close()

@@ -1,4 +1,4 @@
-"""The manifests in deploy/, checked against published schemas, and run by a played kubelet."""
+"""The manifests in workers/, checked against published schemas, and run by a played kubelet."""
 
 import signal
 from pathlib import Path
@@ -7,13 +7,13 @@ import pytest
 from support.nodes import SCRIPT, expected
 from support.two_hosts import why_not
 
-DEPLOY = Path(__file__).parents[3] / "deploy"
+MANIFESTS = Path(__file__).parents[3] / "workers"
 STEPS = 600
 
 
 def documents(name):
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed; make engines installs it")
-    return list(yaml.safe_load_all((DEPLOY / name).read_text()))
+    return list(yaml.safe_load_all((MANIFESTS / name).read_text()))
 
 
 def dropped(given, kept, at=""):
@@ -71,7 +71,7 @@ def test_pods_are_restricted(name):
         assert user["runAsNonRoot"]
         assert user["seccompProfile"] == {"type": "RuntimeDefault"}
         assert f"USER {user['runAsUser']}:{user['runAsGroup']}" in (
-            (DEPLOY / "Containerfile").read_text()
+            (MANIFESTS / "Containerfile").read_text()
         )
         for container in pod["containers"]:
             assert container["securityContext"] == {
@@ -82,7 +82,7 @@ def test_pods_are_restricted(name):
             assert "/tmp" in [mount["mountPath"] for mount in container["volumeMounts"]]
 
 
-@pytest.mark.parametrize("place", sorted(DEPLOY.iterdir()), ids=lambda place: place.name)
+@pytest.mark.parametrize("place", sorted(MANIFESTS.iterdir()), ids=lambda place: place.name)
 def test_no_secret_is_an_argument(place):
     """Everybody on a machine can read the arguments of its processes."""
     assert "from-literal" not in place.read_text()
@@ -99,7 +99,7 @@ def cluster(tmp_path):
         folder = tmp_path / name
         folder.mkdir()
         script = [SCRIPT, str(folder / "run"), "--steps", str(STEPS)]
-        return kubelet(DEPLOY / name, folder, script)
+        return kubelet(MANIFESTS / name, folder, script)
 
     return make
 

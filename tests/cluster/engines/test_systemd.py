@@ -15,7 +15,7 @@ from support.deadlines import LATEST_S
 from support.nodes import SCRIPT, command_in, expected, own_environment
 from support.two_hosts import SECRET, Child
 
-UNIT = Path(__file__).parents[3] / "deploy" / "pipedream-rt@.service"
+UNIT = Path(__file__).parents[3] / "workers" / "pipedream-rt@.service"
 STEPS = 400
 
 

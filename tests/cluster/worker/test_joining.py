@@ -10,7 +10,7 @@ from pipedream_rt.cluster.dial import DialOptions
 from pipedream_rt.cluster.identity import Secret
 from pipedream_rt.cluster.records import HEAD
 from pipedream_rt.cluster.worker import joining
-from pipedream_rt.cluster.worker.joining import JoinAttempts, Worker
+from pipedream_rt.cluster.worker.joining import JoinAttempts, WorkerSettings
 from pipedream_rt.errors import PipelineError
 
 SECRET = Secret.generated()
@@ -56,7 +56,7 @@ def test_a_worker_that_was_admitted_to_a_group_that_is_never_formed(ends, last):
     if last is not None:
         coordinator.send(last)
     coordinator._socket.shutdown(socket.SHUT_WR)  # all that it is told is there before it asks
-    assert joining.serve(control, Worker("w", 1, SECRET)) == LIFE_AGAIN
+    assert joining.serve(control, WorkerSettings("w", 1, SECRET)) == LIFE_AGAIN
     assert [coordinator.receive(soon())["type"] for _ in range(2)] == ["hello", "ready"]
 
 
@@ -64,17 +64,18 @@ def test_an_answer_to_ready_that_cannot_be_read_is_no_place(ends):
     coordinator, control = ends
     coordinator.send({"type": "admitted", "secret": None})
     coordinator._socket.send(HEAD.pack(3) + b"xyz")
-    with pytest.raises(joining.NoPlace, match="the coordinator's answer to 'ready'"):
-        joining.serve(control, Worker("w", 1, SECRET))
+    with pytest.raises(joining.NotAdmitted, match="the coordinator's answer to 'ready'"):
+        joining.serve(control, WorkerSettings("w", 1, SECRET))
 
 
 def serve_at(persist, failures=0):
     tries = JoinAttempts(failures)
-    return joining.serve_at(DialOptions("here:1", 1, persist), Worker("w", 1, SECRET), tries)
+    settings = WorkerSettings("w", 1, SECRET)
+    return joining.serve_at(DialOptions("here:1", 1, persist), settings, tries)
 
 
 def test_a_persistent_worker_without_a_place_waits_longer_each_time(pauses, visits):
-    visits += [joining.NoPlace("the name 'w' is taken")] * 7 + [0]
+    visits += [joining.NotAdmitted("the name 'w' is taken")] * 7 + [0]
     assert serve_at(persist=True) == 0
     assert pauses == [0, 1, 2, 4, 8, 16, 30, 30]
 
@@ -86,7 +87,7 @@ def test_it_goes_on_counting_in_a_new_process_image(pauses, visits):
 
 
 def test_a_worker_that_does_not_persist_ends(pauses, visits):
-    visits += [joining.NoPlace("the name 'w' is taken")]
+    visits += [joining.NotAdmitted("the name 'w' is taken")]
     with pytest.raises(PipelineError, match="taken"):
         serve_at(persist=False)
     assert pauses == [0]
@@ -114,7 +115,7 @@ def test_a_worker_that_has_lost_its_group_tries_often_for_a_while():
 
 
 def test_a_worker_that_may_be_told_the_end_tries_more_often(pauses, visits):
-    visits += [joining.NoPlace("the job has its 3 workers")] * 5 + [0]
+    visits += [joining.NotAdmitted("the job has its 3 workers")] * 5 + [0]
     place = DialOptions("here:1", 1, longest_pause_s=5)
-    assert joining.serve_at(place, Worker("w", 1, SECRET), JoinAttempts()) == 0
+    assert joining.serve_at(place, WorkerSettings("w", 1, SECRET), JoinAttempts()) == 0
     assert pauses == [0, 1, 2, 4, 5, 5]

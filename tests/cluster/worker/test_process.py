@@ -18,9 +18,9 @@ from support.callers import SECRET, soon
 from support.deadlines import LATEST_S
 
 from pipedream_rt.cluster.control import EXIT_COORDINATOR_LOST, EXIT_FAILED, LIFE_AGAIN, Control
-from pipedream_rt.cluster.doors import DoorAddress, opened_doors
 from pipedream_rt.cluster.identity import NONCE
 from pipedream_rt.cluster.peer_links import PeerLinks
+from pipedream_rt.cluster.peer_listeners import PeerAddress, listening_for_peers
 from pipedream_rt.cluster.records import welcome
 from pipedream_rt.cluster.worker import process
 from pipedream_rt.cluster.worker.process import host_stage, resident_bytes
@@ -97,12 +97,12 @@ class Coordinator:
             key=SECRET.group_key(self._nonce),
         )  # fmt: skip
         self.transport = SocketTransport(group)
-        places = {1: DoorAddress(*self.hear("door")["at"])}
-        with opened_doors(None) as doors:
-            self.say("doors", by_name={NAMES[0]: doors.address, NAMES[1]: places[1]})
+        addresses = {1: PeerAddress(*self.hear("door")["at"])}
+        with listening_for_peers(None) as listeners:
+            self.say("doors", by_name={NAMES[0]: listeners.address, NAMES[1]: addresses[1]})
 
             async def meet():
-                return await PeerLinks(group, SECRET, doors, places, soon()).meet()
+                return await PeerLinks(group, SECRET, listeners, addresses, soon()).meet()
 
             self.transport.connect(asyncio.run(meet()))
         return self.hear("joined")
@@ -206,7 +206,7 @@ def test_what_only_a_worker_says_ends_it(joined):
 # -- while it joins ----------------------------------------------------------------------------
 
 
-def test_a_group_that_is_given_up_before_its_doors_are_known():
+def test_a_group_that_is_given_up_before_its_addresses_are_known():
     with closing(Coordinator()) as made:
         made.hear("door")
         made.say("exit", failed=True)
@@ -219,8 +219,8 @@ def test_a_group_that_is_given_up_while_its_members_meet():
     with closing(Coordinator()) as made, socket.create_server(("127.0.0.1", 0)) as silent:
         silent.settimeout(LATEST_S)
         own = made.hear("door")["at"]
-        door = DoorAddress(host="127.0.0.1", port=silent.getsockname()[1])
-        made.say("doors", by_name={NAMES[0]: door, NAMES[1]: own})
+        silent_address = PeerAddress(host="127.0.0.1", port=silent.getsockname()[1])
+        made.say("doors", by_name={NAMES[0]: silent_address, NAMES[1]: own})
         silent.accept()[0].close()  # it is there, and tries again
         made.say("stop")
         assert "gave up forming the group" in made.hear("failed")["text"]
@@ -242,7 +242,7 @@ def test_a_meeting_that_is_given_up_is_cancelled_once(ends):
             ended.append(True)
 
     with pytest.raises(PeerLost, match="gave up forming the group"):
-        asyncio.run(process._unless_it_speaks(control, meeting()))
+        asyncio.run(process._unless_given_up(control, meeting()))
     assert ended
 
 

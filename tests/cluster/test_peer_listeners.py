@@ -1,4 +1,4 @@
-"""The doors of a member: where they are, whom they let in, and that nothing is left of them."""
+"""Where a member listens for others: the addresses, who is let in, and what is left behind."""
 
 import errno
 import os
@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 from support.rights import exit_code, forked_as_another_user
 
-from pipedream_rt.cluster import doors as module
-from pipedream_rt.cluster.doors import (
-    DoorAddress,
-    listening_at,
-    opened_doors,
-    place_of_process,
-    remove_left_behind,
-)
+from pipedream_rt.cluster import peer_listeners as module
 from pipedream_rt.cluster.environment import private_folder
 from pipedream_rt.cluster.identity import is_same_user
+from pipedream_rt.cluster.peer_listeners import (
+    PeerAddress,
+    listening_at,
+    listening_for_peers,
+    machine_of_process,
+    remove_left_behind,
+)
 
 
 @pytest.fixture
@@ -40,30 +40,30 @@ def nothing_left(folder):
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_there_is_a_door_for_each_way(host):
-    with opened_doors(host) as doors:
-        unix, tcp = doors.listeners
-        assert unix.getsockname() == doors.address.path
-        assert tcp.getsockname()[:2] == (doors.address.host, doors.address.port)
-        assert doors.address.host == host
-        assert doors.address.place == place_of_process()
-        assert str(doors.address.port) in doors.address.in_words
-        for listener in doors.listeners:
+def test_there_is_a_socket_for_each_way(host):
+    with listening_for_peers(host) as listeners:
+        unix, tcp = listeners.sockets
+        assert unix.getsockname() == listeners.address.path
+        assert tcp.getsockname()[:2] == (listeners.address.host, listeners.address.port)
+        assert listeners.address.host == host
+        assert listeners.address.machine == machine_of_process()
+        assert str(listeners.address.port) in listeners.address.in_words
+        for listener in listeners.sockets:
             with socket.socket(listener.family) as caller:
                 caller.connect(listener.getsockname())
-    assert not Path(doors.address.path).exists()
+    assert not Path(listeners.address.path).exists()
 
 
 def test_within_the_machine_there_is_no_port():
-    with opened_doors(None) as doors:
-        assert [each.family for each in doors.listeners] == [socket.AF_UNIX]
-        assert (doors.address.host, doors.address.port) == ("", 0)
-        assert doors.address.in_words == doors.address.path
+    with listening_for_peers(None) as listeners:
+        assert [each.family for each in listeners.sockets] == [socket.AF_UNIX]
+        assert (listeners.address.host, listeners.address.port) == ("", 0)
+        assert listeners.address.in_words == listeners.address.path
 
 
 def test_the_path_is_in_a_folder_that_this_user_alone_can_enter(folder):
-    with opened_doors(None) as doors:
-        about = Path(doors.address.path).parent.stat()
+    with listening_for_peers(None) as listeners:
+        about = Path(listeners.address.path).parent.stat()
         assert stat.S_IMODE(about.st_mode) == 0o700
         assert about.st_uid == os.geteuid()
 
@@ -87,31 +87,31 @@ def test_without_a_folder_there_is_a_port_of_loopback(folder, monkeypatch, why, 
             private.write_text("")
         case "no folder":
             monkeypatch.setattr(tempfile, "tempdir", str(folder / "none"))
-    with opened_doors(None) as doors:
-        assert [each.family for each in doors.listeners] == [socket.AF_INET]
-        assert doors.address._replace(port=0) == DoorAddress(host="127.0.0.1")
-        assert doors.address.port
+    with listening_for_peers(None) as listeners:
+        assert [each.family for each in listeners.sockets] == [socket.AF_INET]
+        assert listeners.address._replace(port=0) == PeerAddress(host="127.0.0.1")
+        assert listeners.address.port
     assert "members of this machine are met by TCP: " in caplog.text
 
 
-def test_two_members_have_doors_of_their_own():
-    with opened_doors("127.0.0.1") as one, opened_doors("127.0.0.1") as other:
+def test_two_members_have_sockets_of_their_own():
+    with listening_for_peers("127.0.0.1") as one, listening_for_peers("127.0.0.1") as other:
         assert one.address.path != other.address.path
         assert one.address.port != other.address.port
-        assert one.address.place == other.address.place
+        assert one.address.machine == other.address.machine
 
 
-def test_a_door_is_closed_when_something_fails():
-    with pytest.raises(ZeroDivisionError), opened_doors("127.0.0.1"):
+def test_a_socket_is_closed_when_something_fails():
+    with pytest.raises(ZeroDivisionError), listening_for_peers("127.0.0.1"):
         raise ZeroDivisionError
-    with pytest.raises(Exception, match="cannot listen at"), opened_doors("192.0.2.1"):
+    with pytest.raises(Exception, match="cannot listen at"), listening_for_peers("192.0.2.1"):
         pass
 
 
 def test_a_forked_child_does_not_listen():
     """Else a child of the script that lives on would take callers, and answer none."""
-    with opened_doors("127.0.0.1") as doors:
-        inherited = [listener.fileno() for listener in doors.listeners]
+    with listening_for_peers("127.0.0.1") as listeners:
+        inherited = [listener.fileno() for listener in listeners.sockets]
         child = os.fork()
         if not child:
             code = 0
@@ -134,10 +134,10 @@ def number_of_error(path):
 @pytest.mark.rights
 def test_another_user_cannot_reach_the_unix_socket(folder):
     folder.chmod(0o755)  # as /tmp is
-    with opened_doors(None) as doors:
-        stranger = forked_as_another_user(lambda: number_of_error(doors.address.path))
+    with listening_for_peers(None) as listeners:
+        stranger = forked_as_another_user(lambda: number_of_error(listeners.address.path))
         assert exit_code(stranger) == errno.EACCES
-        assert number_of_error(doors.address.path) == 0
+        assert number_of_error(listeners.address.path) == 0
 
 
 @pytest.mark.rights
@@ -157,7 +157,7 @@ def test_the_kernel_tells_of_which_user_the_other_end_is(folder):
 
 
 def test_what_a_killed_member_has_left_is_removed_and_nothing_else(tmp_path):
-    here = place_of_process()
+    here = machine_of_process()
     names = ["gone", "elsewhere", "unnamed"]
     paths = {name: private_folder() / f"test-{name}" for name in names}
     outside = tmp_path / "kept"
@@ -166,13 +166,13 @@ def test_what_a_killed_member_has_left_is_removed_and_nothing_else(tmp_path):
     climbing = f"{private_folder()}/../{outside.relative_to('/')}"
     remove_left_behind(
         [
-            DoorAddress(place=here, path=str(paths["gone"])),
-            DoorAddress(place="another", path=str(paths["elsewhere"])),
-            DoorAddress(place=here, path=str(outside)),
-            DoorAddress(place=here, path=climbing),
-            DoorAddress(place=here, path=str(private_folder())),
-            DoorAddress(place=here, path=str(private_folder() / "never was")),
-            DoorAddress("127.0.0.1", 1),
+            PeerAddress(machine=here, path=str(paths["gone"])),
+            PeerAddress(machine="another", path=str(paths["elsewhere"])),
+            PeerAddress(machine=here, path=str(outside)),
+            PeerAddress(machine=here, path=climbing),
+            PeerAddress(machine=here, path=str(private_folder())),
+            PeerAddress(machine=here, path=str(private_folder() / "never was")),
+            PeerAddress("127.0.0.1", 1),
         ]
     )
     left = [name for name, path in paths.items() if path.exists()]
@@ -183,8 +183,8 @@ def test_what_a_killed_member_has_left_is_removed_and_nothing_else(tmp_path):
     assert private_folder().is_dir()
 
 
-def test_a_place_is_one_kernel_and_one_network(monkeypatch):
-    here = place_of_process()
-    assert here == place_of_process()
+def test_a_machine_is_one_kernel_and_one_network(monkeypatch):
+    here = machine_of_process()
+    assert here == machine_of_process()
     monkeypatch.setattr(module, "boot_id", lambda: "another kernel")
-    assert place_of_process() != here
+    assert machine_of_process() != here

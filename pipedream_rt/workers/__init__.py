@@ -1,0 +1,1 @@
+"""The program of a worker process: ``python -m pipedream_rt.workers``."""
