@@ -27,16 +27,15 @@ from pipedream_rt.deadline import Deadline
 from pipedream_rt.devices import DeferredScalar
 from pipedream_rt.errors import ConfigError, ScheduleError
 from pipedream_rt.lifecycle import is_of_a_handler
+from pipedream_rt.messages.head import Head, Mode
 from pipedream_rt.messages.inbox import Inbox, Steps, Wanted
 from pipedream_rt.messages.message import (
     Activation,
     Command,
     CommandName,
     Failed,
-    Head,
     Key,
     Message,
-    Mode,
     Send,
 )
 from pipedream_rt.messages.tree import Value, unflatten
@@ -278,7 +277,7 @@ class Loop:
             if edge.kind is EdgeKind.ACTIVATION:
                 by_edge[edge] = yield self._wanted(Key(edge, turn))
                 self._note_arrival(by_edge[edge])
-            elif head.mode.brings_target(self._plan.loss_in_script):
+            elif head.has_target:
                 targets.append((yield self._wanted(Key(edge, turn))))
         return [by_edge[edge] for edge in route.activations] + targets
 
@@ -362,24 +361,13 @@ class Loop:
             )
         hosted.positions[micro_batch] = head.position
         inputs = None if head.empty else hosted.values_of(messages)
-        target, beside = target_of(messages)
+        target, task = target_of(messages)
         with hosted.computing:
-            made = stage.forward(
-                micro_batch,
-                inputs,
-                head.hyper or [],
-                target,
-                beside.share,
-                head.program,
-                beside.compared,
-                head.given,
-                beside.metrics,
-                head.numbers,
-                beside.loss,
-            )
+            made = stage.forward(head, inputs, target, task)
         version = stage.version_of(micro_batch)
-        mark = stage_state.fingerprint_of(stage, micro_batch) if head.fingerprint else ""
-        hosted.send_on(messages, made, version, mark, stage.said_of(micro_batch))
+        fingerprint = stage_state.fingerprint_of(stage, micro_batch) if head.fingerprint else ""
+        passed = hosted.passed(version, fingerprint)
+        hosted.send_on(messages, made, passed, stage.said_of(micro_batch))
         return version
 
     def _backward(self, hosted: Exchange, action: Action, messages: Sequence[Message]) -> None:
@@ -444,17 +432,16 @@ class Loop:
             inputs = hosted.values_of(messages)
             try:
                 with hosted.computing, stage.kept.read(head.version):
-                    stage.given.apply(head.given)
+                    stage.given.apply(head.mini_batch.given)
                     made, metrics = self._passed(stage, head, inputs, messages)
             except Exception as error:  # the user's; the run goes on, since this trains nothing
                 if is_of_a_handler(error):
                     raise  # it is meant for the script
                 failed, stage.runner.at = self._options.failed(error), None
-        # Tells the coordinator, in the trail, that the evaluation has changed buffers.
         changed = head.mode.evaluates and head.cache in stage.passes.evaluations
-        newest = stage.parameters.ledger.newest
+        passed = hosted.passed(stage.parameters.ledger.newest, changed_buffers=changed)
         # Sent in any case, since the next stages and the coordinator wait for it.
-        hosted.send_on(messages, made, newest, "changed" if changed else "", metrics, failed)
+        hosted.send_on(messages, made, passed, metrics, failed)
 
     @staticmethod
     def _passed(
@@ -462,9 +449,9 @@ class Loop:
     ) -> tuple[list[Value] | float | DeferredScalar, dict[str, float | str]]:
         """Return what a stage makes of a micro-batch that does not train, and the metrics."""
         if head.mode.evaluates:
-            target, beside = target_of(messages)
+            target, task = target_of(messages)
             return stage.passes.evaluate(
-                head.micro_batch, inputs, target, head.program, metrics=beside.metrics,
+                head.micro_batch, inputs, target, head.program, metrics=task.metrics,
                 buffers=head.cache, keep_buffers=head.mode is Mode.EVALUATE_AND_KEEP,
                 numbers=head.numbers,
             )  # fmt: skip

@@ -36,7 +36,8 @@ from pipedream_rt.coordinator.recovery.group import WorkerGroup
 from pipedream_rt.coordinator.results import PendingStep, StepResult
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.script_values import ScriptValues
-from pipedream_rt.messages.message import CommandName, Head, Key, Loss, Message, Mode
+from pipedream_rt.messages.head import Head, LossTask, MiniBatch, Mode, Together
+from pipedream_rt.messages.message import CommandName, Key, Loss, Message
 from pipedream_rt.messages.of_loss import OfLoss
 from pipedream_rt.messages.tree import unflatten
 from pipedream_rt.models.settings import (
@@ -192,10 +193,10 @@ class Feeder:
         if why := self._why_no_mean(cut.first_part or cut):
             self.decision.is_no_mean(why, batch, cut.told)
             cut = self._cut(batch)
-        compared = self._compared(cut.first_part or cut)
+        together = self._together(cut.first_part or cut)
         while len(self.pending) >= self.credits:
             self.collect_oldest()
-        hyper = optimizer.hyper()
+        mini_batch = MiniBatch(optimizer.hyper(), given)
         self._group.feed.define()
         shares, sizes = ([getattr(p, of) for p in cut.parts] for of in ("share", "samples"))
         pending = PendingStep(self, self.step, self._group.feed.position, shares, sizes)
@@ -207,7 +208,7 @@ class Feeder:
             for i, part in enumerate(cut.parts):
                 number = self.step * self._per_update + i
                 marks = wants_mark and i == len(cut.parts) - 1
-                self.feed(part, number, hyper, given, marks, compared.get(i, ()), metrics)
+                self.feed(part, number, mini_batch, marks, together.get(i), metrics)
             optimizer.count_step()
             self.step += 1
             self.pending.append(pending)
@@ -261,10 +262,9 @@ class Feeder:
         self,
         part: MicroBatch,
         number: int,
-        hyper: list[dict[str, Any]],
-        given: list[list[Any]],
+        mini_batch: MiniBatch,
         fingerprint: bool = False,
-        compared: Sequence[int] = (),
+        together: Together | None = None,
         metrics: bytes = b"",
     ) -> int:
         """Feed a micro-batch to train on; return its position."""
@@ -273,14 +273,15 @@ class Feeder:
             position=self._group.feed.position,
             micro_batch=number,
             mode=Mode.TRAIN,
+            mini_batch=mini_batch,
             empty=not part.samples,
+            has_target=not self._group.plan.loss_in_script,
             program=part.program,
             numbers=[*part.numbers],
             fingerprint=fingerprint,
-            hyper=hyper,
-            given=given,
         )
-        self._group.feed.micro_batch(head, part, compared, metrics)
+        task = LossTask(share=part.share, loss=part.loss, together=together, metrics=metrics)
+        self._group.feed.micro_batch(head, part, task)
         self.record(INJECTED, number, NOBODY, start, start)
         return head.position
 
@@ -308,17 +309,17 @@ class Feeder:
         """Return what is fed of a micro-batch."""
         return self._cutter.part(batch, mode, self._group.feed.training, samples)
 
-    def _compared(self, cut: CutBatch) -> dict[int, list[int]]:
-        """Arrange the loss check of a mini-batch; return `Target.compared` by micro-batch."""
+    def _together(self, cut: CutBatch) -> dict[int, Together]:
+        """Arrange the loss check of a mini-batch; return `LossTask.together` by micro-batch."""
         if cut.parts[0].loss is not OfLoss.PARTS:  # the last stage has all outputs
-            return {i: [len(cut.filled), part.samples] for i, part in cut.filled.items()}
+            return {i: Together(len(cut.filled), p.samples) for i, p in cut.filled.items()}
         # A loss function is compared by the stage that computes it.
         if self.forwards.own_loss or not self._checks.takes(cut, self.step):
             return {}
         first = self.step * self._per_update
         at = {i: self._loss_edge(first + i).source for i in cut.filled}
-        together = Counter(at.values())  # replicas of the last stage compare what they have
-        return {i: [together[at[i]], part.samples] for i, part in cut.filled.items()}
+        counts = Counter(at.values())  # replicas of the last stage compare what they have
+        return {i: Together(counts[at[i]], part.samples) for i, part in cut.filled.items()}
 
     def _why_no_mean(self, cut: CutBatch) -> str:
         """Compare the model's own loss of a mini-batch, in eval mode, with its micro-batches'."""
@@ -549,7 +550,7 @@ class Feeder:
             loss, output = self._take_loss(position)
             ahead.popleft()  # now: what is waited for again must still be there
             # Where the pass has changed buffers, a recovery must do it again until the end.
-            if stays is not None and any(mark for *_, mark in loss.trail):
+            if stays is not None and any(passed.changed_buffers for passed in loss.trail):
                 stays.append(position)
             elif mode.leaves_no_trace:
                 self._group.feed.log.forget(position)
@@ -613,13 +614,15 @@ class Feeder:
             position=self._group.feed.position,
             micro_batch=self.passes,
             mode=mode,
+            mini_batch=MiniBatch([], self.script.now()),
+            has_target=mode.evaluates,
             program=part.program,
             numbers=[*part.numbers],
             version=version,
             cache=cache,
-            given=self.script.now(),
         )
-        self._group.feed.micro_batch(head, part, metrics=metrics)
+        task = LossTask(share=part.share, loss=part.loss, metrics=metrics)
+        self._group.feed.micro_batch(head, part, task)
         self.passes += 1
         return head.position
 
@@ -672,8 +675,8 @@ def _result(pending: PendingStep, taken: list[Loss]) -> StepResult:
     pairs = zip(losses, shares, strict=True)
     weighed = [(loss, share) for loss, share in pairs if loss is not None and share]
     in_script = any(loss.structure for loss in taken)  # the outputs came, for the script's loss
-    oldest = min(version for loss in taken for _, version, *_ in loss.trail)
-    marks = [mark for *_, mark in taken[-1].trail]
+    oldest, trail = min(passed.version for loss in taken for passed in loss.trail), taken[-1].trail
+    marks = [passed.fingerprint for passed in trail]
     said: dict[str, list[tuple[float, float]]] = {}
     together = any(each.parts or each.whole for each in taken)
     for loss, share in zip(taken, shares, strict=True):
@@ -687,11 +690,11 @@ def _result(pending: PendingStep, taken: list[Loss]) -> StepResult:
         # Summed in the order of the micro-batches, so that no timing can change the bits.
         loss=math.nan if in_script else sum(loss * share for loss, share in weighed),
         losses=tuple(loss for loss, _ in weighed),
-        versions=tuple(version for _, version, *_ in taken[-1].trail),
+        versions=tuple(passed.version for passed in trail),
         staleness=max(0, pending.step - oldest),
-        busy_s=tuple(busy_ns / 1e9 for _, _, busy_ns, *_ in taken[-1].trail),
-        processor_s=tuple(of_stage[3] / 1e9 for of_stage in taken[-1].trail),
-        process_s=tuple(of_stage[4] / 1e9 for of_stage in taken[-1].trail),
+        busy_s=tuple(passed.busy_ns / 1e9 for passed in trail),
+        processor_s=tuple(passed.processor_ns / 1e9 for passed in trail),
+        process_s=tuple(passed.process_ns / 1e9 for passed in trail),
         fingerprint=combined(marks) if all(marks) else None,
         metrics={
             name: mean(found, together or len(found) == len(weighed))

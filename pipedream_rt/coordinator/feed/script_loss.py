@@ -28,6 +28,7 @@ from pipedream_rt.coordinator.feed.feeder import Feeder
 from pipedream_rt.coordinator.feed.graph import Call, Fed, in_graph
 from pipedream_rt.coordinator.recovery.group import WorkerGroup
 from pipedream_rt.errors import ConfigError, NonFiniteLoss
+from pipedream_rt.messages.head import MiniBatch
 from pipedream_rt.messages.message import Gradient, Key, Loss, Message
 from pipedream_rt.messages.tree import Value, flatten, own, unflatten
 from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind
@@ -221,8 +222,8 @@ class ScriptLoss:
             flags = tuple(tensor.requires_grad for tensor in inputs)
             parts = [p._replace(inputs=p.inputs._replace(requires_grad=flags)) for p in parts]
         self._group.feed.define()
-        hyper, given = optimizer.hyper(), feeder.script.now()
-        call = Call(self, parts, [self._feed(part, hyper, given) for part in parts], asked)
+        mini_batch = MiniBatch(optimizer.hyper(), feeder.script.now())
+        call = Call(self, parts, [self._feed(part, mini_batch) for part in parts], asked)
         with self._group.life.guard("forward waited for its output"):
             call.messages = [feeder.take(fed.key, fed.number) for fed in call.fed]
         self._calls.append(call)
@@ -233,11 +234,11 @@ class ScriptLoss:
         structure, tensors, asks = joined(call.outputs)
         return unflatten(structure, in_graph(call, tensors, asks))
 
-    def _feed(self, part: MicroBatch, hyper: list[Hyper], given: list[list[Any]]) -> Fed:
+    def _feed(self, part: MicroBatch, mini_batch: MiniBatch) -> Fed:
         """Feed the next micro-batch of the open update."""
         feeder = self._feeder
         number = feeder.step * self._plan.per_update + len(self._fed)
-        position = feeder.feed(part, number, hyper, given)
+        position = feeder.feed(part, number, mini_batch)
         fed = Fed(number, position, part.samples, feeder.key_of(number, position))
         self._fed.append(fed)
         return fed
@@ -353,9 +354,9 @@ class ScriptLoss:
     def _fill(self, hyper: list[Hyper]) -> None:
         """Feed what is missing of the open update: micro-batches without samples."""
         missing = self._plan.per_update - len(self._fed)
-        given = self._feeder.script.now() if missing else []
+        mini_batch = MiniBatch(hyper, self._feeder.script.now() if missing else [])
         for _ in range(missing):
-            self._rest.append(self._feed(EMPTY, hyper, given).key)
+            self._rest.append(self._feed(EMPTY, mini_batch).key)
 
     @torch.enable_grad()  # a backward turns it off, and stages may compute in this thread
     def input_gradients(self, call: Call) -> list[Tensor | None]:
