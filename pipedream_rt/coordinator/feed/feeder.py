@@ -31,6 +31,7 @@ from pipedream_rt.batches.looking import begun
 from pipedream_rt.batches.micro_batches import CutBatch, Cutter, LossChecks, MicroBatch
 from pipedream_rt.batches.weighing import Samples, WeighedMean, Weighing
 from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
+from pipedream_rt.coordinator.feed.hooks import FeedHooks
 from pipedream_rt.coordinator.feed.loss_decision import ELSEWHERE, LossDecision
 from pipedream_rt.coordinator.recovery.group import WorkerGroup
 from pipedream_rt.coordinator.results import PendingStep, StepResult
@@ -76,18 +77,17 @@ class Feeder:
         items: What reads the items of loaders.
         step: Number of mini-batches injected so far.
         script: The values of the script that stages have copies of.
-        first: Called with the first mini-batch, before it is fed, and the number of micro-batches.
+        hooks: What the run does with mini-batches.
         passes: Number of micro-batches fed so far for evaluation and inference.
         numbers: Numbers for what stages keep between the passes of a generation or evaluation.
         pending: The mini-batches on their way, oldest first.
         waited_s: The seconds for which the script has waited for results.
-        watch_first: Called with each injected mini-batch until it returns False; None for nobody.
-        drop_gradients: Called where the script drops its gradients of an update that is open.
     """
 
     def __init__(
         self,
         group: WorkerGroup,
+        hooks: FeedHooks,
         *,
         forwards: Forwards,
         credits: int,
@@ -101,17 +101,11 @@ class Feeder:
         of_loss: OfLoss,
         recorder: Recorder | None,
         fingerprint_every: int | None = None,
-        refuse: Callable[[], None] | None = None,
         script: ScriptValues,
-        first: Callable[[Batch, int], object] = lambda batch, count: None,
-        watch: Sequence[Callable[[StepResult], object]] = (),
-        injected: Callable[[CutBatch, DistributedOptimizer], object] | None = None,
     ) -> None:
-        self.first = first
-        self._injected = injected
-        self._watch = watch
+        self.hooks = hooks
         self._fingerprint_every = fingerprint_every  # in mini-batches
-        self._refuse, self.script = refuse, script
+        self.script = script
         self._settings = settings
         self.forwards = forwards
         self._group = group
@@ -130,8 +124,7 @@ class Feeder:
         self.waited_s = 0.0
         self._adds: bool | None = None  # see `_losses_add`; None until the model was asked
         self._bad_metrics: set[str] = set()
-        self.watch_first: Callable[[CutBatch, PendingStep], bool] | None = None
-        self.drop_gradients: Callable[[], object] = lambda: None
+        self._look: Callable[[CutBatch, PendingStep], bool] | None = None
         self._newest: PendingStep | None = None
         # No strong reference: workers of a dropped pipeline would never end.
         part = weakref.WeakMethod(self._part)
@@ -186,7 +179,8 @@ class Feeder:
         optimizer = self.ready()
         given = self.script.now()
         if not self.step:
-            self.first(batch if isinstance(batch, Batch) else batch.parts[0], self._per_update)
+            first = batch if isinstance(batch, Batch) else batch.parts[0]
+            self.hooks.first(first, self._per_update)
         if isinstance(batch, Batch) and self._group.plan.loss_in_script:
             self._refuse_elsewhere(batch, self._per_update)
         cut = self._cut(batch)
@@ -212,14 +206,17 @@ class Feeder:
             optimizer.count_step()
             self.step += 1
             self.pending.append(pending)
-        if self._injected is not None:
-            self._injected(cut, optimizer)
+        self.hooks.injected(cut, optimizer)
         if cut.parts[0].loss is OfLoss.DECIDE:
             pending.result()  # by which the next one is fed
-        if (look := self.watch_first) is not None:
-            self.watch_first = None  # not once more, if it raises
-            self.watch_first = look if look(cut, pending) else None
+        if (look := self._look) is not None:
+            self._look = None  # not once more, if it raises
+            self._look = look if look(cut, pending) else None
         return pending
+
+    def watch(self, look: Callable[[CutBatch, PendingStep], bool]) -> None:
+        """Call a function with each injected mini-batch from now on, until it returns False."""
+        self._look = look
 
     def _cut(self, batch: Batch | Accumulated) -> CutBatch:
         """Cut a mini-batch that is to be trained on."""
@@ -254,8 +251,7 @@ class Feeder:
             raise ConfigError("training needs loss_fn and optimizer; give both to Pipeline")
         refuse_no_grad()
         self._refuse_local_contexts()
-        if self._refuse is not None:
-            self._refuse()
+        self.hooks.refuse_changes()
         return optimizer
 
     def feed(
@@ -391,8 +387,7 @@ class Feeder:
         self.decision.came(taken)
         self._checks.came(pending.step, pending.outcome.losses)
         self._say_of_bad_metrics(taken)
-        for watch in self._watch:
-            watch(pending.outcome)
+        self.hooks.came(pending.outcome, self.waited_s)
 
     def closed(self, cut: CutBatch, messages: Sequence[Message]) -> None:
         """Count an update whose micro-batches were fed one by one; their outputs are there."""
@@ -400,8 +395,7 @@ class Feeder:
         assert self.optimizer is not None
         self.optimizer.count_step()
         self.step += 1
-        if self._injected is not None:
-            self._injected(cut, self.optimizer)
+        self.hooks.injected(cut, self.optimizer)
         self._came(pending, messages)
 
     def _say_of_bad_metrics(self, taken: Sequence[Loss]) -> None:

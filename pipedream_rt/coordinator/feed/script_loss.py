@@ -100,12 +100,7 @@ class _Handed:
 
 
 class ScriptLoss:
-    """The outputs that the script has, and those that it has yet to get.
-
-    Attributes:
-        watch_first: Called with the first update that the script has computed: its micro-batches
-            where they were forwards by hand, the outputs, and their gradients; None for nobody.
-    """
+    """The outputs that the script has, and those that it has yet to get."""
 
     def __init__(self, group: WorkerGroup, feeder: Feeder, on_nan: str) -> None:
         self._group, self._feeder, self._on_nan = group, feeder, on_nan
@@ -119,11 +114,18 @@ class ScriptLoss:
         # Messages that nobody will wait for; those of an edge must be taken in order.
         self._rest: deque[Key] = deque()
         self._told_of_no_grad = False
-        self.watch_first: Watch | None = None
+        self._watch: Watch | None = None
         # No strong reference: workers of a dropped pipeline would never end.
-        settle, zero = weakref.WeakMethod(self.settle), weakref.WeakMethod(self.zero)
+        settle = weakref.WeakMethod(self.settle)
         group.settle = lambda: (still := settle()) and still()
-        feeder.drop_gradients = lambda: (still := zero()) and still()
+
+    def watch(self, look: Watch) -> None:
+        """Call a function once with the first update that the script computes from now on.
+
+        It is given the micro-batches where they were forwards by hand, else None; the outputs; and
+        their gradients.
+        """
+        self._watch = look
 
     # -- whole mini-batches -----------------------------------------------------------------------
 
@@ -159,8 +161,8 @@ class ScriptLoss:
 
     def _look(self, cut: CutBatch | None, values: Sequence[Value], given: Sequence[Given]) -> None:
         """Let the first update that the script has computed be looked at."""
-        if (watch := self.watch_first) is not None:
-            self.watch_first = None  # not once more, if it raises
+        if (watch := self._watch) is not None:
+            self._watch = None  # not once more, if it raises
             watch(cut, values, given)
 
     def _give_all(self, given: Sequence[Given], skips: bool) -> None:
@@ -216,7 +218,7 @@ class ScriptLoss:
         self._refuse_forward(count, bool(asked))
         self._take_rest()
         if not self._fed and not feeder.step:
-            feeder.first(batch, count)
+            feeder.hooks.first(batch, count)
         parts = feeder.parts(batch, count)
         if asked:
             flags = tuple(tensor.requires_grad for tensor in inputs)
