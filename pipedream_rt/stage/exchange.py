@@ -36,7 +36,6 @@ from pipedream_rt.stage.stage import Stage
 from pipedream_rt.stage.values import (
     Gradients,
     Outgoing,
-    activation_of,
     dense,
     gradients_of,
     trail_of,
@@ -187,7 +186,7 @@ class Exchange:
         payload = message.payload
         assert isinstance(payload, OfRule)
         packed = Packed(payload.values, message.tensors)
-        self.stage.receive(message.key.edge, message.number, packed)
+        self.stage.receive(message.key.edge, message.key.number, packed)
 
     # -- what actions give ------------------------------------------------------------------------
 
@@ -222,7 +221,8 @@ class Exchange:
         failed: Failed | None = None,
     ) -> None:
         """Send a forward's outputs, or loss, on all its edges."""
-        first = activation_of(inputs[0])
+        first = inputs[0].payload
+        assert isinstance(first, Activation)
         head, turns = first.head, first.turns
         trail = [*trail_of(inputs), passed]
         outputs, before = self.route_of(head).outputs, self.sent_bytes

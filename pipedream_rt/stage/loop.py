@@ -59,6 +59,7 @@ from pipedream_rt.tracing.trace import CODES, COMMAND, PASS
 
 _BACK = (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
 _OF_FEED = (EdgeKind.ACTIVATION, EdgeKind.TARGET)
+_WITHOUT_END = Deadline(None)
 
 
 @dataclass(slots=True)
@@ -241,12 +242,12 @@ class Loop:
     def _note_arrival(self, message: Message) -> None:
         """Note when a message has arrived, of those that an action waits for."""
         if self._inbox.arrived_ns >= self._arrived[0]:
-            self._arrived = (self._inbox.arrived_ns, message.sender)
+            self._arrived = (self._inbox.arrived_ns, message.key.edge.source)
 
     def _next_item(self, hosted: Exchange) -> Steps[Message]:
         """Serve the items of a stage's feed until one trains, or is a flush, and return that."""
         while True:
-            # There is no deadline, because a script may pause between two mini-batches for as long
+            # Without end, because a script may pause between two mini-batches for as long
             # as it likes. The control connection notices a dead coordinator and closes the inbox.
             first, *instead = hosted.next_keys()
             # The other stages of this worker are served too: an item that does not train may have
@@ -255,12 +256,12 @@ class Loop:
             others = [other for other in self._hosted.values() if other is not hosted]
             item = yield Wanted(
                 first,
-                Deadline(None),
+                _WITHOUT_END,
                 instead=tuple(instead),
                 also=[key for other in others for key in other.next_keys()],
                 wanted=lambda message: not _is_for_the_order(message),
             )
-            taker = self._hosted[item.to]
+            taker = self._hosted[item.key.edge.target]
             taker.turn += 1
             if _is_for_the_order(item):
                 return item
@@ -269,10 +270,10 @@ class Loop:
 
     def _with_the_rest(self, hosted: Exchange, item: Message) -> Steps[list[Message]]:
         """Wait for a micro-batch's other messages; return its activations, and the target last."""
-        head, turn = activation_of(item).head, item.number
+        head, turn = activation_of(item).head, item.key.number
         route = hosted.route_of(head)
         by_edge, targets = {route.first: item}, []
-        self._arrived = (self._inbox.arrived_ns, item.sender)
+        self._arrived = (self._inbox.arrived_ns, item.key.edge.source)
         for edge in route.rest:
             if edge.kind is EdgeKind.ACTIVATION:
                 by_edge[edge] = yield self._wanted(Key(edge, turn))
@@ -402,7 +403,7 @@ class Loop:
     def _serve(self, hosted: Exchange, item: Message) -> Steps[None]:
         """Serve an item that does not train: a pass of evaluation or inference, or a command."""
         start, begin = time.monotonic_ns(), self._marked()
-        self._arrived = (self._inbox.arrived_ns, item.sender)
+        self._arrived = (self._inbox.arrived_ns, item.key.edge.source)
         match item.payload:
             case Activation(head=head):
                 kind, position = PASS, head.position

@@ -137,7 +137,8 @@ class Feed:
     def _feed(self, entry: Entry) -> None:
         """Send an item, and keep it for recoveries."""
         self._send_entry(entry)
-        self.log.append(entry)
+        if self.log.on:
+            self.log.append(entry)
         self.position += 1
 
     def again(self, restore_point: RestorePoint) -> int:

@@ -120,9 +120,8 @@ class FeedLog:
             self.begin(restore_point)
 
     def append(self, entry: Entry) -> None:
-        """Keep an entry that is being sent."""
-        if self.on:
-            self._entries.append(entry)
+        """Keep an entry that is being sent; only while the log is on."""
+        self._entries.append(entry)
 
     def begin(self, restore_point: RestorePoint) -> None:
         """Add a newer restore point, and forget the entries that none needs any more."""

@@ -28,10 +28,10 @@ class Sent(list):
         return [(target, turn) for each, target, turn, *_ in self if each is kind]
 
 
-def feed_of(forwards=None, layers=(), **shape):
+def feed_of(forwards=None, layers=(), logged=True, **shape):
     plan = plan_for("async-1f1b", num_stages=2, **shape)
     plan = dataclasses.replace(plan, layers=layers)
-    feed = Feed(plan, forwards or SequenceForwards(), Lifecycle("the feed"), logged=True)
+    feed = Feed(plan, forwards or SequenceForwards(), Lifecycle("the feed"), logged=logged)
     sent = Sent()
     feed.begin(sent)
     return feed, sent
@@ -63,6 +63,17 @@ def test_what_does_not_train_counts_no_micro_batch_and_has_a_target_for_a_loss_a
     train(feed, 7, mode)
     assert (feed.position, feed.next_micro_batch) == (1, 0)
     assert bool(sent.of(EdgeKind.TARGET)) is (mode in WITH_LOSS)
+
+
+def test_nothing_is_kept_where_nothing_is_recovered():
+    feed, _ = feed_of(logged=False)
+    train(feed, 0)
+    assert [*feed.log.since(feed.log.restore_points[0])] == []
+    feed, _ = feed_of()
+    train(feed, 0)
+    feed.log.stop()
+    train(feed, 1)
+    assert [*feed.log.since(feed.log.restore_points[0])] == []
 
 
 def test_a_recovery_is_fed_the_same_at_turns_that_begin_anew():
