@@ -230,7 +230,7 @@ class Pipeline:
             self.stages = run.parameters.handles()
             self._watching = _watching(job.without_start_data, run)
             if self._watching is not None:
-                run.feeder.watch_first = self._watching.injected
+                run.feeder.watch(self._watching.injected)
         if shell() is not None:
             extras.remember(self)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pipedream_rt.batches.items import Batch
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.messages.message import Mode
+from pipedream_rt.messages.head import Mode
 from pipedream_rt.messages.tree import Structure, Value
 from pipedream_rt.models.cut import StageProgram
 from pipedream_rt.packing import packb

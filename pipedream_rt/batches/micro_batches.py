@@ -20,7 +20,7 @@ from pipedream_rt.batches.forwards import TOTAL, Cache, Forwards
 from pipedream_rt.batches.items import Accumulated, Batch
 from pipedream_rt.batches.weighing import Samples, Weighing, has_ignored, shares_of
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.messages.message import Mode
+from pipedream_rt.messages.head import WITH_LOSS, Mode
 from pipedream_rt.messages.of_loss import OfLoss
 from pipedream_rt.messages.tree import NOTHING, Value, flat_copy, flatten
 
@@ -126,7 +126,7 @@ class Cutter:
         # With another loss, the model need not compute its own.
         kind = mode if other is None else Mode.INFER
         program, labels, only_labels, numbers = self._forwards.follow(inputs, kind, training)
-        if not mode.has_target:
+        if mode not in WITH_LOSS:
             return MicroBatch(program, inputs, NOTHING, numbers=numbers)
         weighing = other or self._weighing
         weight = weighing.counted(batch, labels) if weighing.counts else labels

@@ -25,7 +25,7 @@ from pipedream_rt.batches.forwards import (
 )
 from pipedream_rt.batches.items import Batch
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.messages.message import Mode
+from pipedream_rt.messages.head import WITH_LOSS, Mode
 from pipedream_rt.messages.tree import Structure, Value, flat_copy, unflatten
 from pipedream_rt.models import dumps
 from pipedream_rt.models.any_sizes import AnySizes, Shapes, Symbols, any_sizes
@@ -178,7 +178,7 @@ class RecordedForwards:
             symbols=symbols,
             kept=self._kept,
         )
-        if mode.has_target and self.own_loss and picked(self.picks, program.output) is None:
+        if mode in WITH_LOSS and self.own_loss and picked(self.picks, program.output) is None:
             raise ConfigError(
                 "the model is to compute the loss, and what it returns has none: give it the "
                 "inputs with which it computes one (such as labels), or another loss_fn"
@@ -222,7 +222,7 @@ class RecordedForwards:
         number, program, numbers = found
         if number in self._uses:  # not of those with which the stages begin, which stay
             self._use(number)
-        if not (self.own_loss and mode.has_target):
+        if not (self.own_loss and mode in WITH_LOSS):
             return Followed(number, numbers=numbers)
         if number not in self._countings:
             how = label_count_of(program)

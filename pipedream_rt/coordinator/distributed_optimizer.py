@@ -24,7 +24,7 @@ from pipedream_rt.messages.state_keys import (
     optimizer_state,
 )
 from pipedream_rt.models.code import code_of
-from pipedream_rt.stage.hyper import Hyper, pack_group, pack_hyper, set_hyper
+from pipedream_rt.stage.hyper import Hyper, pack_group, pack_values, set_hyper
 from pipedream_rt.stage.optimizer import GroupSpec, OptimizerSpec
 from pipedream_rt.stage.stepping import step
 
@@ -247,15 +247,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.param_groups, self._at_stages, self._unpackable, self._changed, strict=True
         )
         for group, before, odd, changed in groups:
-            values = {}
-            for name, value in group.items():
-                if name == "params" or odd.get(name) == id(value):
-                    continue  # what cannot be packed stays with the stages until it is replaced
-                packed = pack_hyper(value, name)
-                if name in changed or name not in before or before[name] != packed:
-                    changed.add(name)
-                    values[name] = packed
-            found.append(values)
+            # What cannot be packed stays with the stages until it is replaced.
+            sent = {n: v for n, v in group.items() if n != "params" and odd.get(n) != id(v)}
+            packed = pack_values(sent)
+            changed.update(n for n, v in packed.items() if n not in before or before[n] != v)
+            found.append({name: value for name, value in packed.items() if name in changed})
         return found
 
     def count_step(self) -> None:

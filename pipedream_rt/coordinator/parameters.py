@@ -14,6 +14,7 @@ from pipedream_rt import extras
 from pipedream_rt.cluster.interface import Cluster, Reference
 from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
 from pipedream_rt.coordinator.feed.feeder import Feeder
+from pipedream_rt.coordinator.feed.script_loss import ScriptLoss
 from pipedream_rt.coordinator.recovery.feed_log import Role
 from pipedream_rt.coordinator.recovery.group import WorkerGroup
 from pipedream_rt.errors import ConfigError
@@ -89,10 +90,12 @@ class Parameters:
         feeder: Feeder,
         model: UnsplitModel,
         names: Sequence[str],
+        script_loss: ScriptLoss | None,
     ) -> None:
         self._model = model
         self._feeder = feeder
         self._group = group
+        self._script_loss = script_loss
         self._names = names  # of the trainable parameters, stage by stage
         self._by_generation: dict[int, list[tuple[Reference, str]]] = {}
 
@@ -187,7 +190,8 @@ class Parameters:
 
     def drop_gradients(self) -> None:
         """Drop the gradients of an update of forwards by hand, if one is open."""
-        self._feeder.drop_gradients()
+        if self._script_loss is not None:
+            self._script_loss.zero()
 
     def gather_optimizer_state(self) -> StepState:
         """Flush, and return the state of the optimizers of all stages."""

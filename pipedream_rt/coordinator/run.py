@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pipedream_rt import extras
 from pipedream_rt.batches.cutting import is_marked, needs_pairs, samples_of
 from pipedream_rt.batches.items import Batch
+from pipedream_rt.batches.micro_batches import CutBatch
 from pipedream_rt.cluster.forked_workers import fork_server, installed_modules
 from pipedream_rt.cluster.generations import (
     Generations,
@@ -20,8 +21,10 @@ from pipedream_rt.cluster.generations import (
 from pipedream_rt.cluster.interface import Cluster, ClusterSpec, Fail
 from pipedream_rt.coordinator.checkpointing.checkpointer import Checkpointer
 from pipedream_rt.coordinator.checkpointing.preemption import Preemption
+from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
 from pipedream_rt.coordinator.feed.epochs import Epochs
 from pipedream_rt.coordinator.feed.feeder import Feeder
+from pipedream_rt.coordinator.feed.hooks import FeedHooks
 from pipedream_rt.coordinator.feed.script_loss import ScriptLoss
 from pipedream_rt.coordinator.parameters import Parameters
 from pipedream_rt.coordinator.recovery.decision import Failures
@@ -131,13 +134,9 @@ def attach(job: Job, group: WorkerGroup, publisher: extras.EventPublisher | None
     kept, traced = options.kept, bool(options.observe.trace)
     shown = options.observe.shown and options.observe.shown.open("script")
     recorder = Recorder(SPANS_KEPT, shown) if traced else None
-    watch: list[Callable[[StepResult], object]] = []
-    if options.workers != "serial":  # there no two stages ever compute at once
-        watch.append(BalanceNotice(job.plan, functools.partial(_log.warning, "%s")))
-    if publisher is not None:
-        watch.append(publisher.came)
     feeder = Feeder(
         group,
+        RunHooks(job, publisher),
         forwards=job.reading.forwards,
         credits=job.credits,
         has_loss=job.reading.loss_fn is not None,
@@ -150,24 +149,13 @@ def attach(job: Job, group: WorkerGroup, publisher: extras.EventPublisher | None
         check_loss=0 if job.plan.loss_in_script else options.training.check_loss,
         recorder=recorder,
         fingerprint_every=options.observe.fingerprint_every,
-        refuse=job.given.refuse_changes if job.given.is_there else None,
         script=job.script_values,
-        first=_first(job),
-        watch=watch,
-        injected=None if publisher is None else publisher.injected,
     )
-    if options.workers != "serial" and not job.plan.replicated:
-        # With replicas, which take turns, a result has the compute time of one of them alone.
-        say, threads = functools.partial(_log.warning, "%s"), options.layout.threads
-        # Elsewhere, each has cores of its own.
-        cores = cores_for(options.workers) or job.plan.workers * threads
-        notice = SizeNotice(job.plan, lambda: feeder.waited_s, say, cores=cores, threads=threads)
-        watch.append(notice)
     script_loss = None
     if job.plan.loss_in_script:
         script_loss = ScriptLoss(group, feeder, options.training.on_nan)
     epochs = Epochs(feeder)
-    parameters = Parameters(group, feeder, job.model, list(job.names))
+    parameters = Parameters(group, feeder, job.model, list(job.names), script_loss)
     checkpointer = Checkpointer(group, kept)
     preemption = Preemption(kept.grace) if kept is not None and options.makes_checkpoints else None
     run_state = RunState(
@@ -205,6 +193,43 @@ def attach(job: Job, group: WorkerGroup, publisher: extras.EventPublisher | None
         run_state=run_state,
         trace=TraceCollection(group, feeder, recorder),
     )
+
+
+class RunHooks(FeedHooks):
+    """What a run does with its mini-batches: it refuses, publishes, and notices."""
+
+    def __init__(self, job: Job, publisher: extras.EventPublisher | None) -> None:
+        options, say = job.options, functools.partial(_log.warning, "%s")
+        self._first, self._publisher = _first(job), publisher
+        self._given = job.given if job.given.is_there else None
+        self._balance = self._size = None
+        if options.workers != "serial":  # there no two stages ever compute at once
+            self._balance = BalanceNotice(job.plan, say)
+        if options.workers != "serial" and not job.plan.replicated:
+            # With replicas, which take turns, a result has the compute time of one of them alone.
+            threads = options.layout.threads
+            # Elsewhere, each has cores of its own.
+            cores = cores_for(options.workers) or job.plan.workers * threads
+            self._size = SizeNotice(job.plan, say, cores=cores, threads=threads)
+
+    def first(self, batch: Batch, count: int) -> None:
+        self._first(batch, count)
+
+    def refuse_changes(self) -> None:
+        if self._given is not None:
+            self._given.refuse_changes()
+
+    def injected(self, cut: CutBatch, optimizer: DistributedOptimizer) -> None:
+        if self._publisher is not None:
+            self._publisher.injected(cut, optimizer)
+
+    def came(self, result: StepResult, waited_s: float) -> None:
+        if self._balance is not None:
+            self._balance(result)
+        if self._publisher is not None:
+            self._publisher.came(result)
+        if self._size is not None:
+            self._size(result, waited_s)
 
 
 def notices_of(job: Job) -> list[str]:

@@ -17,7 +17,7 @@ from pipedream_rt.batches.items import Batch, Items, Prepare, Takes
 from pipedream_rt.batches.recorded_forwards import RecordedForwards, picked
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.unsplit_model import UnsplitModel
-from pipedream_rt.messages.message import Mode
+from pipedream_rt.messages.head import Mode
 from pipedream_rt.models import (
     Layers,
     find_layers,

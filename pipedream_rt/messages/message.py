@@ -15,46 +15,14 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from pipedream_rt.messages.of_loss import OfLoss
+from pipedream_rt.messages.head import PLAIN_LOSS, Head, LossTask
 from pipedream_rt.messages.tree import Structure
 from pipedream_rt.schedules.edges import COORDINATOR, Address, Edge, EdgeKind, Titles
-
-Passed: TypeAlias = list[Any]
-"""The entry of one stage in the trail of a micro-batch (`Activation.trail`)."""
-
-
-class Mode(Enum):
-    """What the stages do with a micro-batch."""
-
-    TRAIN = "train"
-    EVALUATE = "evaluate"
-    EVALUATE_AND_KEEP = "evaluate, and keep the buffers"
-    INFER = "infer"
-    INFER_IN_TRAINING_MODE = "infer in training mode"
-
-    @property
-    def has_target(self) -> bool:
-        """Whether the stages compute a loss, for which they need a target."""
-        return self in (Mode.TRAIN, Mode.EVALUATE, Mode.EVALUATE_AND_KEEP)
-
-    def brings_target(self, loss_in_script: bool) -> bool:
-        """Whether a target is fed: not where the script computes the loss of training."""
-        return self.has_target and not (loss_in_script and self is Mode.TRAIN)
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether the stages compute a loss in eval mode, without a gradient."""
-        return self in (Mode.EVALUATE, Mode.EVALUATE_AND_KEEP)
-
-    @property
-    def leaves_no_trace(self) -> bool:
-        """Whether it changes no stage, so that a recovery need not repeat it."""
-        return self in (Mode.EVALUATE, Mode.INFER)
 
 
 class CommandName(Enum):
@@ -141,39 +109,6 @@ class Ready(Payload):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
-    """A micro-batch as all stages know it: made once, and passed from stage to stage.
-
-    Attributes:
-        position: Its position in the feed.
-        micro_batch: Number among the micro-batches to train on, or among all others.
-        empty: Whether it has no samples; it fills up a short mini-batch and changes nothing.
-        program: Number of the program that the stages follow.
-        numbers: What the sizes of the inputs decide in that program, in the order of its `Number`.
-        version: Number of the kept version that the stages read; 0 for the newest weights.
-        cache: Number of the cache in which a stage keeps what the next micro-batch needs: what
-            layers cache while a text is generated, or buffers in an evaluation; 0 for none.
-        fingerprint: Whether each stage adds a fingerprint to the trail.
-        hyper: For each parameter group, the hyper-parameters that the script has changed, packed by
-            `pack_hyper`; None unless the micro-batch is trained on.
-        given: The values that the script has changed since the start: the number of the holder, the
-            key there, and the value as `pack_hyper` packs it.
-    """
-
-    position: int
-    micro_batch: int
-    mode: Mode
-    empty: bool = False
-    program: int = 0
-    numbers: list[int] = field(default_factory=list)
-    version: int = 0
-    cache: int = 0
-    fingerprint: bool = False
-    hyper: list[dict[str, Any]] | None = None
-    given: list[list[Any]] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Failed(Payload):
     """Stage to coordinator: an error as data, since no exception crosses a transport.
 
@@ -194,6 +129,29 @@ class Failed(Payload):
     pickled: bytes = b""
 
 
+class Passed(NamedTuple):
+    """What a stage adds to the trail of a micro-batch that it has passed on.
+
+    Attributes:
+        stage: Its index, 0-based.
+        version: The weight version that it read.
+        busy_ns: The nanoseconds that it has computed so far.
+        processor_ns: The nanoseconds of a processor in them.
+        process_ns: The nanoseconds that its process has had of all processors.
+        fingerprint: That of its buffers and the weights that it read, in hex; empty unless asked
+            for.
+        changed_buffers: Whether the evaluation has changed its buffers so far; False elsewhere.
+    """
+
+    stage: int
+    version: int
+    busy_ns: int
+    processor_ns: int
+    process_ns: int
+    fingerprint: str = ""
+    changed_buffers: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activation(Payload):
     """The input of a forward, from the coordinator to the first stages or from stage to stage.
@@ -203,11 +161,7 @@ class Activation(Payload):
         turns: By stage, the turn of this item at the replica that it goes to.
         requires_grad: For each tensor, whether a gradient is expected back.
         coded: What the codec of the edge has packed (`Coding`); empty for nothing.
-        trail: For each stage passed, in rising order: its index, the weight version that it read,
-            the nanoseconds that it has computed so far, those of a processor in them, those that
-            its process has had of all processors, and a fingerprint in hex of its buffers and the
-            weights that it read. The fingerprint is empty unless asked for; in an evaluation it
-            is not empty where the evaluation has changed buffers so far.
+        trail: Of each stage passed, in rising order.
         failed: What a stage before has raised in a pass that does not train, so that there are no
             tensors; None if nothing.
     """
@@ -237,22 +191,10 @@ class Command(Payload):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target(Payload):
-    """Coordinator to the stage that computes the loss: the target, and the weight of the loss.
-
-    Attributes:
-        share: The weight of the micro-batch divided by that of its mini-batch, 0 or more.
-        compared: For a check of the loss of the whole mini-batch against those of its
-            micro-batches: how many of these have samples and come to this replica, and the number
-            of samples in this one. Else empty.
-        metrics: The pickled functions that are computed beside the loss, or in its place.
-        loss: What the loss is computed of.
-    """
+    """Coordinator to the stage that computes the loss: the target, and what to do with it."""
 
     structure: Structure
-    share: float
-    compared: list[int] = field(default_factory=list)
-    metrics: bytes = b""
-    loss: OfLoss = OfLoss.PARTS
+    task: LossTask = PLAIN_LOSS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +206,7 @@ class Gradient(Payload):
         coded: What the codec of the edge has packed (`Coding`); empty for nothing.
         skips: Whether the update of this micro-batch is skipped, as the script has said.
         hyper: The hyper-parameters of its update, where the script has closed it by a call: those
-            of that moment, and not those in its `Head`; else None.
+            of that moment, and not those in its `MiniBatch`; else None.
     """
 
     present: list[bool]

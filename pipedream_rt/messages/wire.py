@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import cache, partial
 from operator import attrgetter
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgpack
 import torch
@@ -21,7 +21,7 @@ from pipedream_rt.messages.tree import own
 from pipedream_rt.packing import packb, unpackb
 from pipedream_rt.schedules.edges import Edge, EdgeKind
 
-FORMAT = 16
+FORMAT = 17
 """Version of this format, the first element of every message. A peer with another is refused."""
 
 
@@ -55,7 +55,25 @@ def _form_of(cls: type) -> _Form:
         elif dataclasses.is_dataclass(each):
             inner = _form_of(each)  # type: ignore[arg-type]
             form.write[place], form.read[place] = partial(_written, inner), partial(_read, inner)
+        elif _is_record(each):  # msgpack writes it as the tuple that it is
+            form.read[place] = partial(_read_record, each)
+        elif get_origin(each) is list and _is_record(get_args(each)[0]):
+            form.read[place] = partial(_read_records, get_args(each)[0])
     return form
+
+
+def _is_record(hint: Any) -> bool:
+    """Whether a type is a NamedTuple, all of whose values are plain."""
+    return isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_make")
+
+
+def _read_record(cls: Any, values: list[Any] | None) -> Any:
+    """Return a record of its values; None for None, where a field may be that."""
+    return None if values is None else cls._make(values)
+
+
+def _read_records(cls: Any, each: list[list[Any]]) -> list[Any]:
+    return list(map(cls._make, each))
 
 
 def _written(form: _Form, value: Any) -> list[Any] | None:

@@ -27,12 +27,12 @@ class MemoryTransport:
     def send(self, message: Message) -> None:
         if not self._life.is_open:
             return
-        if message.to not in self._open:
+        _, sender, to = message.key.edge
+        if to not in self._open:
             error = PeerLost(
-                f"{message}: no receiver is registered at address {message.to}",
-                peer=f"address {message.to}",
+                f"{message}: no receiver is registered at address {to}", peer=f"address {to}"
             )
-            self._open[message.sender][1](error)
+            self._open[sender][1](error)
             return
         self.deliver(self.copy_of(message))
 
@@ -46,7 +46,7 @@ class MemoryTransport:
 
     def deliver(self, message: Message) -> None:
         """Give a message to its receiver; a subclass may do so later."""
-        self._open[message.to][0](message)
+        self._open[message.key.edge.target][0](message)
 
     def close(self) -> None:
         self._life.begin_closing()

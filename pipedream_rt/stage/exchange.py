@@ -9,16 +9,16 @@ from typing import Any
 from torch import Tensor
 
 from pipedream_rt.devices import DeferredScalar
+from pipedream_rt.messages.head import Head, Mode
 from pipedream_rt.messages.message import (
     Activation,
     Failed,
     Gradient,
-    Head,
     Key,
     Loss,
     Message,
-    Mode,
     OfRule,
+    Passed,
     Payload,
     Reply,
     Saved,
@@ -36,7 +36,6 @@ from pipedream_rt.stage.stage import Stage
 from pipedream_rt.stage.values import (
     Gradients,
     Outgoing,
-    activation_of,
     dense,
     gradients_of,
     trail_of,
@@ -187,7 +186,7 @@ class Exchange:
         payload = message.payload
         assert isinstance(payload, OfRule)
         packed = Packed(payload.values, message.tensors)
-        self.stage.receive(message.key.edge, message.number, packed)
+        self.stage.receive(message.key.edge, message.key.number, packed)
 
     # -- what actions give ------------------------------------------------------------------------
 
@@ -201,21 +200,31 @@ class Exchange:
                     key = Key(row.edge, number, self.restores)
                     self._send(key, OfRule(values=values), tensors)
 
+    def passed(self, version: int, fingerprint: str = "", changed_buffers: bool = False) -> Passed:
+        """Return what this stage adds to the trail of a micro-batch now."""
+        return Passed(
+            stage=self.stage.index,
+            version=version,
+            busy_ns=self.computing.busy_ns,
+            processor_ns=self.computing.processor_ns,
+            process_ns=time.process_time_ns(),
+            fingerprint=fingerprint,
+            changed_buffers=changed_buffers,
+        )
+
     def send_on(
         self,
         inputs: Sequence[Message],
         made: Sequence[Value] | float | DeferredScalar | LossOfUpdate | None,
-        version: int,
-        mark: str = "",
+        passed: Passed,
         metrics: dict[str, float | str] | None = None,
         failed: Failed | None = None,
     ) -> None:
-        """Send a forward's outputs, or loss, on all its edges; `mark` goes into the trail."""
-        first = activation_of(inputs[0])
+        """Send a forward's outputs, or loss, on all its edges."""
+        first = inputs[0].payload
+        assert isinstance(first, Activation)
         head, turns = first.head, first.turns
-        computed = self.computing
-        taken_ns = computed.busy_ns, computed.processor_ns, time.process_time_ns()
-        trail = [*trail_of(inputs), [self.stage.index, version, *taken_ns, mark]]
+        trail = [*trail_of(inputs), passed]
         outputs, before = self.route_of(head).outputs, self.sent_bytes
         of_update = made if isinstance(made, LossOfUpdate) else LossOfUpdate()
         made = of_update.loss if isinstance(made, LossOfUpdate) else made

@@ -59,9 +59,14 @@ def unpack_hyper(packed: Any) -> Any:
             return tuple(values) if tag == "t" else values
 
 
+def pack_values(values: Mapping[str, Any]) -> Hyper:
+    """Pack values by name; ConfigError for one that cannot be sent to the stages."""
+    return {name: pack_hyper(value, name) for name, value in values.items()}
+
+
 def packed_extra(state: Mapping[str, Any]) -> Hyper:
     """Return the entries of a state dict that are not tensors, packed."""
-    return {k: pack_hyper(v, k) for k, v in state.items() if not isinstance(v, Tensor)}
+    return pack_values({k: v for k, v in state.items() if not isinstance(v, Tensor)})
 
 
 _PLAIN = (type(None), bool, int, float, str)

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from pipedream_rt.messages.head import MiniBatch
 from pipedream_rt.messages.tree import Structure, Value, flatten, own, unflatten
-from pipedream_rt.models.holders import Given
 from pipedream_rt.models.program import numbered
-from pipedream_rt.stage.hyper import Hyper
 from pipedream_rt.stage.runner import Runner
 from pipedream_rt.stage.split_backward import SplitBackward
 from pipedream_rt.stage.values import Gradients
@@ -50,7 +49,7 @@ class Flight:
     """A micro-batch in flight on a stage.
 
     Attributes:
-        hyper: By parameter group of the model, what the script has changed, packed.
+        mini_batch: What it has in common with the others of its mini-batch.
         caught: By input, by tensor that asked for a gradient: a list to which autograd appends it.
         entrances: The autograd nodes at which these gradients are caught.
         outputs: By consumer, the edges where the backward begins; on the loss's stage, the loss.
@@ -60,8 +59,7 @@ class Flight:
             differentiate.
     """
 
-    hyper: list[Hyper]
-    given: Sequence[Given] = ()
+    mini_batch: MiniBatch
     empty: bool = False
     caught: list[list[list[Tensor]]] = field(default_factory=list)
     entrances: list[Node] = field(default_factory=list)

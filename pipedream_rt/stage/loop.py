@@ -27,16 +27,15 @@ from pipedream_rt.deadline import Deadline
 from pipedream_rt.devices import DeferredScalar
 from pipedream_rt.errors import ConfigError, ScheduleError
 from pipedream_rt.lifecycle import is_of_a_handler
+from pipedream_rt.messages.head import Head, Mode
 from pipedream_rt.messages.inbox import Inbox, Steps, Wanted
 from pipedream_rt.messages.message import (
     Activation,
     Command,
     CommandName,
     Failed,
-    Head,
     Key,
     Message,
-    Mode,
     Send,
 )
 from pipedream_rt.messages.tree import Value, unflatten
@@ -60,6 +59,7 @@ from pipedream_rt.tracing.trace import CODES, COMMAND, PASS
 
 _BACK = (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
 _OF_FEED = (EdgeKind.ACTIVATION, EdgeKind.TARGET)
+_WITHOUT_END = Deadline(None)
 
 
 @dataclass(slots=True)
@@ -252,7 +252,7 @@ class Loop:
     def _note_arrival(self, message: Message) -> None:
         """Note when a message has arrived, of those that an action waits for."""
         if self._inbox.arrived_ns >= self._arrived[0]:
-            self._arrived = (self._inbox.arrived_ns, message.sender)
+            self._arrived = (self._inbox.arrived_ns, message.key.edge.source)
 
     def _next_item(self, hosted: Exchange) -> Steps[Message]:
         """Serve the items of a stage's feed until one trains, or is a flush, and return that."""
@@ -269,12 +269,12 @@ class Loop:
             others = [other for other in self._hosted.values() if other is not hosted]
             item = yield Wanted(
                 first,
-                Deadline(None),
+                _WITHOUT_END,
                 instead=tuple(instead),
                 also=[key for other in others for key in other.next_keys()],
                 wanted=lambda message: not _is_for_the_order(message),
             )
-            taker = self._hosted[item.to]
+            taker = self._hosted[item.key.edge.target]
             taker.turn += 1
             if _is_for_the_order(item):
                 return item
@@ -283,15 +283,15 @@ class Loop:
 
     def _with_the_rest(self, hosted: Exchange, item: Message) -> Steps[list[Message]]:
         """Wait for a micro-batch's other messages; return its activations, and the target last."""
-        head, turn = activation_of(item).head, item.number
+        head, turn = activation_of(item).head, item.key.number
         route = hosted.route_of(head)
         by_edge, targets = {route.first: item}, []
-        self._arrived = (self._inbox.arrived_ns, item.sender)
+        self._arrived = (self._inbox.arrived_ns, item.key.edge.source)
         for edge in route.rest:
             if edge.kind is EdgeKind.ACTIVATION:
                 by_edge[edge] = yield self._wanted(Key(edge, turn))
                 self._note_arrival(by_edge[edge])
-            elif head.mode.brings_target(self._plan.loss_in_script):
+            elif head.has_target:
                 targets.append((yield self._wanted(Key(edge, turn))))
         return [by_edge[edge] for edge in route.activations] + targets
 
@@ -376,24 +376,13 @@ class Loop:
             )
         hosted.positions[micro_batch] = head.position
         inputs = None if head.empty else hosted.values_of(messages)
-        target, beside = target_of(messages)
+        target, task = target_of(messages)
         with hosted.computing:
-            made = stage.forward(
-                micro_batch,
-                inputs,
-                head.hyper or [],
-                target,
-                beside.share,
-                head.program,
-                beside.compared,
-                head.given,
-                beside.metrics,
-                head.numbers,
-                beside.loss,
-            )
+            made = stage.forward(head, inputs, target, task)
         version = stage.version_of(micro_batch)
-        mark = stage_state.fingerprint_of(stage, micro_batch) if head.fingerprint else ""
-        hosted.send_on(messages, made, version, mark, stage.said_of(micro_batch))
+        fingerprint = stage_state.fingerprint_of(stage, micro_batch) if head.fingerprint else ""
+        passed = hosted.passed(version, fingerprint)
+        hosted.send_on(messages, made, passed, stage.said_of(micro_batch))
         return version
 
     def _backward(self, hosted: Exchange, action: Action, messages: Sequence[Message]) -> None:
@@ -429,7 +418,7 @@ class Loop:
     def _serve(self, hosted: Exchange, item: Message) -> Steps[None]:
         """Serve an item that does not train: a pass of evaluation or inference, or a command."""
         start, begin = time.monotonic_ns(), self._marked()
-        self._arrived = (self._inbox.arrived_ns, item.sender)
+        self._arrived = (self._inbox.arrived_ns, item.key.edge.source)
         match item.payload:
             case Activation(head=head):
                 kind, position = PASS, head.position
@@ -459,17 +448,16 @@ class Loop:
             inputs = hosted.values_of(messages)
             try:
                 with hosted.computing, stage.kept.read(head.version):
-                    stage.given.apply(head.given)
+                    stage.given.apply(head.mini_batch.given)
                     made, metrics = self._passed(stage, head, inputs, messages)
             except Exception as error:  # the user's; the run goes on, since this trains nothing
                 if is_of_a_handler(error):
                     raise  # it is meant for the script
                 failed, stage.runner.at = self._options.failed(error), None
-        # Tells the coordinator, in the trail, that the evaluation has changed buffers.
         changed = head.mode.evaluates and head.cache in stage.passes.evaluations
-        newest = stage.parameters.ledger.newest
+        passed = hosted.passed(stage.parameters.ledger.newest, changed_buffers=changed)
         # Sent in any case, since the next stages and the coordinator wait for it.
-        hosted.send_on(messages, made, newest, "changed" if changed else "", metrics, failed)
+        hosted.send_on(messages, made, passed, metrics, failed)
 
     @staticmethod
     def _passed(
@@ -477,9 +465,9 @@ class Loop:
     ) -> tuple[list[Value] | float | DeferredScalar, dict[str, float | str]]:
         """Return a stage's result for a micro-batch that does not train, and the metrics."""
         if head.mode.evaluates:
-            target, beside = target_of(messages)
+            target, task = target_of(messages)
             return stage.passes.evaluate(
-                head.micro_batch, inputs, target, head.program, metrics=beside.metrics,
+                head.micro_batch, inputs, target, head.program, metrics=task.metrics,
                 buffers=head.cache, keep_buffers=head.mode is Mode.EVALUATE_AND_KEEP,
                 numbers=head.numbers,
             )  # fmt: skip

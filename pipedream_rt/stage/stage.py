@@ -24,10 +24,10 @@ from torch import Tensor
 
 from pipedream_rt.devices import HOST, DeferredScalar, Device
 from pipedream_rt.errors import ConfigError, NonFiniteLoss, ScheduleError
+from pipedream_rt.messages.head import PLAIN_LOSS, Head, LossTask, MiniBatch
 from pipedream_rt.messages.of_loss import OfLoss
 from pipedream_rt.messages.tree import Value
 from pipedream_rt.models.code import code_of, refuse_other_code
-from pipedream_rt.models.holders import Given
 from pipedream_rt.models.shipping import loads
 from pipedream_rt.schedules import EdgeKind, Kind
 from pipedream_rt.schedules.edges import Address, Edge
@@ -168,29 +168,22 @@ class Stage:
 
     def forward(
         self,
-        micro_batch: int,
+        head: Head,
         inputs: Sequence[Value] | None,
-        hyper: list[Hyper],
         target: Value | None = None,
-        share: float = 1.0,
-        program: int = 0,
-        compared: Sequence[int] = (),
-        given: Sequence[Given] = (),
-        metrics: bytes = b"",
-        numbers: Sequence[int] = (),
-        of_loss: OfLoss = OfLoss.PARTS,
+        task: LossTask = PLAIN_LOSS,
     ) -> list[Value] | float | DeferredScalar | LossOfUpdate | None:
         """Run the next forward with the version that the plan names; return outputs or the loss."""
-        runner = self.runner
+        runner, micro_batch, program = self.runner, head.micro_batch, head.program
         self.weights.begin(micro_batch)
-        flight = self._in_flight[micro_batch] = Flight(hyper=hyper, given=given)
+        flight = self._in_flight[micro_batch] = Flight(mini_batch=head.mini_batch)
         if inputs is None:  # a micro-batch without samples
             flight.empty = True
             return None
-        self._see(given)
-        values = flight.enter(runner, inputs, program, numbers)
-        meets = target is not None and of_loss is not OfLoss.PARTS
-        check = self._loss_check if compared and not meets else None
+        self._see(head.mini_batch)
+        values = flight.enter(runner, inputs, program, head.numbers)
+        meets = target is not None and task.loss is not OfLoss.PARTS
+        check = self._loss_check if task.together is not None and not meets else None
         with (
             self._around_forward(micro_batch, inputs),
             self.weights.reading(micro_batch),
@@ -199,26 +192,29 @@ class Stage:
             made = runner.train(program, values, micro_batch)
             if meets:
                 assert target is not None
+                assert task.together is not None
                 # First, since a loss may change the output in place.
                 (value,) = flight.leave(made)
-                of_all, samples = compared
+                of_all, samples = task.together
+                share, metrics = task.share, task.metrics
                 met = Met(micro_batch, samples, made[0], value, target, share, metrics)
                 self._of_update.met.append(met)
                 if len(self._of_update.met) < of_all:
                     return None
-                return self._loss_of_update(of_loss)
+                return self._loss_of_update(task.loss)
             if target is not None:
                 if check is not None:
-                    check.keep(made[0], target, share, *compared)
+                    assert task.together is not None
+                    check.keep(made[0], target, task.share, *task.together)
                 loss, parts = runner.loss(made[0], target)
-                measures = measured(metrics, made[0], target) if metrics else {}
+                measures = measured(task.metrics, made[0], target) if task.metrics else {}
                 flight.said = {**parts, **measures}
         if target is None:
             return flight.leave(made)
         if check is not None:
             with self.weights.reading(micro_batch), runner.casting():
                 check.compare()
-        return self._end_in(micro_batch, loss, share)
+        return self._end_in(micro_batch, loss, task.share)
 
     def _end_in(self, micro_batch: int, loss: Tensor, share: float) -> float | DeferredScalar:
         """Let the backward of a micro-batch begin at its loss, and return that."""
@@ -286,10 +282,10 @@ class Stage:
             weighted = change(micro_batch // self.plan.per_update, weighted)
         return weighted
 
-    def _see(self, given: Sequence[Given]) -> None:
-        """Give the module the values of the script that a micro-batch was fed with."""
-        if given or self.given.differs:
-            self.given.apply(given)
+    def _see(self, mini_batch: MiniBatch) -> None:
+        """Give the module the values of the script that a mini-batch was fed with."""
+        if mini_batch.given or self.given.differs:
+            self.given.apply(mini_batch.given)
 
     def _around_forward(
         self, micro_batch: int, inputs: Sequence[Value]
@@ -339,13 +335,14 @@ class Stage:
         """Take the script's word on the update of a micro-batch, before its backward."""
         self.skips = self.skips or skips
         if hyper is not None:
-            self._flight_of(micro_batch).hyper = hyper
+            flight = self._flight_of(micro_batch)
+            flight.mini_batch = flight.mini_batch._replace(hyper=hyper)
 
     def backward(self, micro_batch: int, gradients: Sequence[Gradients] = ()) -> list[Gradients]:
         """Run a backward, given gradients by consumer; return those by input. `end` follows."""
         # It reads the version of its forward. Gradients of weights go to the pending update.
         flight = self._flight_of(micro_batch)
-        self._see(flight.given)
+        self._see(flight.mini_batch)
         with (
             self.weights.accumulating(micro_batch, self._adjust(micro_batch)),
             self._first.backward(micro_batch) if self._asks_first else _NOTHING,
@@ -372,7 +369,7 @@ class Stage:
     ) -> list[Gradients]:
         """Run the half of a backward that gives the gradients of the inputs."""
         flight = self._flight_of(micro_batch)
-        self._see(flight.given)
+        self._see(flight.mini_batch)
         outputs, given = flight.begin(gradients)
         with self.weights.reading(micro_batch), self._first.backward(micro_batch):
             if outputs:
@@ -386,7 +383,7 @@ class Stage:
     def backward_weight(self, micro_batch: int) -> None:
         """Run the other half: add the gradients of weights to the pending update. `end` follows."""
         flight = self._flight_of(micro_batch)
-        self._see(flight.given)
+        self._see(flight.mini_batch)
         with self.weights.accumulating(micro_batch, self._adjust(micro_batch)):
             self.runner.seed(micro_batch, self._backward_name)
             if flight.split is not None:
@@ -407,7 +404,7 @@ class Stage:
         flight = self._in_flight.pop(micro_batch)
         if self._asks_first:
             self._first.end(micro_batch)
-        self._hyper = flight.hyper
+        self._hyper = flight.mini_batch.hyper
         self.ended = self.plan.next_own(self.address, micro_batch + 1)
         version = self.weights.end(micro_batch)
         if not flight.empty:

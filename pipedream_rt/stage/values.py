@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from pipedream_rt.messages.head import PLAIN_LOSS, LossTask
 from pipedream_rt.messages.message import Activation, Failed, Gradient, Message, Passed, Target
 from pipedream_rt.messages.tree import Value
 from pipedream_rt.schedules import EdgeKind
@@ -31,15 +32,12 @@ def value_of(message: Message, tensors: tuple[Tensor, ...]) -> Value:
     return Value(payload.structure, tensors, tuple(payload.requires_grad))
 
 
-_NO_TARGET = Target(structure=[], share=1.0)
-
-
-def target_of(messages: Sequence[Message]) -> tuple[Value | None, Target]:
-    """Return the target among the messages of a micro-batch, which is the last, and its payload."""
+def target_of(messages: Sequence[Message]) -> tuple[Value | None, LossTask]:
+    """Return the target among the messages of a micro-batch, which is the last, and its task."""
     payload = messages[-1].payload
     if not isinstance(payload, Target):
-        return None, _NO_TARGET
-    return Value(payload.structure, messages[-1].tensors, ()), payload
+        return None, PLAIN_LOSS
+    return Value(payload.structure, messages[-1].tensors, ()), payload.task
 
 
 def gradients_of(message: Message, tensors: tuple[Tensor, ...]) -> Gradients:
@@ -59,7 +57,7 @@ def said_of_update(messages: Sequence[Message]) -> tuple[bool, list[Hyper] | Non
 def trail_of(inputs: Sequence[Message]) -> list[Passed]:
     """Return the trails of all inputs merged, one entry a stage, in the order of stages."""
     trails = (m.payload.trail for m in inputs if isinstance(m.payload, Activation))
-    merged = {of_stage[0]: of_stage for trail in trails for of_stage in trail}
+    merged = {passed.stage: passed for trail in trails for passed in trail}
     return [merged[stage] for stage in sorted(merged)]
 
 

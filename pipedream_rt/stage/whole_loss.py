@@ -69,10 +69,12 @@ class WholeLoss:
 
     Attributes:
         met: Those whose forward is done.
+        has_gradients: Whether the next backward of a micro-batch begins at a loss of the whole.
     """
 
     def __init__(self) -> None:
         self.met: list[Met] = []
+        self.has_gradients = False
         self._parts: list[Part] = []  # that were joined, and which tensors ask for a gradient
         self._asks: list[bool] = []
         self._caught: list[list[Tensor]] = []  # the gradients of these
@@ -115,20 +117,15 @@ class WholeLoss:
         structure, tensors, _ = joined(targets, "target")
         return unflatten(form, inside), Value(structure, tuple(tensors))
 
-    @property
-    def has_gradients(self) -> bool:
-        """Whether the backwards of micro-batches begin at a loss of the whole."""
-        return self._loss is not None or bool(self._gradients)
-
     def begin(self, loss: Tensor) -> None:
         """Let the backward of all these micro-batches begin at a loss."""
-        self._loss = loss
+        self._loss, self.has_gradients = loss, True
 
     def gradients(self, number: int) -> Gradients:
         """Return the gradients of the output of a micro-batch, after the loss's own backward."""
         if self._loss is not None:
             # Within the backward of the first: the loss may have weights of its own.
-            loss, self._loss = self._loss, None
+            loss, self._loss, self.has_gradients = self._loss, None, False
             run_backward(
                 (loss,), (loss.new_ones(loss.shape),), False, False, (),
                 allow_unreachable=True, accumulate_grad=True,
@@ -138,7 +135,9 @@ class WholeLoss:
             numbers = [part.number for part in self._parts]
             self._gradients = dict(zip(numbers, of_parts, strict=True))
             self._parts, self._asks, self._caught = [], [], []
-        return self._gradients.pop(number, [])
+        gradients = self._gradients.pop(number, [])
+        self.has_gradients = bool(self._gradients)
+        return gradients
 
 
 def mean_of_said(

@@ -69,7 +69,7 @@ class SocketTransport:
     def send(self, message: Message) -> None:
         if not self._life.is_open:
             return
-        rank, data = self._group.rank_of(message.to), encode(message)
+        rank, data = self._group.rank_of(message.key.edge.target), encode(message)
         if rank == self._group.rank:
             problem = self._deliver(decode(data, [own(t, copy=True) for t in message.tensors]))
         else:
@@ -122,9 +122,9 @@ class SocketTransport:
 
     def _receive_message(self, rank: int, message: Message) -> None:
         """Deliver a message of a member, or return to it the reason why not."""
-        group = self._group
+        group, (_, sender, to) = self._group, message.key.edge
         # The link tells which member sent it, so a member cannot speak for another's addresses.
-        for address, host in ((message.sender, rank), (message.to, group.rank)):
+        for address, host in ((sender, rank), (to, group.rank)):
             if group.rank_of(address) != host:
                 raise TransportError(
                     f"{message} came over the link from {group.names[rank]!r} to {group.name!r}, "
@@ -134,13 +134,14 @@ class SocketTransport:
         if problem is not None:
             assert self._links is not None
             text = f"{message}: {problem}"
-            self._links.send(rank, _RETURNED, packb([message.sender, text]))
+            self._links.send(rank, _RETURNED, packb([sender, text]))
 
     def _deliver(self, message: Message) -> str | None:
         """Give a message to its receiver; return the reason of a failure, or None."""
-        if message.to not in self._open:
-            return f"{{}} has no receiver at address {message.to}: is the pipeline there closed?"
-        self._open[message.to][0](message)
+        to = message.key.edge.target
+        if to not in self._open:
+            return f"{{}} has no receiver at address {to}: is the pipeline there closed?"
+        self._open[to][0](message)
         return None
 
     def send_stream(self, rank: int, data: bytes) -> None:

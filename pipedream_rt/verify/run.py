@@ -296,7 +296,7 @@ class Watching:
         self._job, self._run, self._asked = job, run, asked
         self._cut: CutBatch | None = None  # the first mini-batch, until the script answers it
         if run.script_loss is not None:
-            run.script_loss.watch_first = self.answered
+            run.script_loss.watch(self.answered)
         self._batches: list[Batch] = []
         self._hyper: list[list[Hyper]] = []
         # Stages in this process will have changed it when the first mini-batch is compared.

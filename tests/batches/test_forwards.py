@@ -14,7 +14,7 @@ from pipedream_rt.batches.forwards import (
     without_cache,
 )
 from pipedream_rt.batches.items import Batch
-from pipedream_rt.messages.message import Mode
+from pipedream_rt.messages.head import Mode
 from pipedream_rt.messages.tree import flat_copy, unflatten
 
 X = torch.ones(2, 4)

@@ -13,7 +13,7 @@ from pipedream_rt.batches.forwards import SequenceForwards
 from pipedream_rt.batches.items import Accumulated, Batch, batch_of
 from pipedream_rt.batches.micro_batches import EMPTY, Cutter, LossChecks
 from pipedream_rt.batches.weighing import Weighing
-from pipedream_rt.messages.message import Mode
+from pipedream_rt.messages.head import Mode
 
 
 class Net(nn.Module):

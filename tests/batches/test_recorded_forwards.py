@@ -10,7 +10,7 @@ from pipedream_rt import ConfigError
 from pipedream_rt.batches import recorded_forwards
 from pipedream_rt.batches.items import Batch
 from pipedream_rt.batches.recorded_forwards import RecordedForwards
-from pipedream_rt.messages.message import Mode
+from pipedream_rt.messages.head import Mode
 from pipedream_rt.messages.tree import flat_copy, unflatten
 from pipedream_rt.models.cut import find_layers
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.messages import gradient, message
 
-from pipedream_rt.messages.message import CommandName, Key, Mode, Ready, digest_of
+from pipedream_rt.messages.message import CommandName, Key, Ready, digest_of
 from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind
 
 
@@ -37,20 +37,6 @@ def test_messages_and_keys_are_named_for_people():
 def test_a_message_that_is_sent_again_after_a_restore_is_another_one():
     edge = Edge(EdgeKind.WEIGHT, 2, 1)
     assert Key(edge, 7, restores=1) != Key(edge, 7) == Key(edge, 7, restores=0)
-
-
-@pytest.mark.parametrize("mode", Mode)
-def test_a_recovery_repeats_what_may_have_changed_weights_or_buffers(mode):
-    changes = mode in (Mode.TRAIN, Mode.EVALUATE_AND_KEEP, Mode.INFER_IN_TRAINING_MODE)
-    assert mode.leaves_no_trace != changes
-
-
-def test_who_computes_a_loss_has_a_target_and_evaluates_unless_it_trains():
-    assert [mode for mode in Mode if mode.has_target and not mode.evaluates] == [Mode.TRAIN]
-    assert [mode for mode in Mode if mode.evaluates and not mode.has_target] == []
-    assert not Mode.INFER.has_target
-    assert [mode for mode in Mode if mode.brings_target(False)] == [m for m in Mode if m.has_target]
-    assert [mode for mode in Mode if mode.brings_target(True)] == [m for m in Mode if m.evaluates]
 
 
 @pytest.mark.parametrize(

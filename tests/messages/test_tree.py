@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.models import Pair
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.messages.message import Mode
+from pipedream_rt.messages.head import Mode
 from pipedream_rt.messages.tree import (
     flatten,
     own,

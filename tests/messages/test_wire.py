@@ -6,25 +6,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import messages
+from support.messages import head
 
 from pipedream_rt.errors import TransportError
+from pipedream_rt.messages.head import LossTask, Mode, Together
 from pipedream_rt.messages.message import (
     Activation,
     Command,
     CommandName,
     Failed,
     Gradient,
-    Head,
     Loss,
     Message,
-    Mode,
     OfRule,
+    Passed,
     Ready,
     Reply,
     Saved,
     Start,
     Target,
 )
+from pipedream_rt.messages.of_loss import OfLoss
 from pipedream_rt.messages.wire import decode, encode
 from pipedream_rt.schedules import EdgeKind
 
@@ -33,22 +35,25 @@ FAILED = Failed(
     pickled=b"\x80",
 )  # fmt: skip
 
+TRAINED = Passed(0, 1, 2**40, 7, 9)
+
 PAYLOADS = [
     Start(digest=b"\xff" * 32, restore={"folder": "run", "step": 3, "plain": {}}),
     Ready(),
-    Activation(head=Head(position=9, micro_batch=3, mode=Mode.TRAIN, hyper=[{"lr": 0.1 + 0.2}]),
-               turns=[5, 4], structure=["T", 0], requires_grad=[True], trail=[[0, 1, 2**40]]),
-    Activation(head=Head(position=0, micro_batch=0, mode=Mode.EVALUATE, empty=True), turns=[0]),
+    Activation(head=head(3, [{"lr": 0.1 + 0.2}], position=9), turns=[5, 4], structure=["T", 0],
+               requires_grad=[True], trail=[TRAINED, TRAINED._replace(fingerprint="0f")]),
+    Activation(head=head(0, mode=Mode.EVALUATE, empty=True), turns=[0]),
     OfRule(values=[[True, False], [{"lr": 0.5}], [3]]),
     Command(position=6, name=CommandName.LOAD_STATE, structure=["d", [["a", ["P", b"x"]]]]),
-    Target(structure=["P", None], share=1 / 3),
+    Target(structure=["P", None], task=LossTask(share=1 / 3, loss=OfLoss.WHOLE)),
+    Target(structure=["P", None], task=LossTask(together=Together(4, 3), metrics=b"f")),
     Gradient(present=[True, False]),
-    Loss(loss=None, trail=[[0, 0, 0]]),
+    Loss(loss=None, trail=[TRAINED]),
     Reply(structure=["l", []]),
     Saved(structure=["l", []]),
     FAILED,
-    Activation(head=Head(position=2, micro_batch=1, mode=Mode.INFER), turns=[0], failed=FAILED),
-    Loss(loss=None, trail=[[0, 0, 0]], failed=FAILED),
+    Activation(head=head(1, mode=Mode.INFER), turns=[0], failed=FAILED),
+    Loss(loss=None, trail=[TRAINED], failed=FAILED),
 ]  # fmt: skip
 
 
@@ -68,7 +73,7 @@ def test_every_payload_goes_round(payload):
 
 
 def test_what_msgpack_cannot_write_is_refused_with_the_message_named():
-    payload = Loss(loss=0.0, trail=[[2**70]])
+    payload = Loss(loss=0.0, trail=[TRAINED._replace(busy_ns=2**70)])
     message = made(payload, to=-1, sender=1, number=7)
     with pytest.raises(TransportError, match="loss 7 from address 1 to the coordinator cannot be"):
         encode(message)
@@ -77,7 +82,7 @@ def test_what_msgpack_cannot_write_is_refused_with_the_message_named():
 def test_another_format_is_refused():
     import msgpack
 
-    with pytest.raises(TransportError, match=r"has format 99, but .* reads format 16"):
+    with pytest.raises(TransportError, match=r"has format 99, but .* reads format 17"):
         decode(msgpack.packb([99, 0, 0, 0, 0, 0, 0, []]), [])
 
 

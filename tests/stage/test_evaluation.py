@@ -5,9 +5,10 @@ import math
 
 import pytest
 import torch
+from support.messages import head
 from support.models import Merges
 from support.oracle import assert_same
-from support.stages import ASYNC, HYPER, a_stage, content, value
+from support.stages import ASYNC, a_stage, content, value
 from torch import nn
 
 from pipedream_rt.errors import ConfigError
@@ -133,7 +134,7 @@ class Counts(nn.Module):
 
 def test_an_evaluation_leaves_no_trace_in_frozen_weights_and_extra_state():
     stage, x = a_stage([Counts()], ASYNC, 0), torch.ones(1, 8)
-    stage.forward(0, [value(x)], HYPER)
+    stage.forward(head(0), [value(x)])
     before = copy.deepcopy(stage.module.state_dict())
     data = stage.module[0].base.weight.data_ptr()
     stage.passes.evaluate(0, [value(x)], None)

@@ -17,7 +17,8 @@ from support.one_worker import (
     target,
 )
 
-from pipedream_rt.messages.message import Activation, CommandName, Gradient, Mode
+from pipedream_rt.messages.head import Mode
+from pipedream_rt.messages.message import Activation, CommandName, Gradient, Passed
 from pipedream_rt.messages.tree import unflatten
 from pipedream_rt.schedules import COORDINATOR
 
@@ -46,18 +47,19 @@ def test_the_first_stage_sends_no_gradient_and_the_last_needs_none():
 def test_a_micro_batch_carries_what_the_next_stage_needs():
     """Its turn, number, mode and hyper-parameters, and a trail of the stages it has passed."""
     worker = Worker(THREE, 1)
-    worker.put(activation(1, 0, position=4, turn=0, trail=[[0, 7, 123]])).run()
+    before = Passed(0, 7, 123, 0, 0)
+    worker.put(activation(1, 0, position=4, turn=0, trail=[before])).run()
     (message,) = worker.sent
     payload, head = message.payload, message.payload.head
     assert (message.number, head.position, head.micro_batch) == (0, 4, 0)
-    assert (head.mode, head.empty, head.hyper) == (Mode.TRAIN, False, [{}])
+    assert (head.mode, head.empty, head.mini_batch.hyper) == (Mode.TRAIN, False, [{}])
     assert payload.requires_grad == [True]
-    assert payload.trail[0] == [0, 7, 123]
-    ((stage, version, busy_ns, processor_ns, process_ns, mark),) = payload.trail[1:]
-    assert mark == ""
-    assert (stage, version) == (1, 0)
-    assert busy_ns > 0
-    assert 0 < processor_ns <= process_ns
+    assert payload.trail[0] == before
+    (passed,) = payload.trail[1:]
+    assert (passed.fingerprint, passed.changed_buffers) == ("", False)
+    assert (passed.stage, passed.version) == (1, 0)
+    assert passed.busy_ns > 0
+    assert 0 < passed.processor_ns <= passed.process_ns
     expected = worker.stages[1].module(rows(4))
     assert torch.equal(unflatten(payload.structure, message.tensors), expected)
 
@@ -65,14 +67,14 @@ def test_a_micro_batch_carries_what_the_next_stage_needs():
 def test_a_loss_tells_which_versions_were_read():
     worker = Worker(TWO, 1)
     worker.put(
-        *(activation(1, m, trail=[[0, max(0, m - 1), 5]]) for m in range(3)),
+        *(activation(1, m, trail=[Passed(0, max(0, m - 1), 5, 0, 0)]) for m in range(3)),
         *(target(1, m) for m in range(3)),
     ).run()
     losses = [m.payload for m in worker.sent if line(m).startswith("loss")]
-    assert [[of_stage[:2] for of_stage in loss.trail] for loss in losses] == [
-        [[0, 0], [1, 0]],
-        [[0, 0], [1, 1]],
-        [[0, 1], [1, 2]],
+    assert [[passed[:2] for passed in loss.trail] for loss in losses] == [
+        [(0, 0), (1, 0)],
+        [(0, 0), (1, 1)],
+        [(0, 1), (1, 2)],
     ]
     assert all(type(loss.loss) is float and loss.structure == [] for loss in losses)
 

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 import torch
-from support.stages import ASYNC, HYPER, ONE, TWO, a_stage, value
+from support.messages import head
+from support.stages import ASYNC, ONE, TWO, a_stage, value
 from torch import nn
 
 from pipedream_rt.errors import ConfigError
@@ -42,11 +43,11 @@ class Edits(nn.Module):
 def test_weights_that_a_forward_changes(how, plan, words):
     stage = a_stage([Edits(how)], plan, 0)
     if words is None:
-        stage.forward(0, [value(torch.ones(2))], HYPER)
+        stage.forward(head(0), [value(torch.ones(2))])
         assert stage.module[0].weight.tolist() == [0.5, 0.5]
     else:
         with pytest.raises(ConfigError, match=words):
-            stage.forward(0, [value(torch.ones(2))], HYPER)
+            stage.forward(head(0), [value(torch.ones(2))])
 
 
 class Makes(nn.Module):
@@ -79,7 +80,7 @@ class Makes(nn.Module):
 )
 def test_what_a_forward_makes_is_refused(how, words):
     with pytest.raises(ConfigError, match=words):
-        a_stage([Makes(how)]).forward(0, [value(torch.ones(1, 2))], HYPER)
+        a_stage([Makes(how)]).forward(head(0), [value(torch.ones(1, 2))])
 
 
 def clamps(module):

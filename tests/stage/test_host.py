@@ -18,8 +18,6 @@ from pipedream_rt.messages.message import (
     Command,
     CommandName,
     Failed,
-    Head,
-    Mode,
     Ready,
     Start,
     Target,
@@ -130,12 +128,12 @@ def message(payload, to, position, tensors=()):
 def micro_batch(number=0, position=0):
     structure, tensors = flatten(torch.ones(1, 2))
     payload = Activation(
-        head=Head(position=position, micro_batch=number, mode=Mode.TRAIN, hyper=[{}]),
+        head=messages.head(number, position=position),
         turns=[position],
         structure=structure,
         requires_grad=[False],
     )
-    of_target = Target(structure=structure, share=1.0)
+    of_target = Target(structure=structure)
     return message(payload, 0, position, tensors), message(of_target, 0, position, tensors)
 
 

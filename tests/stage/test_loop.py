@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import diamond
+from support.messages import head
 from support.models import mlp, regression
 from support.one_worker import (
     ANY_ORDER,
@@ -31,13 +32,13 @@ from torch import nn
 
 from pipedream_rt.errors import MessageTimeout, PipelineClosed, ScheduleError, VersionError
 from pipedream_rt.messages import inbox as inbox_module
+from pipedream_rt.messages.head import WITH_LOSS, LossTask, Mode
 from pipedream_rt.messages.message import (
     Activation,
     CommandName,
     Failed,
     Gradient,
-    Head,
-    Mode,
+    Passed,
     Target,
 )
 from pipedream_rt.messages.tree import flatten, unflatten
@@ -131,7 +132,11 @@ def test_a_join_takes_both_producers_outputs_whatever_comes_first(seed):
     """In the order of the producers; each gets its own gradient."""
     worker = Worker(diamond.plan(), 3, {3: {"3": diamond.Join(2)}})
     worker.put(
-        *(activation(3, m, sender=s, trail=[[0, m, 0], [s, m, 0]]) for m in (0, 1) for s in (1, 2)),
+        *(
+            activation(3, m, sender=s, trail=[Passed(each, m, 0, 0, 0) for each in (0, s)])
+            for m in (0, 1)
+            for s in (1, 2)
+        ),
         target(3, 0),
         target(3, 1),
         flush(3, 2),
@@ -147,7 +152,7 @@ def test_a_join_takes_both_producers_outputs_whatever_comes_first(seed):
         "reply 2 3>*",
     ]
     trail = worker.sent[0].payload.trail
-    assert [of_stage[:2] for of_stage in trail] == [[0, 0], [1, 0], [2, 0], [3, 0]]
+    assert [passed[:2] for passed in trail] == [(0, 0), (1, 0), (2, 0), (3, 0)]
 
 
 @ANY_ORDER
@@ -209,14 +214,14 @@ def test_a_worker_that_hosts_all_stages_trains_the_unsplit_model(seed):
     for m, (x, y) in enumerate((x, y) for t in data for x, y in zip(*(v.chunk(2) for v in t))):
         structure, tensors = flatten(x)
         payload = Activation(
-            head=Head(position=m, micro_batch=m, mode=Mode.TRAIN, hyper=[{}]),
+            head=head(m),
             turns=[m, m, m, m],
             structure=structure,
             requires_grad=[False],
         )
         fed.append(of(payload, 0, m, tuple(tensors)))
         structure, tensors = flatten(y)
-        fed.append(of(Target(structure=structure, share=0.5), 1, m, tuple(tensors)))
+        fed.append(of(Target(structure=structure, task=LossTask(share=0.5)), 1, m, tuple(tensors)))
     worker.put(*fed, flush(0, 6), flush(1, 6), seed=seed).run()
     assert_same(worker.state(), weights)
     assert [m.payload.loss for m in worker.sent if line(m).startswith("loss")] == losses
@@ -392,8 +397,8 @@ def test_an_evaluation_passes_through_a_stage_at_its_turn(seed):
         (Mode.INFER, 1),
     ]
     assert [each.requires_grad for each in sent] == [[True], [False], [True], [False]]
-    assert [each.trail[-1][1] for each in sent] == [0, 0, 0, 1]
-    assert [each.head.hyper for each in sent] == [[{}], None, [{}], None]
+    assert [each.trail[-1].version for each in sent] == [0, 0, 0, 1]
+    assert [each.head.mini_batch.hyper for each in sent] == [[{}], [], [{}], []]
     newest = worker.stages[1].module(rows(3))
     assert torch.equal(worker.sent[-1].tensors[0], newest)
 
@@ -474,7 +479,7 @@ def test_what_has_failed_before_is_passed_on_and_not_computed(seed, mode):
         payload=dataclasses.replace(first.payload, failed=failed, structure=["P", None]),
         tensors=(),
     )
-    targets = [target(1, 0)] if mode.has_target else []
+    targets = [target(1, 0)] if mode in WITH_LOSS else []
     worker.put(first, *targets, activation(1, 0, position=1), target(1, 1), seed=seed)
     assert worker.run() == ["loss 0 1>*", "loss 1 1>*", "gradient 1 1>0"]
     passed = worker.sent[0].payload

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from support.stages import ASYNC, HYPER, a_stage, back, value
+from support.messages import head
+from support.stages import ASYNC, a_stage, back, value
 from torch import nn
 
 from pipedream_rt.errors import ConfigError
@@ -53,7 +54,7 @@ def test_memory_is_that_of_one_version():
 def test_versions_are_those_that_the_stage_holds_oldest_first():
     stage = a_stage([nn.Linear(1, 1)], ASYNC, 0)
     for m in range(3):
-        stage.forward(m, [value(torch.ones(1, 1))], HYPER)
+        stage.forward(head(m), [value(torch.ones(1, 1))])
     assert ask(stage, 0, "versions", [], {}) == [0]
     back(stage, 0, [[torch.ones(1, 1)]])
     stage.step(0)
@@ -77,7 +78,7 @@ def test_what_makes_no_sense_is_refused_and_the_stage_goes_on(method, inputs, na
     with pytest.raises(ConfigError, match=words):
         ask(stage, 1, method, inputs, named)
     assert stage.module.training
-    stage.forward(0, [value(torch.ones(2, 2))], HYPER)
+    stage.forward(head(0), [value(torch.ones(2, 2))])
 
 
 def test_a_stage_without_parameters_says_that_it_has_none():

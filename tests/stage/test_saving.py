@@ -6,6 +6,7 @@ import os
 import cloudpickle
 import pytest
 import torch
+from support.messages import head
 from support.models import Recomputes
 from support.oracle import assert_same
 from support.stages import with_layers
@@ -129,7 +130,7 @@ class Run:
                     if i == command_at:
                         self.saver.begin(POSITION, str(folder), step)
                     structure, tensors = flatten(data(i))
-                    stage.forward(i, [Value(structure, tuple(tensors), (False,))], [{}])
+                    stage.forward(head(i), [Value(structure, tuple(tensors), (False,))])
                 case Kind.BACKWARD:
                     with self.saver.watching_buffers():
                         stage.backward(i, [[data(i + 1000)]])
@@ -328,7 +329,7 @@ def read_by(run):
     for _ in range(3):
         m = stage.next_forward
         structure, tensors = flatten(data(m))
-        stage.forward(m, [Value(structure, tuple(tensors), (False,))], [{}])
+        stage.forward(head(m), [Value(structure, tuple(tensors), (False,))])
         versions.append(stage.version_of(m))
     return versions
 

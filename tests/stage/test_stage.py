@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import diamond
+from support.messages import head
 from support.models import (
     OPTIMIZERS,
     POINTS,
@@ -24,7 +25,6 @@ from support.models import (
 from support.oracle import assert_same, layer_seed, oracle
 from support.stages import (
     ASYNC,
-    HYPER,
     TWO,
     a_stage,
     back,
@@ -36,6 +36,7 @@ from support.stages import (
 from torch import nn
 
 from pipedream_rt.errors import ConfigError, NonFiniteLoss, ScheduleError, VersionError
+from pipedream_rt.messages.head import LossTask
 from pipedream_rt.messages.snapshot import Snapshot
 from pipedream_rt.messages.tree import Value, own
 from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind, Kind, plan_for
@@ -111,7 +112,7 @@ class Driver:
         match kind:
             case Kind.FORWARD:
                 target = needed.pop() if index in self.plan.exits else None
-                made = stage.forward(m, needed, HYPER, target)
+                made = stage.forward(head(m), needed, target)
                 made = made if isinstance(made, list) else [made]
                 self.reads[index].append(stage.version_of(m))
             case Kind.BACKWARD:
@@ -164,9 +165,9 @@ def test_two_stages_by_hand_are_the_unsplit_model():
     """What the first returns is the input of the second; gradients come back."""
     model, ((x, y),) = mlp(layers=4), regression(1)
     first, last = split(model, [0, 2], TWO, F.mse_loss, "sgd")
-    (hidden,) = first.forward(0, [value(x)], HYPER)
+    (hidden,) = first.forward(head(0), [value(x)])
     assert hidden.requires_grad == (True,)
-    loss = last.forward(0, [arrived(hidden)], HYPER, value(y))
+    loss = last.forward(head(0), [arrived(hidden)], value(y))
     (gradients,) = back(last, 0)
     assert back(first, 0, [arrived(gradients)]) == [[]]  # nobody wants any of the model's input
     last.step(0)
@@ -251,7 +252,7 @@ def test_a_stage_with_two_producers_takes_the_tuple_of_their_outputs():
     stage = a_stage([Both()], diamond.plan(), 3, loss_fn=lambda x, y: (x * y).sum())
     left, right = torch.ones(2), torch.full((2,), 3.0)
     inputs = [value(left, wanted=True), value({"right": right}, wanted=True)]
-    assert stage.forward(0, inputs, HYPER, value(torch.tensor([5.0, 7.0]))) == -24.0
+    assert stage.forward(head(0), inputs, value(torch.tensor([5.0, 7.0]))) == -24.0
     ((of_left,), (of_right,)) = back(stage, 0)
     assert of_left.tolist() == [5, 7]
     assert of_right.tolist() == [-5, -7]
@@ -260,7 +261,7 @@ def test_a_stage_with_two_producers_takes_the_tuple_of_their_outputs():
 def test_a_layer_that_stands_there_twice_runs_twice():
     layer = nn.Linear(2, 2)
     x = torch.ones(1, 2)
-    made = a_stage([layer, layer]).forward(0, [value(x)], HYPER)
+    made = a_stage([layer, layer]).forward(head(0), [value(x)])
     assert torch.equal(content(made), layer(layer(x)))
 
 
@@ -271,7 +272,7 @@ def test_random_numbers_depend_on_seed_micro_batch_and_layer_alone():
         stage = a_stage([nn.Dropout(0.5)], ASYNC, index, first=7, seed=5)
         for m in range(2):
             torch.rand(m)
-            made = content(stage.forward(m, [value(x)], HYPER))
+            made = content(stage.forward(head(m), [value(x)]))
             torch.manual_seed(layer_seed(5, m, "7"))
             assert torch.equal(made, F.dropout(x, 0.5))
 
@@ -284,7 +285,7 @@ def test_so_do_those_of_a_backward_and_of_a_step(halves):
         torch.manual_seed(0)
         stage = a_stage([Noisy()], loss_fn=F.mse_loss, optimizer=(NoisySGD, {"lr": 0.1}))
         ((x, y),) = regression(1)
-        stage.forward(0, [value(x)], HYPER, value(y))
+        stage.forward(head(0), [value(x)], value(y))
         torch.rand(between)
         if halves:
             stage.backward_input(0)
@@ -310,7 +311,9 @@ def test_a_share_weighs_what_is_derived_and_not_what_is_reported():
     losses = []
     for m, part in enumerate((slice(0, 1), slice(1, 4))):
         share = (0.25, 0.75)[m]
-        losses.append(stage.forward(m, [value(x[part])], HYPER, value(y[part]), share))
+        losses.append(
+            stage.forward(head(m), [value(x[part])], value(y[part]), LossTask(share=share))
+        )
         back(stage, m)
     stage.step(0)
 
@@ -328,13 +331,13 @@ def test_a_share_weighs_what_is_derived_and_not_what_is_reported():
 def test_a_loss_that_is_not_finite_is_refused_with_its_place(bad):
     stage = a_stage([nn.Linear(1, 1)], TWO, 1, loss_fn=lambda x, y: x.abs().sum() * y)
     with pytest.raises(NonFiniteLoss, match=f"stage 1.*micro-batch 0.*{bad}") as e:
-        stage.forward(0, [value(torch.ones(1, 1))], HYPER, value(torch.tensor(bad)))
+        stage.forward(head(0), [value(torch.ones(1, 1))], value(torch.tensor(bad)))
     assert (e.value.stage, e.value.action) == (1, "F0")
 
 
 def test_or_ignored_if_the_user_says_so():
     stage = a_stage([nn.Linear(1, 1)], loss_fn=lambda x, y: x.sum() * y, on_nan="ignore")
-    loss = stage.forward(0, [value(torch.ones(1, 1))], HYPER, value(torch.tensor(math.nan)))
+    loss = stage.forward(head(0), [value(torch.ones(1, 1))], value(torch.tensor(math.nan)))
     assert math.isnan(loss)
     back(stage, 0)
     stage.step(0)
@@ -348,14 +351,14 @@ def test_or_ignored_if_the_user_says_so():
 def test_a_loss_that_is_no_scalar_is_refused(loss_fn, found, ask):
     stage = a_stage([nn.Identity()], loss_fn=loss_fn)
     inputs, target = [value(torch.ones(2, 3))], value(None)
-    arguments = (0, inputs, target) if ask == "evaluate" else (0, inputs, HYPER, target)
+    arguments = (0 if ask == "evaluate" else head(0), inputs, target)
     with pytest.raises(ConfigError, match=f"loss_fn.*{found}"):
         getattr(stage if ask == "forward" else stage.passes, ask)(*arguments)
 
 
 def test_a_loss_with_one_element_is_a_scalar():
     stage = a_stage([nn.Linear(1, 1)], loss_fn=lambda x, y: (x * y).sum(0))
-    assert type(stage.forward(0, [value(torch.ones(1, 1))], HYPER, value(torch.ones(1)))) is float
+    assert type(stage.forward(head(0), [value(torch.ones(1, 1))], value(torch.ones(1)))) is float
     back(stage, 0)
 
 
@@ -373,7 +376,7 @@ def test_both_halves_of_a_backward_are_a_backward(index):
         stage = a_stage(layers, ASYNC, index, loss_fn=loss_fn, optimizer="adamw")
         x, other = torch.randn(3, 4), torch.randn(3, 4)
         target, gradients = (value(other), ()) if index == 2 else (None, [[other]])
-        stage.forward(0, [value(x, wanted=index > 0)], HYPER, target)
+        stage.forward(head(0), [value(x, wanted=index > 0)], target)
         if halves:
             caught = stage.backward_input(0, gradients)
             assert stage.ended == 0
@@ -395,7 +398,7 @@ def test_where_no_consumer_has_a_gradient_none_goes_back_and_nothing_is_learnt(h
     """A weight without a gradient is not decayed either: an optimizer leaves it alone."""
     stage = a_stage([nn.Linear(2, 2)], TWO, 0, optimizer="adamw")
     before = copy.deepcopy(stage.module.state_dict())
-    stage.forward(0, [value(torch.ones(1, 2), wanted=True)], HYPER)
+    stage.forward(head(0), [value(torch.ones(1, 2), wanted=True)])
     if halves:
         assert stage.backward_input(0, [[None]]) == [[None]]
         back_weight(stage, 0)
@@ -413,7 +416,7 @@ def test_what_the_caller_gave_is_not_changed():
     kept = x.clone(), gradient.clone()
     hyper = [{"lr": 0.5}]
     for m in range(2):
-        stage.forward(m, [value(x)], hyper)
+        stage.forward(head(m, hyper), [value(x)])
         back(stage, m, [[gradient]])
         stage.step(m)
     stage.passes.evaluate(0, [value(x)], None)
@@ -425,12 +428,12 @@ def test_what_the_caller_gave_is_not_changed():
     y = torch.randn(1, 2)
     last = a_stage([nn.Linear(2, 2)], TWO, 1, loss_fn=F.mse_loss)
     kept = y.clone()
-    last.forward(0, [value(x, wanted=True)], HYPER, value(y))
+    last.forward(head(0), [value(x, wanted=True)], value(y))
     ((found,),) = back(last, 0)
     assert torch.equal(y, kept)
     sent = found.clone()
     last.step(0)
-    last.forward(1, [value(torch.randn(1, 2), wanted=True)], HYPER, value(y))
+    last.forward(head(1), [value(torch.randn(1, 2), wanted=True)], value(y))
     back(last, 1)
     assert torch.equal(found, sent)
 
@@ -449,10 +452,10 @@ def test_a_micro_batch_without_samples_changes_nothing(halves):
             [nn.Linear(8, 8), nn.BatchNorm1d(8)], plan, loss_fn=F.mse_loss, optimizer="adamw"
         )
         ((x, y),) = regression(1)
-        stage.forward(0, [value(x)], HYPER, value(y))
+        stage.forward(head(0), [value(x)], value(y))
         back(stage, 0)
         if empty:
-            assert stage.forward(1, None, HYPER) is None
+            assert stage.forward(head(1), None) is None
             if halves:
                 assert stage.backward_input(1) == []
                 back_weight(stage, 1)
@@ -472,7 +475,7 @@ def test_an_update_takes_the_hyper_parameters_that_came_with_its_last_micro_batc
     stage = a_stage([nn.Linear(1, 1, bias=False)], ASYNC, 0, optimizer=(torch.optim.SGD, {"lr": 9}))
     nn.init.zeros_(stage.module[0].weight)
     for m, rate in enumerate((0.5, 0.25, 0.125)):
-        stage.forward(m, [value(torch.ones(1, 1))], [{"lr": rate}])
+        stage.forward(head(m, [{"lr": rate}]), [value(torch.ones(1, 1))])
     for m, weight in enumerate((-0.5, -0.75, -0.875)):
         back(stage, m, [[torch.ones(1, 1)]])
         stage.step(m)
@@ -481,7 +484,7 @@ def test_an_update_takes_the_hyper_parameters_that_came_with_its_last_micro_batc
 
 def test_a_step_needs_an_optimizer():
     stage = a_stage([nn.Linear(1, 1)], optimizer=None, loss_fn=F.mse_loss)
-    stage.forward(0, [value(torch.ones(1, 1))], HYPER, value(torch.ones(1, 1)))
+    stage.forward(head(0), [value(torch.ones(1, 1))], value(torch.ones(1, 1)))
     back(stage, 0)
     with pytest.raises(ConfigError, match="optimizer"):
         stage.step(0)
@@ -491,7 +494,7 @@ def test_a_stage_without_weights_steps_all_the_same():
     """Its versions are numbers only."""
     stage = a_stage([nn.ReLU()], TWO, 0)
     for m in range(2):
-        assert not stage.forward(m, [value(torch.ones(1))], HYPER)[0].requires_grad[0]
+        assert not stage.forward(head(m), [value(torch.ones(1))])[0].requires_grad[0]
         assert back(stage, m, [[]]) == [[]]
         stage.step(m)
     assert stage.statistics()["updates"] == 2
@@ -517,7 +520,7 @@ def test_an_optimizer_may_assign_data():
     )
     stage.set_optimizer(cloudpickle.dumps(spec))
     for m in range(3):
-        stage.forward(m, [value(torch.ones(1, 1))], HYPER)
+        stage.forward(head(m), [value(torch.ones(1, 1))])
     back(stage, 0, [[torch.ones(1, 1)]])
     stage.step(0)
     assert torch.equal(stage.module[0].weight, plain[0].weight - 0.5)
@@ -534,7 +537,7 @@ def test_passes_take_the_tuple_of_two_producers_outputs_too():
 def test_passes_read_the_newest_weights_and_change_nothing_that_is_in_flight():
     stage = a_stage([nn.Linear(1, 1)], ASYNC, 0)
     for m in range(3):
-        stage.forward(m, [value(torch.ones(1, 1))], HYPER)
+        stage.forward(head(m), [value(torch.ones(1, 1))])
     back(stage, 0, [[torch.ones(1, 1)]])
     stage.step(0)
     newest = stage.module[0](torch.ones(1, 1))
@@ -564,7 +567,7 @@ def with_versions():
     for action in ASYNC.order(0, 0, 4):
         match action.kind:
             case Kind.FORWARD:
-                stage.forward(action.index, [value(x)], HYPER)
+                stage.forward(head(action.index), [value(x)])
             case Kind.BACKWARD:
                 back(stage, action.index, [[gradient]])
             case Kind.STEP:
@@ -585,7 +588,7 @@ def test_loading_a_state_forgets_the_versions_before():
     loaded["0.weight"].zero_()  # a copy was taken
     assert stage.parameters.ledger.kept == {4}
     assert ASYNC.reads(0, 4) == 2
-    assert content(stage.forward(4, [value(torch.ones(1, 1))], HYPER)).tolist() == [[12]]
+    assert content(stage.forward(head(4), [value(torch.ones(1, 1))])).tolist() == [[12]]
     assert stage.version_of(4) == 4
 
 
@@ -598,7 +601,7 @@ def test_what_a_state_does_not_have_stays():
 
 def test_weights_are_not_replaced_while_micro_batches_are_in_flight():
     stage = a_stage([nn.Linear(1, 1)])
-    stage.forward(0, [value(torch.ones(1, 1))], HYPER)
+    stage.forward(head(0), [value(torch.ones(1, 1))])
     with pytest.raises(VersionError, match="in flight"):
         stage_state.load_state(stage, {})
     with pytest.raises(VersionError, match="in flight"):
@@ -628,7 +631,7 @@ def test_a_stage_goes_on_as_of_an_update_with_its_older_versions_and_buffers():
     assert (stage.next_forward, stage.ended) == (10, 10)
     assert stage.statistics()["updates"] == 5
     for m, (version, output) in enumerate(((4, 40.5), (4, 40.5), (5, 50.5)), 10):
-        assert content(stage.forward(m, [value(torch.zeros(1))], HYPER)).item() == output
+        assert content(stage.forward(head(m), [value(torch.zeros(1))])).item() == output
         assert stage.version_of(m) == version
 
 
@@ -662,7 +665,7 @@ def test_statistics():
 @pytest.mark.parametrize("ask", ["backward", "backward_input", "backward_weight"])
 def test_a_backward_needs_a_forward_in_flight(ask):
     stage = a_stage([nn.Linear(1, 1)], TWO, 0)
-    stage.forward(0, [value(torch.ones(1, 1))], HYPER)
+    stage.forward(head(0), [value(torch.ones(1, 1))])
     with pytest.raises(ScheduleError, match=r"stage 0.*micro-batch 3.*\[0\]"):
         getattr(stage, ask)(3)
 
@@ -674,14 +677,14 @@ def test_a_micro_batch_that_is_not_in_flight_reads_no_version():
 
 def test_a_micro_batch_goes_forward_once():
     stage = a_stage([nn.Linear(1, 1)])
-    stage.forward(0, [value(torch.ones(1, 1))], HYPER)
+    stage.forward(head(0), [value(torch.ones(1, 1))])
     with pytest.raises(VersionError, match=r"micro-batch 0 .*twice"):
-        stage.forward(0, [value(torch.ones(1, 1))], HYPER)
+        stage.forward(head(0), [value(torch.ones(1, 1))])
 
 
 def test_a_version_that_is_not_there_cannot_be_read():
     """The plan says that micro-batch 1 reads version 1, which no step has made."""
     stage = a_stage([nn.Linear(1, 1)])
-    stage.forward(0, [value(torch.ones(1, 1))], HYPER)
+    stage.forward(head(0), [value(torch.ones(1, 1))])
     with pytest.raises(VersionError, match=r"F1 .*version 1.*\[0\]"):
-        stage.forward(1, [value(torch.ones(1, 1))], HYPER)
+        stage.forward(head(1), [value(torch.ones(1, 1))])

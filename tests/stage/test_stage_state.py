@@ -2,11 +2,13 @@
 
 import torch
 import torch.nn.functional as F
+from support.messages import head
 from support.oracle import assert_same
-from support.stages import HYPER, stages_of, value
+from support.stages import stages_of, value
 from torch import nn
 
 from pipedream_rt import Clip
+from pipedream_rt.messages.head import LossTask
 from pipedream_rt.messages.state_keys import by_text
 from pipedream_rt.stage import stage_state
 
@@ -26,7 +28,7 @@ def one_stage(**options):
 def train(stage, numbers):
     for m in numbers:
         x = torch.randn(6, 4, generator=torch.Generator().manual_seed(m))
-        stage.forward(m, [value(x)], HYPER, value(x.flip(0)), 1.0)
+        stage.forward(head(m), [value(x)], value(x.flip(0)), LossTask(share=1.0))
         stage.backward(m, ())
         stage.end(m)
         stage.step(m)

@@ -2,6 +2,7 @@
 
 import queue
 
+from pipedream_rt.messages.head import WITH_LOSS, Head, MiniBatch, Mode
 from pipedream_rt.messages.message import PAYLOADS, Gradient, Key, Message, OfRule
 from pipedream_rt.schedules.edges import Edge
 
@@ -12,6 +13,20 @@ def message(payload, *, to, sender, number, generation=0, tensors=(), kind=None)
     edge = Edge(kind or _KINDS[type(payload)], sender, to)
     return Message(
         key=Key(edge, number), generation=generation, payload=payload, tensors=tuple(tensors)
+    )
+
+
+def head(micro_batch, hyper=None, *, position=None, mode=Mode.TRAIN, **fields):
+    """Of a micro-batch at the position of its number; one group, whose hyper-parameters stay."""
+    if hyper is None:
+        hyper = [{}] if mode is Mode.TRAIN else []
+    return Head(
+        position=micro_batch if position is None else position,
+        micro_batch=micro_batch,
+        mode=mode,
+        mini_batch=MiniBatch(hyper, []),
+        has_target=mode in WITH_LOSS,
+        **fields,
     )
 
 

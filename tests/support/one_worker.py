@@ -10,15 +10,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from pipedream_rt.errors import PipelineClosed
+from pipedream_rt.messages.head import LossTask, Mode
 from pipedream_rt.messages.inbox import Inbox
 from pipedream_rt.messages.message import (
     Activation,
     Command,
     CommandName,
     Gradient,
-    Head,
     Message,
-    Mode,
     Target,
 )
 from pipedream_rt.messages.tree import flat_copy, flatten, own, unflatten
@@ -129,13 +128,7 @@ def activation(
     structure, tensors = flatten(None if empty else rows(position))
     turn = position if turn is None else turn
     payload = Activation(
-        head=Head(
-            position=position,
-            micro_batch=m,
-            mode=mode,
-            empty=empty,
-            hyper=[{}] if mode is Mode.TRAIN else None,
-        ),
+        head=messages.head(m, position=position, mode=mode, empty=empty),
         turns=[turn] * 4,
         structure=structure,
         requires_grad=[sender != COORDINATOR] * len(tensors),
@@ -146,7 +139,7 @@ def activation(
 
 def target(to, turn, share=1.0, position=None):
     structure, tensors = flatten(rows((turn if position is None else position) + 100))
-    return of(Target(structure=structure, share=share), to, turn, tuple(tensors))
+    return of(Target(structure=structure, task=LossTask(share=share)), to, turn, tuple(tensors))
 
 
 def gradient(to, position, sender=None, present=True):

@@ -21,9 +21,6 @@ ONE = plan_for("1f1b", num_stages=1)
 TWO = plan_for("1f1b", num_stages=2)
 ASYNC = plan_for("async-1f1b", num_stages=3)
 
-HYPER = [{}]
-"""One parameter group, whose hyper-parameters stay."""
-
 
 def value(x, wanted=False):
     """A value as the coordinator sends it; wanted: as a producer does, who wants gradients."""

@@ -31,12 +31,14 @@ from pipedream_rt.batches.looking import begun
 from pipedream_rt.batches.micro_batches import CutBatch, Cutter, LossChecks, MicroBatch
 from pipedream_rt.batches.weighing import Samples, WeighedMean, Weighing
 from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
+from pipedream_rt.coordinator.feed.hooks import FeedHooks
 from pipedream_rt.coordinator.feed.loss_decision import ELSEWHERE, LossDecision
 from pipedream_rt.coordinator.recovery.group import WorkerGroup
 from pipedream_rt.coordinator.results import PendingStep, StepResult
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.script_values import ScriptValues
-from pipedream_rt.messages.message import CommandName, Head, Key, Loss, Message, Mode
+from pipedream_rt.messages.head import Head, LossTask, MiniBatch, Mode, Together
+from pipedream_rt.messages.message import CommandName, Key, Loss, Message
 from pipedream_rt.messages.of_loss import OfLoss
 from pipedream_rt.messages.tree import unflatten
 from pipedream_rt.models.settings import (
@@ -75,18 +77,17 @@ class Feeder:
         items: The reader of items of loaders.
         step: Number of mini-batches injected so far.
         script: The values of the script that stages have copies of.
-        first: Called with the first mini-batch, before it is fed, and the number of micro-batches.
+        hooks: What the run does with mini-batches.
         passes: Number of micro-batches fed so far for evaluation and inference.
         numbers: Numbers for the caches and buffers that stages keep from pass to pass.
         pending: The mini-batches on their way, oldest first.
         waited_s: The seconds for which the script has waited for results.
-        watch_first: Called with each injected mini-batch until it returns False; None for nobody.
-        drop_gradients: Called where the script drops its gradients of an update that is open.
     """
 
     def __init__(
         self,
         group: WorkerGroup,
+        hooks: FeedHooks,
         *,
         forwards: Forwards,
         credits: int,
@@ -100,17 +101,11 @@ class Feeder:
         of_loss: OfLoss,
         recorder: Recorder | None,
         fingerprint_every: int | None = None,
-        refuse: Callable[[], None] | None = None,
         script: ScriptValues,
-        first: Callable[[Batch, int], object] = lambda batch, count: None,
-        watch: Sequence[Callable[[StepResult], object]] = (),
-        injected: Callable[[CutBatch, DistributedOptimizer], object] | None = None,
     ) -> None:
-        self.first = first
-        self._injected = injected
-        self._watch = watch
+        self.hooks = hooks
         self._fingerprint_every = fingerprint_every  # in mini-batches
-        self._refuse, self.script = refuse, script
+        self.script = script
         self._settings = settings
         self.forwards = forwards
         self._group = group
@@ -129,8 +124,7 @@ class Feeder:
         self.waited_s = 0.0
         self._adds: bool | None = None  # see `_losses_add`; None until the model was asked
         self._bad_metrics: set[str] = set()
-        self.watch_first: Callable[[CutBatch, PendingStep], bool] | None = None
-        self.drop_gradients: Callable[[], object] = lambda: None
+        self._look: Callable[[CutBatch, PendingStep], bool] | None = None
         self._newest: PendingStep | None = None
         # No strong reference: workers of a dropped pipeline would never end.
         part = weakref.WeakMethod(self._part)
@@ -185,17 +179,18 @@ class Feeder:
         optimizer = self.ready()
         given = self.script.now()
         if not self.step:
-            self.first(batch if isinstance(batch, Batch) else batch.parts[0], self._per_update)
+            first = batch if isinstance(batch, Batch) else batch.parts[0]
+            self.hooks.first(first, self._per_update)
         if isinstance(batch, Batch) and self._group.plan.loss_in_script:
             self._refuse_elsewhere(batch, self._per_update)
         cut = self._cut(batch)
         if why := self._why_no_mean(cut.first_part or cut):
             self.decision.is_no_mean(why, batch, cut.told)
             cut = self._cut(batch)
-        compared = self._compared(cut.first_part or cut)
+        together = self._together(cut.first_part or cut)
         while len(self.pending) >= self.credits:
             self.collect_oldest()
-        hyper = optimizer.hyper()
+        mini_batch = MiniBatch(optimizer.hyper(), given)
         self._group.feed.define()
         shares, sizes = ([getattr(p, of) for p in cut.parts] for of in ("share", "samples"))
         pending = PendingStep(self, self.step, self._group.feed.position, shares, sizes)
@@ -207,18 +202,21 @@ class Feeder:
             for i, part in enumerate(cut.parts):
                 number = self.step * self._per_update + i
                 marks = wants_mark and i == len(cut.parts) - 1
-                self.feed(part, number, hyper, given, marks, compared.get(i, ()), metrics)
+                self.feed(part, number, mini_batch, marks, together.get(i), metrics)
             optimizer.count_step()
             self.step += 1
             self.pending.append(pending)
-        if self._injected is not None:
-            self._injected(cut, optimizer)
+        self.hooks.injected(cut, optimizer)
         if cut.parts[0].loss is OfLoss.DECIDE:
             pending.result()  # by which the next one is fed
-        if (look := self.watch_first) is not None:
-            self.watch_first = None  # not once more, if it raises
-            self.watch_first = look if look(cut, pending) else None
+        if (look := self._look) is not None:
+            self._look = None  # not once more, if it raises
+            self._look = look if look(cut, pending) else None
         return pending
+
+    def watch(self, look: Callable[[CutBatch, PendingStep], bool]) -> None:
+        """Call a function with each injected mini-batch from now on, until it returns False."""
+        self._look = look
 
     def _cut(self, batch: Batch | Accumulated) -> CutBatch:
         """Cut a mini-batch that is to be trained on."""
@@ -253,18 +251,16 @@ class Feeder:
             raise ConfigError("training needs loss_fn and optimizer; give both to Pipeline")
         refuse_no_grad()
         self._refuse_local_contexts()
-        if self._refuse is not None:
-            self._refuse()
+        self.hooks.refuse_changes()
         return optimizer
 
     def feed(
         self,
         part: MicroBatch,
         number: int,
-        hyper: list[dict[str, Any]],
-        given: list[list[Any]],
+        mini_batch: MiniBatch,
         fingerprint: bool = False,
-        compared: Sequence[int] = (),
+        together: Together | None = None,
         metrics: bytes = b"",
     ) -> int:
         """Feed a micro-batch to train on; return its position."""
@@ -273,14 +269,15 @@ class Feeder:
             position=self._group.feed.position,
             micro_batch=number,
             mode=Mode.TRAIN,
+            mini_batch=mini_batch,
             empty=not part.samples,
+            has_target=not self._group.plan.loss_in_script,
             program=part.program,
             numbers=[*part.numbers],
             fingerprint=fingerprint,
-            hyper=hyper,
-            given=given,
         )
-        self._group.feed.micro_batch(head, part, compared, metrics)
+        task = LossTask(share=part.share, loss=part.loss, together=together, metrics=metrics)
+        self._group.feed.micro_batch(head, part, task)
         self.record(INJECTED, number, NOBODY, start, start)
         return head.position
 
@@ -308,17 +305,17 @@ class Feeder:
         """Return a micro-batch as it is fed."""
         return self._cutter.part(batch, mode, self._group.feed.training, samples)
 
-    def _compared(self, cut: CutBatch) -> dict[int, list[int]]:
-        """Arrange the loss check of a mini-batch; return `Target.compared` by micro-batch."""
+    def _together(self, cut: CutBatch) -> dict[int, Together]:
+        """Arrange the loss check of a mini-batch; return `LossTask.together` by micro-batch."""
         if cut.parts[0].loss is not OfLoss.PARTS:  # the last stage has all outputs
-            return {i: [len(cut.filled), part.samples] for i, part in cut.filled.items()}
+            return {i: Together(len(cut.filled), p.samples) for i, p in cut.filled.items()}
         # A loss function is compared by the stage that computes it.
         if self.forwards.own_loss or not self._checks.takes(cut, self.step):
             return {}
         first = self.step * self._per_update
         at = {i: self._loss_edge(first + i).source for i in cut.filled}
-        together = Counter(at.values())  # replicas of the last stage compare what they have
-        return {i: [together[at[i]], part.samples] for i, part in cut.filled.items()}
+        counts = Counter(at.values())  # replicas of the last stage compare what they have
+        return {i: Together(counts[at[i]], part.samples) for i, part in cut.filled.items()}
 
     def _why_no_mean(self, cut: CutBatch) -> str:
         """Compare the model's own loss of a mini-batch, in eval mode, with its micro-batches'."""
@@ -390,8 +387,7 @@ class Feeder:
         self.decision.came(taken)
         self._checks.came(pending.step, pending.outcome.losses)
         self._say_of_bad_metrics(taken)
-        for watch in self._watch:
-            watch(pending.outcome)
+        self.hooks.came(pending.outcome, self.waited_s)
 
     def closed(self, cut: CutBatch, messages: Sequence[Message]) -> None:
         """Count an update whose micro-batches were fed one by one; their outputs are there."""
@@ -399,8 +395,7 @@ class Feeder:
         assert self.optimizer is not None
         self.optimizer.count_step()
         self.step += 1
-        if self._injected is not None:
-            self._injected(cut, self.optimizer)
+        self.hooks.injected(cut, self.optimizer)
         self._came(pending, messages)
 
     def _say_of_bad_metrics(self, taken: Sequence[Loss]) -> None:
@@ -549,7 +544,7 @@ class Feeder:
             loss, output = self._take_loss(position)
             ahead.popleft()  # now: what is waited for again must still be there
             # Where the pass has changed buffers, a recovery must do it again until the end.
-            if stays is not None and any(mark for *_, mark in loss.trail):
+            if stays is not None and any(passed.changed_buffers for passed in loss.trail):
                 stays.append(position)
             elif mode.leaves_no_trace:
                 self._group.feed.log.forget(position)
@@ -613,13 +608,15 @@ class Feeder:
             position=self._group.feed.position,
             micro_batch=self.passes,
             mode=mode,
+            mini_batch=MiniBatch([], self.script.now()),
+            has_target=mode.evaluates,
             program=part.program,
             numbers=[*part.numbers],
             version=version,
             cache=cache,
-            given=self.script.now(),
         )
-        self._group.feed.micro_batch(head, part, metrics=metrics)
+        task = LossTask(share=part.share, loss=part.loss, metrics=metrics)
+        self._group.feed.micro_batch(head, part, task)
         self.passes += 1
         return head.position
 
@@ -672,8 +669,8 @@ def _result(pending: PendingStep, taken: list[Loss]) -> StepResult:
     pairs = zip(losses, shares, strict=True)
     weighed = [(loss, share) for loss, share in pairs if loss is not None and share]
     in_script = any(loss.structure for loss in taken)  # the outputs came, for the script's loss
-    oldest = min(version for loss in taken for _, version, *_ in loss.trail)
-    marks = [mark for *_, mark in taken[-1].trail]
+    oldest, trail = min(passed.version for loss in taken for passed in loss.trail), taken[-1].trail
+    marks = [passed.fingerprint for passed in trail]
     said: dict[str, list[tuple[float, float]]] = {}
     together = any(each.parts or each.whole for each in taken)
     for loss, share in zip(taken, shares, strict=True):
@@ -687,11 +684,11 @@ def _result(pending: PendingStep, taken: list[Loss]) -> StepResult:
         # Summed in the order of the micro-batches, so that no timing can change the bits.
         loss=math.nan if in_script else sum(loss * share for loss, share in weighed),
         losses=tuple(loss for loss, _ in weighed),
-        versions=tuple(version for _, version, *_ in taken[-1].trail),
+        versions=tuple(passed.version for passed in trail),
         staleness=max(0, pending.step - oldest),
-        busy_s=tuple(busy_ns / 1e9 for _, _, busy_ns, *_ in taken[-1].trail),
-        processor_s=tuple(of_stage[3] / 1e9 for of_stage in taken[-1].trail),
-        process_s=tuple(of_stage[4] / 1e9 for of_stage in taken[-1].trail),
+        busy_s=tuple(passed.busy_ns / 1e9 for passed in trail),
+        processor_s=tuple(passed.processor_ns / 1e9 for passed in trail),
+        process_s=tuple(passed.process_ns / 1e9 for passed in trail),
         fingerprint=combined(marks) if all(marks) else None,
         metrics={
             name: mean(found, together or len(found) == len(weighed))

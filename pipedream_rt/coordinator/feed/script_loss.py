@@ -28,6 +28,7 @@ from pipedream_rt.coordinator.feed.feeder import Feeder
 from pipedream_rt.coordinator.feed.graph import Call, Fed, in_graph
 from pipedream_rt.coordinator.recovery.group import WorkerGroup
 from pipedream_rt.errors import ConfigError, NonFiniteLoss
+from pipedream_rt.messages.head import MiniBatch
 from pipedream_rt.messages.message import Gradient, Key, Loss, Message
 from pipedream_rt.messages.tree import Value, flatten, own, unflatten
 from pipedream_rt.schedules import COORDINATOR, Edge, EdgeKind
@@ -99,12 +100,7 @@ class _Handed:
 
 
 class ScriptLoss:
-    """The outputs that the script has, and those that it has yet to get.
-
-    Attributes:
-        watch_first: Called with the first update that the script has computed: its micro-batches
-            where they were forwards by hand, the outputs, and their gradients; None for nobody.
-    """
+    """The outputs that the script has, and those that it has yet to get."""
 
     def __init__(self, group: WorkerGroup, feeder: Feeder, on_nan: str) -> None:
         self._group, self._feeder, self._on_nan = group, feeder, on_nan
@@ -118,11 +114,18 @@ class ScriptLoss:
         # Messages that nobody will wait for; those of an edge must be taken in order.
         self._rest: deque[Key] = deque()
         self._told_of_no_grad = False
-        self.watch_first: Watch | None = None
+        self._watch: Watch | None = None
         # No strong reference: workers of a dropped pipeline would never end.
-        settle, zero = weakref.WeakMethod(self.settle), weakref.WeakMethod(self.zero)
+        settle = weakref.WeakMethod(self.settle)
         group.settle = lambda: (still := settle()) and still()
-        feeder.drop_gradients = lambda: (still := zero()) and still()
+
+    def watch(self, look: Watch) -> None:
+        """Call a function once with the first update that the script computes from now on.
+
+        It is given the micro-batches where they were forwards by hand, else None; the outputs; and
+        their gradients.
+        """
+        self._watch = look
 
     # -- whole mini-batches -----------------------------------------------------------------------
 
@@ -160,8 +163,8 @@ class ScriptLoss:
         self, cut: CutBatch | None, values: Sequence[Value], gradients: Sequence[Given]
     ) -> None:
         """Let the first update that the script has computed be looked at."""
-        if (watch := self.watch_first) is not None:
-            self.watch_first = None  # not once more, if it raises
+        if (watch := self._watch) is not None:
+            self._watch = None  # not once more, if it raises
             watch(cut, values, gradients)
 
     def _give_all(self, gradients: Sequence[Given], skips: bool) -> None:
@@ -217,14 +220,14 @@ class ScriptLoss:
         self._refuse_forward(count, bool(asked))
         self._take_rest()
         if not self._fed and not feeder.step:
-            feeder.first(batch, count)
+            feeder.hooks.first(batch, count)
         parts = feeder.parts(batch, count)
         if asked:
             flags = tuple(tensor.requires_grad for tensor in inputs)
             parts = [p._replace(inputs=p.inputs._replace(requires_grad=flags)) for p in parts]
         self._group.feed.define()
-        hyper, script_values = optimizer.hyper(), feeder.script.now()
-        call = Call(self, parts, [self._feed(part, hyper, script_values) for part in parts], asked)
+        mini_batch = MiniBatch(optimizer.hyper(), feeder.script.now())
+        call = Call(self, parts, [self._feed(part, mini_batch) for part in parts], asked)
         with self._group.life.guard("forward waited for its output"):
             call.messages = [feeder.take(fed.key, fed.number) for fed in call.fed]
         self._calls.append(call)
@@ -235,11 +238,11 @@ class ScriptLoss:
         structure, tensors, asks = joined(call.outputs)
         return unflatten(structure, in_graph(call, tensors, asks))
 
-    def _feed(self, part: MicroBatch, hyper: list[Hyper], script_values: list[list[Any]]) -> Fed:
+    def _feed(self, part: MicroBatch, mini_batch: MiniBatch) -> Fed:
         """Feed the next micro-batch of the open update."""
         feeder = self._feeder
         number = feeder.step * self._plan.per_update + len(self._fed)
-        position = feeder.feed(part, number, hyper, script_values)
+        position = feeder.feed(part, number, mini_batch)
         fed = Fed(number, position, part.samples, feeder.key_of(number, position))
         self._fed.append(fed)
         return fed
@@ -355,9 +358,9 @@ class ScriptLoss:
     def _fill(self, hyper: list[Hyper]) -> None:
         """Fill the open update up with micro-batches without samples."""
         missing = self._plan.per_update - len(self._fed)
-        script_values = self._feeder.script.now() if missing else []
+        mini_batch = MiniBatch(hyper, self._feeder.script.now() if missing else [])
         for _ in range(missing):
-            self._rest.append(self._feed(EMPTY, hyper, script_values).key)
+            self._rest.append(self._feed(EMPTY, mini_batch).key)
 
     @torch.enable_grad()  # a backward turns it off, and stages may compute in this thread
     def input_gradients(self, call: Call) -> list[Tensor | None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -20,14 +19,13 @@ from pipedream_rt.coordinator.recovery.feed_log import (
     Role,
 )
 from pipedream_rt.lifecycle import Lifecycle
+from pipedream_rt.messages.head import Head, LossTask, Mode
 from pipedream_rt.messages.message import (
     Activation,
     Command,
     CommandName,
     Gradient,
-    Head,
     Key,
-    Mode,
     Send,
     Target,
 )
@@ -98,15 +96,13 @@ class Feed:
             self._forwards.drop(program := self._unused.popleft())
             self._last_fed.pop(program, None)
 
-    def micro_batch(
-        self, head: Head, part: MicroBatch, compared: Sequence[int] = (), metrics: bytes = b""
-    ) -> None:
+    def micro_batch(self, head: Head, part: MicroBatch, task: LossTask) -> None:
         """Feed a micro-batch, and keep it for recoveries; its head has the next position."""
         self._life.check()
         # An error between input and target must end the pipeline.
         with self._life.guard("a micro-batch was fed"):
             self._last_fed[part.program] = head.position
-            self._feed(FedMicroBatch(head, part, compared, metrics))
+            self._feed(FedMicroBatch(head, part, task))
             if head.mode is Mode.TRAIN:
                 self.next_micro_batch = head.micro_batch + 1
 
@@ -143,7 +139,8 @@ class Feed:
     def _feed(self, entry: Entry) -> None:
         """Send an item, and keep it for recoveries."""
         self._send_entry(entry)
-        self.log.append(entry)
+        if self.log.on:
+            self.log.append(entry)
         self.position += 1
 
     def again(self, restore_point: RestorePoint) -> int:
@@ -173,9 +170,7 @@ class Feed:
         else:
             self._send_command(*entry)
 
-    def _send_micro_batch(
-        self, head: Head, part: MicroBatch, compared: Sequence[int], metrics: bytes
-    ) -> None:
+    def _send_micro_batch(self, head: Head, part: MicroBatch, task: LossTask) -> None:
         plan = self._plan
         route = head.micro_batch if head.mode is Mode.TRAIN else 0
         on_its_way = [plan.address_of(stage, route) for stage in range(plan.num_stages)]
@@ -190,15 +185,9 @@ class Feed:
             )
             key = Key(Edge(EdgeKind.ACTIVATION, COORDINATOR, on_its_way[stage]), turns[stage])
             self._send(key, activation, tensors)
-        if not head.mode.brings_target(plan.loss_in_script):
+        if not head.has_target:
             return
-        target = Target(
-            structure=part.target.structure,
-            share=part.share,
-            compared=list(compared),
-            metrics=metrics,
-            loss=part.loss,
-        )
+        target = Target(structure=part.target.structure, task=task)
         for stage in plan.exits:
             key = Key(Edge(EdgeKind.TARGET, COORDINATOR, on_its_way[stage]), turns[stage])
             self._send(key, target, part.target.tensors)

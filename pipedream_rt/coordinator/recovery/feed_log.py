@@ -12,7 +12,7 @@ plan.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -21,7 +21,8 @@ from typing import NamedTuple, TypeAlias
 from torch import Tensor
 
 from pipedream_rt.batches.micro_batches import MicroBatch
-from pipedream_rt.messages.message import Command, Gradient, Head
+from pipedream_rt.messages.head import Head, LossTask
+from pipedream_rt.messages.message import Command, Gradient
 
 
 class Role(Enum):
@@ -61,17 +62,11 @@ class RestorePoint:
 
 
 class FedMicroBatch(NamedTuple):
-    """A micro-batch in the feed.
-
-    Attributes:
-        compared: See `Target`.
-        metrics: See `Target`.
-    """
+    """A micro-batch in the feed."""
 
     head: Head
     micro_batch: MicroBatch
-    compared: Sequence[int]
-    metrics: bytes
+    task: LossTask
 
     @property
     def position(self) -> int:
@@ -125,9 +120,8 @@ class FeedLog:
             self.begin(restore_point)
 
     def append(self, entry: Entry) -> None:
-        """Keep an entry that is being sent."""
-        if self.on:
-            self._entries.append(entry)
+        """Keep an entry that is being sent; only while the log is on."""
+        self._entries.append(entry)
 
     def begin(self, restore_point: RestorePoint) -> None:
         """Add a newer restore point, and forget the entries that none needs any more."""

@@ -58,22 +58,21 @@ class SizeNotice:
     def __init__(
         self,
         plan: Plan,
-        waited: Callable[[], float],
         say: Callable[[str], object],
         *,
         cores: int,
         threads: int = 1,
     ) -> None:
-        self._plan, self._waited = plan, waited  # the seconds so far
+        self._plan = plan
         self._cores, self._threads = cores, threads
         self._say: Callable[[str], object] | None = say
         self._first: tuple[StepResult, float, float, float] | None = None
 
-    def __call__(self, result: StepResult) -> None:
-        """Look at the next result; results come in order."""
+    def __call__(self, result: StepResult, waited: float) -> None:
+        """Look at the next result; the script has ``waited`` so many seconds for all so far."""
         if self._say is None or result.step < _FROM:
             return
-        now, own, waited = time.monotonic(), time.process_time(), self._waited()
+        now, own = time.monotonic(), time.process_time()
         if self._first is None:
             self._first = (result, now, own, waited)
             return

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from support.messages import head
 
 from pipedream_rt.batches.forwards import SequenceForwards
 from pipedream_rt.batches.micro_batches import MicroBatch
@@ -11,7 +12,8 @@ from pipedream_rt.coordinator.recovery.feed import Feed
 from pipedream_rt.coordinator.recovery.feed_log import Role
 from pipedream_rt.errors import ConfigError, PipelineClosed
 from pipedream_rt.lifecycle import Lifecycle
-from pipedream_rt.messages.message import CommandName, Head, Mode
+from pipedream_rt.messages.head import PLAIN_LOSS, WITH_LOSS, Mode
+from pipedream_rt.messages.message import CommandName
 from pipedream_rt.messages.tree import flat_copy, unflatten
 from pipedream_rt.schedules import EdgeKind, plan_for
 
@@ -26,19 +28,19 @@ class Sent(list):
         return [(target, turn) for each, target, turn, *_ in self if each is kind]
 
 
-def feed_of(forwards=None, layers=(), **shape):
+def feed_of(forwards=None, layers=(), logged=True, **shape):
     plan = plan_for("async-1f1b", num_stages=2, **shape)
     plan = dataclasses.replace(plan, layers=layers)
-    feed = Feed(plan, forwards or SequenceForwards(), Lifecycle("the feed"), logged=True)
+    feed = Feed(plan, forwards or SequenceForwards(), Lifecycle("the feed"), logged=logged)
     sent = Sent()
     feed.begin(sent)
     return feed, sent
 
 
 def train(feed, number, mode=Mode.TRAIN):
-    head = Head(position=feed.position, micro_batch=number, mode=mode)
     value = torch.full((2,), float(number))
-    feed.micro_batch(head, MicroBatch(0, flat_copy(value), flat_copy(value), share=0.5))
+    part = MicroBatch(0, flat_copy(value), flat_copy(value))
+    feed.micro_batch(head(number, position=feed.position, mode=mode), part, PLAIN_LOSS)
 
 
 def test_positions_count_everything_and_turns_what_an_address_was_given():
@@ -60,7 +62,18 @@ def test_what_does_not_train_counts_no_micro_batch_and_has_a_target_for_a_loss_a
     feed, sent = feed_of()
     train(feed, 7, mode)
     assert (feed.position, feed.next_micro_batch) == (1, 0)
-    assert bool(sent.of(EdgeKind.TARGET)) is mode.has_target
+    assert bool(sent.of(EdgeKind.TARGET)) is (mode in WITH_LOSS)
+
+
+def test_nothing_is_kept_where_nothing_is_recovered():
+    feed, _ = feed_of(logged=False)
+    train(feed, 0)
+    assert [*feed.log.since(feed.log.restore_points[0])] == []
+    feed, _ = feed_of()
+    train(feed, 0)
+    feed.log.stop()
+    train(feed, 1)
+    assert [*feed.log.since(feed.log.restore_points[0])] == []
 
 
 def test_a_recovery_is_fed_the_same_at_turns_that_begin_anew():
@@ -169,9 +182,9 @@ def test_a_forgotten_program_is_kept_as_long_as_a_recovery_may_need_it():
         return forgotten
 
     def feed_one(number):
-        head = Head(position=feed.position, micro_batch=number, mode=Mode.TRAIN, program=number)
         value = torch.zeros(2)
-        feed.micro_batch(head, MicroBatch(number, flat_copy(value), flat_copy(value), share=0.5))
+        part = MicroBatch(number, flat_copy(value), flat_copy(value))
+        feed.micro_batch(head(number, position=feed.position, program=number), part, PLAIN_LOSS)
 
     assert define(1) == []
     feed_one(1)

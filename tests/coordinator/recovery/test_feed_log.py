@@ -14,8 +14,8 @@ def entry(position):
     return FedCommand(Command(position=position, name=CommandName.FLUSH), (), Role.EVERY)
 
 
-def fed(count, *, on=True):
-    log = FeedLog(on=on)
+def fed(count):
+    log = FeedLog(on=True)
     for position in range(count):
         log.append(entry(position))
     return log
@@ -35,11 +35,10 @@ def test_the_feed_is_kept_since_the_last_two_origins():
     assert positions(log) == list(range(4, 10))
 
 
-def test_nothing_is_kept_where_nothing_is_recovered():
-    assert positions(fed(3, on=False)) == []
+def test_what_was_kept_is_forgotten_where_nothing_is_recovered_any_more():
     log = fed(3)
     log.stop()
-    log.append(entry(3))
+    assert not log.on
     assert positions(log) == []
 
 

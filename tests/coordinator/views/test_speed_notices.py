@@ -110,13 +110,11 @@ def size_told(
     monkeypatch.setattr(balance_module, "time", Time)
     monkeypatch.setattr(Time, "own", own)
     said = []
-    size = SizeNotice(
-        plan(stages=2), lambda: waited * Time.now, said.append, cores=cores, threads=threads
-    )
+    size = SizeNotice(plan(stages=2), said.append, cores=cores, threads=threads)
     for step in range(steps):
         Time.now = 0.1 * step
         computed, clock, process = ((each * Time.now,) * 2 for each in (busy, busy * shared, takes))
-        size(result(step, *clock, processor_s=computed, process_s=process))
+        size(result(step, *clock, processor_s=computed, process_s=process), waited * Time.now)
     return said
 
 
