@@ -20,8 +20,7 @@ from pipedream_rt.batches.forwards import TOTAL, Cache, Forwards
 from pipedream_rt.batches.items import Accumulated, Batch
 from pipedream_rt.batches.weighing import Samples, Weighing, has_ignored, shares_of
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.messages.head import WITH_LOSS, Mode
-from pipedream_rt.messages.of_loss import OfLoss
+from pipedream_rt.messages.head import WITH_LOSS, Mode, OfLoss
 from pipedream_rt.messages.tree import NOTHING, Value, flat_copy, flatten
 
 

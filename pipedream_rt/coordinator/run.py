@@ -23,8 +23,7 @@ from pipedream_rt.coordinator.checkpointing.checkpointer import Checkpointer
 from pipedream_rt.coordinator.checkpointing.preemption import Preemption
 from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
 from pipedream_rt.coordinator.feed.epochs import Epochs
-from pipedream_rt.coordinator.feed.feeder import Feeder
-from pipedream_rt.coordinator.feed.hooks import FeedHooks
+from pipedream_rt.coordinator.feed.feeder import Feeder, FeedHooks
 from pipedream_rt.coordinator.feed.script_loss import ScriptLoss
 from pipedream_rt.coordinator.parameters import Parameters
 from pipedream_rt.coordinator.recovery.decision import Failures
@@ -53,7 +52,7 @@ from pipedream_rt.job.notices import (
 from pipedream_rt.job.options import SPANS_KEPT, Options
 from pipedream_rt.job.specs import weights_of
 from pipedream_rt.job.unsplit_model import UnsplitModel
-from pipedream_rt.messages.of_loss import OfLoss
+from pipedream_rt.messages.head import OfLoss
 from pipedream_rt.messages.state_keys import optimizer_state
 from pipedream_rt.schedules.placement import LOSS_LAYER
 from pipedream_rt.telling import log_of

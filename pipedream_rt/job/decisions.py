@@ -23,7 +23,7 @@ from pipedream_rt.job.reading import Reading
 from pipedream_rt.job.rules import correcting, recomputing
 from pipedream_rt.job.splitting import Split
 from pipedream_rt.job.unsplit_model import UnsplitModel
-from pipedream_rt.messages.of_loss import OfLoss
+from pipedream_rt.messages.head import OfLoss
 from pipedream_rt.models import ties_of
 from pipedream_rt.models.settings import Settings, settings_now
 from pipedream_rt.schedules import Plan, plan_for

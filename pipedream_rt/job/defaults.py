@@ -26,7 +26,7 @@ from pipedream_rt.batches.cutting import keeps_state
 from pipedream_rt.batches.weighing import is_known_mean
 from pipedream_rt.job.options import Options
 from pipedream_rt.job.samples import samples_taken
-from pipedream_rt.messages.of_loss import OfLoss
+from pipedream_rt.messages.head import OfLoss
 from pipedream_rt.schedules.plan import replicas_of
 from pipedream_rt.schedules.recipes import ScheduleName
 

@@ -10,7 +10,6 @@ from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from pipedream_rt.errors import ConfigError, UnknownOption
-from pipedream_rt.job.words import MEANINGS
 
 T = TypeVar("T")
 
@@ -55,6 +54,8 @@ def refuse_unknown(owner: str, given: Iterable[str]) -> None:
 
 def _unknown(owner: str, name: str) -> str:
     """Say which option was meant."""
+    from pipedream_rt.job.words import MEANINGS  # a table that only this error reads
+
     word = name.casefold().replace("-", "_")
     if word in MEANINGS and (owner == "Pipeline" or word not in _NAMES["Training"]):
         return f"{owner} has no option {name!r}; {MEANINGS[word]}"

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
-from pipedream_rt.messages.of_loss import OfLoss
-
 
 class Mode(Enum):
     """What the stages do with a micro-batch."""
@@ -31,6 +29,14 @@ class Mode(Enum):
 
 WITH_LOSS = (Mode.TRAIN, Mode.EVALUATE, Mode.EVALUATE_AND_KEEP)
 """The modes in which a loss is computed, for which there is a target."""
+
+
+class OfLoss(Enum):
+    """What the last stage computes the loss of."""
+
+    PARTS = "of each micro-batch"
+    WHOLE = "of the whole mini-batch"
+    DECIDE = "of the whole, unless it is a weighed mean of those of micro-batches"
 
 
 class MiniBatch(NamedTuple):

@@ -16,7 +16,7 @@ from pipedream_rt.job.options import Layout, Options
 from pipedream_rt.job.reading import Request, requested, split_of
 from pipedream_rt.job.requirements import refuse_unknown
 from pipedream_rt.job.unsplit_model import UnsplitModel
-from pipedream_rt.messages.of_loss import OfLoss
+from pipedream_rt.messages.head import OfLoss
 from pipedream_rt.planning.auto_split import choose_stages
 from pipedream_rt.planning.profiling import optimizer_choice
 

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from pipedream_rt.devices import HOST, DeferredScalar, Device
 from pipedream_rt.errors import ConfigError, NonFiniteLoss, ScheduleError
-from pipedream_rt.messages.head import PLAIN_LOSS, Head, LossTask, MiniBatch
-from pipedream_rt.messages.of_loss import OfLoss
+from pipedream_rt.messages.head import PLAIN_LOSS, Head, LossTask, MiniBatch, OfLoss
 from pipedream_rt.messages.tree import Value
 from pipedream_rt.models.code import code_of, refuse_other_code
 from pipedream_rt.models.shipping import loads

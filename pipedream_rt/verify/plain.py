@@ -34,7 +34,7 @@ from pipedream_rt.schedules.placement import LOSS_LAYER
 from pipedream_rt.stage.hyper import Hyper, set_hyper
 from pipedream_rt.stage.loss_check import rounding_of
 from pipedream_rt.stage.rules.clipping import Clip
-from pipedream_rt.stage.seeds import layer_seed
+from pipedream_rt.stage.runner import layer_seed
 from pipedream_rt.stage.spec import LossFunction, own_loss, total_of
 from pipedream_rt.stage.whole_loss import Met, WholeLoss
 from pipedream_rt.verify.compare import Place, Seen, apart, sampled

@@ -13,7 +13,7 @@ from pipedream_rt.job.decisions import decide
 from pipedream_rt.job.options import Options
 from pipedream_rt.job.reading import read_model, requested
 from pipedream_rt.job.unsplit_model import UnsplitModel
-from pipedream_rt.messages.of_loss import OfLoss
+from pipedream_rt.messages.head import OfLoss
 
 NADAM = (torch.optim.NAdam, {"lr": 0.1})
 ADAM = (torch.optim.Adam, {"lr": 0.1})

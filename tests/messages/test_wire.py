@@ -9,7 +9,7 @@ from support import messages
 from support.messages import head
 
 from pipedream_rt.errors import TransportError
-from pipedream_rt.messages.head import LossTask, Mode, Together
+from pipedream_rt.messages.head import LossTask, Mode, OfLoss, Together
 from pipedream_rt.messages.message import (
     Activation,
     Command,
@@ -26,7 +26,6 @@ from pipedream_rt.messages.message import (
     Start,
     Target,
 )
-from pipedream_rt.messages.of_loss import OfLoss
 from pipedream_rt.messages.wire import decode, encode
 from pipedream_rt.schedules import EdgeKind
 

@@ -2,7 +2,7 @@ import torch
 from support.oracle import layer_seed as oracle_seed
 
 from pipedream_rt.devices.randomness import kept_generator_state
-from pipedream_rt.stage.seeds import layer_seed
+from pipedream_rt.stage.runner import layer_seed
 
 
 def test_the_seed_is_what_the_docstring_says():

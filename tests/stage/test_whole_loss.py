@@ -17,7 +17,7 @@ from pipedream_rt.batches.items import Accumulated, batch_of
 from pipedream_rt.batches.weighing import is_known_mean
 from pipedream_rt.job.defaults import of_loss_by
 from pipedream_rt.job.options import Layout, Options
-from pipedream_rt.messages.of_loss import OfLoss
+from pipedream_rt.messages.head import OfLoss
 from pipedream_rt.schedules import plan_for
 from pipedream_rt.stage.whole_loss import mean_of_said
 

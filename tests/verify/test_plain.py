@@ -11,7 +11,7 @@ from pipedream_rt.batches.micro_batches import Cutter
 from pipedream_rt.job.job import prepare
 from pipedream_rt.job.options import Options
 from pipedream_rt.job.unsplit_model import UnsplitModel
-from pipedream_rt.stage.seeds import layer_seed
+from pipedream_rt.stage.runner import layer_seed
 from pipedream_rt.verify.compare import Place
 from pipedream_rt.verify.cutting import whole_and_parts
 from pipedream_rt.verify.plain import PlainTraining, Tap, copies_of, inputs_of

@@ -31,15 +31,13 @@ from pipedream_rt.batches.looking import begun
 from pipedream_rt.batches.micro_batches import CutBatch, Cutter, LossChecks, MicroBatch
 from pipedream_rt.batches.weighing import Samples, WeighedMean, Weighing
 from pipedream_rt.coordinator.distributed_optimizer import DistributedOptimizer
-from pipedream_rt.coordinator.feed.hooks import FeedHooks
 from pipedream_rt.coordinator.feed.loss_decision import ELSEWHERE, LossDecision
 from pipedream_rt.coordinator.recovery.group import WorkerGroup
 from pipedream_rt.coordinator.results import PendingStep, StepResult
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.script_values import ScriptValues
-from pipedream_rt.messages.head import Head, LossTask, MiniBatch, Mode, Together
+from pipedream_rt.messages.head import Head, LossTask, MiniBatch, Mode, OfLoss, Together
 from pipedream_rt.messages.message import CommandName, Key, Loss, Message
-from pipedream_rt.messages.of_loss import OfLoss
 from pipedream_rt.messages.tree import unflatten
 from pipedream_rt.models.settings import (
     Settings,
@@ -65,6 +63,22 @@ from pipedream_rt.tracing.spans import NOBODY, Recorder
 from pipedream_rt.tracing.trace import INJECTED, LOSS_CAME
 
 _log = log_of(__name__)
+
+
+class FeedHooks:
+    """The hooks of a feeder, which do nothing here."""
+
+    def first(self, batch: Batch, count: int) -> None:
+        """Look at the first mini-batch, of ``count`` micro-batches, before it is fed."""
+
+    def refuse_changes(self) -> None:
+        """Refuse to train where the script has changed what it may not; before each mini-batch."""
+
+    def injected(self, cut: CutBatch, optimizer: DistributedOptimizer) -> None:
+        """Note a mini-batch that was fed, and the optimizer that steps with it."""
+
+    def came(self, result: StepResult, waited_s: float) -> None:
+        """Note the next result; the script has waited for results for so many seconds so far."""
 
 
 class Feeder:

@@ -10,8 +10,8 @@ from pipedream_rt.batches.items import Accumulated, Batch
 from pipedream_rt.batches.micro_batches import CutBatch
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.notices import about_whole_loss
+from pipedream_rt.messages.head import OfLoss
 from pipedream_rt.messages.message import Loss
-from pipedream_rt.messages.of_loss import OfLoss
 from pipedream_rt.stage.loss_check import refuse_own_loss
 from pipedream_rt.telling import log_of, note
 

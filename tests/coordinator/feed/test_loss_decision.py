@@ -7,8 +7,8 @@ from pipedream_rt import Along, ConfigError
 from pipedream_rt.batches.items import Accumulated, Batch
 from pipedream_rt.batches.micro_batches import EMPTY, CutBatch
 from pipedream_rt.coordinator.feed.loss_decision import LossDecision
+from pipedream_rt.messages.head import OfLoss
 from pipedream_rt.messages.message import Loss
-from pipedream_rt.messages.of_loss import OfLoss
 
 X = torch.ones(4, 2)
 BATCH = Batch((X,), {}, X)
