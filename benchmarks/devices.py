@@ -64,8 +64,8 @@ SIZES = {
     "small": (256, 4, 6, 8192, 128, 16, 256, 10),
     "gpt2": (768, 12, 12, 50304, 512, 32, 512, 10),
 }
-"""Width, heads, blocks, words, words of a sample, samples of a mini-batch and of one that is to fill
-the device at most, mini-batches."""
+"""Width, heads, blocks, words, words of a sample, samples of a mini-batch, and at most, where it is
+to fill the device; mini-batches."""
 
 
 class Embedding(nn.Module):
