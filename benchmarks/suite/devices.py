@@ -15,9 +15,9 @@ def _case(limit_s: float, *words: str) -> Case:
 
 
 _SHORT = [
-    _case(110, "throughput", "tf32"),
-    _case(80, "throughput", "bf16"),
-    _case(40, "host", "--size", "tiny"),
+    _case(130, "throughput", "tf32"),
+    _case(90, "throughput", "bf16"),
+    _case(60, "host", "--size", "tiny"),
     _case(40, "overlap"),
     _case(40, "memory"),
     _case(60, "start", "--size", "tiny"),
