@@ -659,6 +659,7 @@ def memory(size: Size) -> Found:
     peak of a plain loop has above it are activations, of which stages keep several.
     """
     device = accelerator()
+    of_device: Any = torch.get_device_module(device)
     torch.zeros(1, device=device)
     torch.accelerator.synchronize()
     free, total = torch.accelerator.get_memory_info(device)
@@ -667,8 +668,8 @@ def memory(size: Size) -> Found:
     weights = sum(p.nbytes for p in net.parameters())
 
     def beside(name: str, formula: int) -> dict[str, float]:
-        peak = torch.accelerator.max_memory_allocated(device)
-        torch.accelerator.reset_peak_memory_stats(device)
+        peak = of_device.max_memory_allocated(device)
+        of_device.reset_peak_memory_stats(device)
         return {f"{name} formula_mib": formula / 2**20, f"{name} peak_mib": peak / 2**20}
 
     plainly(size, net)
