@@ -72,6 +72,7 @@ devices: $(VENV)/installed
 
 # On a machine with an accelerator, where nothing has been set up: no environment is made and nothing
 # is downloaded, and the first lines say what is missing. WHEELS names a folder of what is.
+# DEVICE=cpu tries it without one; DEVICE=standin, on the two devices of the stand-in.
 gpu gpu-long:
 	$(PYTHON) benchmarks/gpu.py $(if $(WHEELS),--wheels $(WHEELS)) $(if $(DEVICE),--device $(DEVICE)) \
 		$(if $(filter gpu-long,$@),devices,gpu)

@@ -4,15 +4,18 @@
 ``python -m benchmarks devices`` all in under 30; docs/guide/devices.md says what each line means.
 They speak to whatever accelerator torch has, or to the device that BENCHMARK_DEVICE names. Where
 there is none, or where a case needs several, it ends with exit code 3 and says why. What a case
-cannot do on a device, as an error, is its result.
+cannot do on a device, as an error, is its result. On the host and on the stand-in of the tests all
+is tiny: there the cases are tried, and nothing is measured.
 """
 
 from __future__ import annotations
 
 import copy
+import cProfile
 import hashlib
 import json
 import os
+import pstats
 import secrets
 import signal
 import socket
@@ -24,8 +27,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
-from itertools import pairwise, product
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -51,17 +55,17 @@ class Size:
 
     def __init__(self, kind: str) -> None:
         self.name = kind
-        self.width, self.heads, self.blocks, self.words, self.length, self.samples, self.count = (
-            SIZES[kind]
-        )
+        self.width, self.heads, self.blocks, self.words, self.length = SIZES[kind][:5]
+        self.samples, self.samples_at_most, self.count = SIZES[kind][5:]
 
 
 SIZES = {
-    "tiny": (32, 2, 4, 64, 16, 8, 4),
-    "small": (256, 4, 6, 8192, 128, 16, 10),
-    "gpt2": (768, 12, 12, 50304, 512, 32, 10),
+    "tiny": (32, 2, 4, 64, 16, 8, 16, 4),
+    "small": (256, 4, 6, 8192, 128, 16, 256, 10),
+    "gpt2": (768, 12, 12, 50304, 512, 32, 256, 10),
 }
-"""Width, heads, blocks, words, words of a sample, samples of a mini-batch, mini-batches."""
+"""Width, heads, blocks, words, words of a sample, samples of a mini-batch, and at most, where it is
+to fill the device; mini-batches."""
 
 
 class Embedding(nn.Module):
@@ -133,8 +137,9 @@ def unavailable(why: str) -> NoReturn:
 
 def devices_here(least: int = 1) -> list[str]:
     """The names of the accelerators, or the one that was asked for; ends if there are too few."""
-    asked = os.environ.get("BENCHMARK_DEVICE")
-    there = choice.accelerators() if asked is None else [asked]
+    asked, there = os.environ.get("BENCHMARK_DEVICE"), choice.accelerators()
+    if asked is not None:  # a kind is all of its kind
+        there = [name for name in there if name.partition(":")[0] == asked] or [asked]
     if len(there) < least:
         unavailable(f"it needs {least} accelerators, and there are {len(there)}")
     return there
@@ -148,10 +153,16 @@ def accelerator(*kinds: str) -> str:
     return device
 
 
+def kind_here() -> str:
+    """The kind of the first device, as ``"cuda"``."""
+    return torch.device(devices_here()[0]).type
+
+
 def settle() -> None:
-    """Wait for the device."""
-    if torch.device(devices_here()[0]).type != "cpu":
-        torch.accelerator.synchronize()
+    """Wait for all that the devices have been given."""
+    for name in devices_here():
+        if torch.device(name).type != "cpu":
+            torch.accelerator.synchronize(name)
 
 
 def deterministically() -> None:
@@ -166,71 +177,141 @@ def deterministically() -> None:
 def measured(size: Size, step: Callable[[int], object], end: Callable[[], object]) -> list[float]:
     """Measure so many mini-batches, after a few that do not count.
 
+    Args:
+        size: Says how many samples and mini-batches there are.
+        step: Trains on a mini-batch, by its number.
+        end: Waits until all that was given is done, but not for the device, for which this waits.
+
     Returns:
         Samples per second, and this process's seconds of a processor for a mini-batch. Torch waits
         for CUDA by looking again and again, so where the device is slower these have its time too.
     """
+
+    def ended() -> float:
+        # A pipeline is flushed when the last loss is known: the last backward still runs.
+        end()
+        settle()
+        return time.perf_counter()
+
     for number in range(3):
         step(number)
-    end()
-    start, used = time.perf_counter(), time.process_time()
+    start, used = ended(), time.process_time()
     for number in range(size.count):
         step(number)
-    end()
-    wall = time.perf_counter() - start
+    wall = ended() - start
     return [size.samples * size.count / wall, (time.process_time() - used) / size.count]
 
 
-def plainly(size: Size, net: nn.Module) -> tuple[list[float], str]:
-    """One process, one device, no stages: micro-batches whose gradients are added up."""
+def pinned(size: Size, count: int) -> list[tuple[Tensor, ...]]:
+    """Mini-batches as a loader with ``pin_memory=True`` gives them: a copy lets nobody wait."""
+    if kind_here() == "cpu":
+        return list(data(size, count))
+    return [tuple(t.pin_memory() for t in batch) for batch in data(size, count)]
+
+
+def casting(function: Any, dtype: torch.dtype | None) -> Any:
+    """A function within torch's autocast to a dtype; the function itself if there is none."""
+    return function if dtype is None else torch.autocast(kind_here(), dtype=dtype)(function)
+
+
+def plain_step(
+    net: nn.Module, batches: list[tuple[Tensor, ...]], dtype: torch.dtype | None = None
+) -> Callable[[int], None]:
+    """A step of training without stages: micro-batches whose gradients are added up."""
     device = devices_here()[0]
-    net, batches = copy.deepcopy(net).to(device), data(size, size.count)
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-4)
+    forward, of_loss = casting(net, dtype), casting(loss_fn, dtype)
 
     def step(number: int) -> None:
         x, y = (t.to(device, non_blocking=True) for t in batches[number % len(batches)])
         for of_x, of_y in zip(x.chunk(MICRO_BATCHES), y.chunk(MICRO_BATCHES), strict=True):
-            (loss_fn(net(of_x), of_y) / MICRO_BATCHES).backward()
+            (of_loss(forward(of_x), of_y) / MICRO_BATCHES).backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    found = measured(size, step, settle)
+    return step
+
+
+def plainly(
+    size: Size, net: nn.Module, dtype: torch.dtype | None = None, one_thread: bool = False
+) -> tuple[list[float], str]:
+    """What `measured` says of one process without stages, and a digest of its weights.
+
+    Torch has a thread for the backwards of a device, which the script wakes and waits for. Stages
+    run them on their own thread; with ``one_thread`` this loop does, too.
+    """
+    net = copy.deepcopy(net).to(devices_here()[0])
+    step = plain_step(net, pinned(size, size.count), dtype)
+    with torch.autograd.set_multithreading_enabled(not one_thread):
+        found = measured(size, step, settle)
     digest = hashlib.sha256()
     for tensor in net.state_dict().values():
         digest.update(tensor.cpu().numpy().tobytes())
     return found, digest.hexdigest()
 
 
-def wide(size: Size) -> nn.Sequential:
-    """An MLP of wide layers, over the words that `data` draws."""
-    torch.manual_seed(SEED)
-    width = 8 * size.width
-    inner = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.GELU())]
-    return nn.Sequential(
-        nn.Embedding(size.words, size.width), nn.Linear(size.width, width), *inner,
-        nn.Linear(width, size.width), nn.Linear(size.width, size.words),
-    )  # fmt: skip
+def filled(size: Size, rate: Callable[[], float]) -> Found:
+    """Double the samples of a mini-batch until a plain loop gains less than a twentieth by it.
+
+    With less, the device waits for the host, whose speed says nothing of stages.
+    """
+    before, now = 0.0, rate()
+    while True:
+        yield {f"plain, {size.samples // MICRO_BATCHES} samples of a micro-batch": now}
+        if now < 1.05 * before or size.samples >= size.samples_at_most:
+            return
+        size.samples *= 2
+        before, now = now, rate()
 
 
-def throughput(size: Size) -> Found:
+def throughput(size: Size, precision: str) -> Found:
     """Samples per second of one process: without stages, with ours, and with those of torch.
 
-    With TF32, so that the device waits for nobody's arithmetic.
+    A ratio to the plain loop is beside each. The plain loop runs first and last, so that the ratio
+    of the two says how far the machine has changed meanwhile.
     """
-    torch.set_float32_matmul_precision("high")
-    for name, net in (("gpt2", model(size)), ("mlp", wide(size))):
-        yield {f"{name} plain": plainly(size, net)[0][0]}
-        for stages, schedule in ((1, "1f1b"), *product((2, 4), ("1f1b", "async-1f1b"))):
-            with opened(net, stages, schedule) as pipe:
-                yield {f"{name} {stages} {schedule}": rates(size, pipe)[0]}
-        for stages in (2, 4):
-            try:
-                yield {f"{name} {stages} torch 1f1b": of_torch(size, copy.deepcopy(net), stages)}
-            except Exception as error:  # whether torch's schedules run so is asked here
-                yield {f"{name} {stages} torch 1f1b": str(error)[:200]}
+    torch.set_float32_matmul_precision("high")  # TF32
+    dtype = torch.bfloat16 if precision == "bf16" else None
+    net, size.count = model(size), 4
+
+    def plain(one_thread: bool = False) -> float:
+        return plainly(size, net, dtype, one_thread)[0][0]
+
+    def of_ours(stages: int, schedule: str) -> float:
+        training = pipedream_rt.Training(check_loss=0, verify=False, autocast=dtype)
+        with opened(net, stages, schedule, training=training) as pipe:
+            return rates(size, pipe)[0]
+
+    yield from filled(size, plain)
+    ways: dict[str, Callable[[], float]] = {
+        "plain": plain,
+        "1 1f1b": partial(of_ours, 1, "1f1b"),
+        "2 torch": partial(of_torch, size, net, 2, dtype), "2 1f1b": partial(of_ours, 2, "1f1b"),
+        "4 torch": partial(of_torch, size, net, 4, dtype), "4 1f1b": partial(of_ours, 4, "1f1b"),
+        "4 async-1f1b": partial(of_ours, 4, "async-1f1b"),
+        "plain, backward on its thread": partial(plain, one_thread=True),
+        "plain again": plain,
+    }  # fmt: skip
+    found: dict[str, float] = {}
+    for name, rate in ways.items():
+        try:
+            found[name] = rate()
+        except Exception as error:  # whether torch's schedules run so is asked here, too
+            yield {name: f"{type(error).__name__}: {str(error)[:200]}"}
+            continue
+        yield {name: found[name], f"{name} / plain": found[name] / found["plain"]}
+        stages = name.partition(" ")[0]
+        if name.endswith(" 1f1b") and (of_its := found.get(f"{stages} torch")):
+            yield {f"{name} / torch": found[name] / of_its}
+    # Of a word: two for each weight but those of the embedding, thrice; and causal attention.
+    weights = sum(p.numel() for p in net[1:].parameters())
+    flops = 6 * size.length * (weights + size.blocks * size.width * size.length)
+    yield {"plain TFLOP/s": found["plain"] * flops / 1e12}
 
 
-def of_torch(size: Size, net: nn.Sequential, stages: int) -> float:
+def of_torch(
+    size: Size, net: nn.Sequential, stages: int, dtype: torch.dtype | None = None
+) -> float:
     """Samples per second of torch.distributed.pipelining, all stages on one device in one process.
 
     Its plain 1F1B has a process for each stage, and NCCL a device for each process; interleaved,
@@ -239,23 +320,25 @@ def of_torch(size: Size, net: nn.Sequential, stages: int) -> float:
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
-    device = torch.device(devices_here()[0])
+    device, net = torch.device(devices_here()[0]), copy.deepcopy(net)
     # Before torch 2.12 stages that meet send to their own process: NCCL does so, Gloo does not.
     backend = "nccl" if device.type == "cuda" else "gloo"
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group(backend, f"file://{folder}/meet", rank=0, world_size=1)
         try:
-            parts = [
-                PipelineStage(each.to(device), n, stages, device)
-                for n, each in enumerate(cut(net, stages))
-            ]
-            schedule = ScheduleInterleaved1F1B(parts, MICRO_BATCHES, loss_fn=loss_fn)
+            parts = [each.to(device) for each in cut(net, stages)]
+            for part in parts:  # around it all weights would be cast once for all micro-batches
+                part.forward = casting(part.forward, dtype)
+            schedule = ScheduleInterleaved1F1B(
+                [PipelineStage(part, n, stages, device) for n, part in enumerate(parts)],
+                MICRO_BATCHES, loss_fn=casting(loss_fn, dtype),
+            )  # fmt: skip
             optimizer = torch.optim.AdamW(net.parameters(), lr=3e-4)
-            batches = data(size, size.count)
+            batches = pinned(size, size.count)
 
             def step(number: int) -> None:
-                x, y = batches[number % len(batches)]
-                schedule.step(x.to(device), target=y.to(device), return_outputs=False)
+                x, y = (t.to(device, non_blocking=True) for t in batches[number % len(batches)])
+                schedule.step(x, target=y, return_outputs=False)
                 optimizer.step()
                 optimizer.zero_grad()
 
@@ -289,7 +372,7 @@ def train(pipe: pipedream_rt.Pipeline, batches: list[Any]) -> None:
 
 def rates(size: Size, pipe: pipedream_rt.Pipeline) -> list[float]:
     """What `measured` says of a pipeline."""
-    batches = data(size, size.count)
+    batches = pinned(size, size.count)
     return measured(size, lambda n: pipe.submit(*batches[n % len(batches)]), pipe.flush)
 
 
@@ -297,45 +380,65 @@ def host(size: Size) -> Found:
     """What the host takes for an action, a forward or backward of a micro-batch on a stage.
 
     The model is tiny, so that the device never keeps the host waiting. What a plain loop takes for
-    the same micro-batches is torch's own; what is more, is that of the stages.
+    the same micro-batches is torch's own; what is more, is that of the stages. By function it is in
+    ``host.txt``, in $OUT or in build/.
     """
-    net, size.count = model(size), 20
-    plain = size.samples / plainly(size, net)[0][0]
-    yield {"plain us/action": 1e6 * plain / (2 * MICRO_BATCHES)}
+    net, size.count = model(size), 10
+    (folder_of_logs() / "host.txt").unlink(missing_ok=True)
+    per_batch = 2 * MICRO_BATCHES
+    plain = min(size.samples / plainly(size, net)[0][0] for _ in range(2))
+    alone = size.samples / plainly(size, net, one_thread=True)[0][0]
+    yield {
+        "plain us/action": 1e6 * plain / per_batch,
+        "plain, backward on its thread us/action": 1e6 * alone / per_batch,
+    }
+    step = plain_step(copy.deepcopy(net).to(devices_here()[0]), pinned(size, 3))
+    yield profiled("plain", per_batch, lambda: [step(n) for n in range(3)])
     for stages in (1, 4):
-        actions = 2 * MICRO_BATCHES * stages
+        name, actions, batches = f"{stages} stages", per_batch * stages, data(size, 3)
         with opened(net, stages, "1f1b") as pipe:
             rate, processor_s = rates(size, pipe)
-            calls, waited = runtime(pipe, data(size, 3))
+            seen = profiled(name, actions, partial(train, pipe, batches))
         seconds = size.samples / rate
         yield {
-            f"{stages} stages us/action": 1e6 * seconds / actions,
-            f"{stages} stages processor us/action": 1e6 * processor_s / actions,
-            f"{stages} stages less plain us/action": 1e6 * (seconds - plain) / actions,
-            **{f"{stages} stages {k}/action": n / 3 / actions for k, n in calls.items()},
-            f"{stages} stages waits us/action": waited / 3 / actions,
-        }
+            f"{name} us/action": 1e6 * seconds / actions,
+            f"{name} processor us/action": 1e6 * processor_s / actions,
+            f"{name} less plain us/action": 1e6 * (seconds - plain) / actions, **seen,
+        }  # fmt: skip
 
 
-def runtime(pipe: pipedream_rt.Pipeline, batches: list[Any]) -> tuple[Counter[str], float]:
-    """Count calls of the runtime of CUDA by kind, and the microseconds in those that wait."""
+def profiled(name: str, actions: int, run: Callable[[], object]) -> dict[str, float]:
+    """What three mini-batches call of torch and of CUDA, for each action; by torch's profiler.
+
+    Then, once more, by that of Python, whose slowest functions are added to ``host.txt``.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU]
-    if torch.device(devices_here()[0]).type == "cuda":
+    if kind_here() == "cuda":
         activities.append(ProfilerActivity.CUDA)
+    run()  # what is new in a first call is no part of it
     with profile(activities=activities) as seen:
-        train(pipe, batches)
+        run()
+        settle()
     calls: Counter[str] = Counter()
-    waited = 0.0
     for event in seen.key_averages():
+        own_us = int(event.self_cpu_time_total)
+        if event.key.startswith("aten::"):
+            calls["operators"] += event.count
+            calls["us in operators"] += own_us
         kinds = ("Launch", "Memcpy", "Memset", "EventRecord", "StreamWaitEvent", "Synchronize")
         for kind in kinds if event.key.startswith("cuda") else ():
             if kind in event.key:
                 calls[kind] += event.count
-                calls["us in the runtime"] += int(event.self_cpu_time_total)
-                waited += event.self_cpu_time_total if kind == "Synchronize" else 0
-    return calls, waited
+                calls["us in the runtime"] += own_us
+                calls["us of waits"] += own_us if kind == "Synchronize" else 0
+    with cProfile.Profile() as functions:
+        run()
+    with open(folder_of_logs() / "host.txt", "a") as file:
+        print(f"{name}: three mini-batches of {actions} actions", file=file)
+        pstats.Stats(functions, stream=file).sort_stats("tottime").print_stats(40)
+    return {f"{name} {what}/action": count / 3 / actions for what, count in calls.items()}
 
 
 def overlap(size: Size) -> Found:
@@ -371,9 +474,11 @@ def of_pipeline(size: Size, stages: int, schedule: str, **others: Any) -> dict[s
 
 
 def ours(size: Size, stages: int, schedule: str) -> Found:
-    """Stages that are dealt to several devices."""
-    devices = torch.device(devices_here(2)[0]).type
-    yield of_pipeline(size, stages, schedule, devices=devices, workers="local")
+    """Stages that are dealt to several devices: in a process each, and in one, by peer copies."""
+    devices_here(2)
+    for workers in ("local", "serial"):
+        found = of_pipeline(size, stages, schedule, devices=kind_here(), workers=workers)
+        yield {f"{workers}, {what}": value for what, value in found.items()}
 
 
 @contextmanager
@@ -406,9 +511,10 @@ def pipelining(size: Size, stages: int) -> Found:
     devices_here(stages)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "pipelining-rank", folder, str(stages)]
-        tiny = ["--size", "tiny"] if size.width == SIZES["tiny"][0] else []
         ranks = [
-            subprocess.Popen([*command, str(rank), *tiny], stdout=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                [*command, str(rank), "--size", size.name], stdout=subprocess.PIPE, text=True
+            )
             for rank in range(stages)
         ]
         said = [rank.communicate(timeout=600)[0].splitlines() for rank in ranks]
@@ -430,12 +536,12 @@ def pipelining_rank(size: Size, folder: str, stages: int, rank: int) -> Found:
     stage = PipelineStage(part, rank, stages, device)
     schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=loss_fn)
     optimizer = torch.optim.AdamW(part.parameters(), lr=3e-4)
-    batches = data(size, size.count)
+    batches = pinned(size, size.count)
 
     def step(number: int) -> None:
-        x, y = batches[number % len(batches)]
-        given = (x.to(device),) if rank == 0 else ()
-        schedule.step(*given, target=y.to(device) if rank == stages - 1 else None)
+        x, y = (t.to(device, non_blocking=True) for t in batches[number % len(batches)])
+        target = y if rank == stages - 1 else None
+        schedule.step(*([x] if rank == 0 else []), target=target)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -535,22 +641,45 @@ def hop(size: Size) -> Found:
             "from other memory": plain,
         }.items():  # fmt: skip
             yield {f"{what} us, {mib}": median_us(seconds)}
+        for there in devices_here()[1:2]:
+            peer, to_peer = torch.empty(count, device=there), []
+            for _ in range(30):
+                settle()
+                start = time.perf_counter()
+                peer.copy_(x, non_blocking=True)
+                settle()
+                to_peer.append(time.perf_counter() - start)
+            yield {f"to another device us, {mib}": median_us(to_peer)}
 
 
 def memory(size: Size) -> Found:
-    """What a process takes of a device before it computes, and a stage beside the formula."""
+    """What a process takes of a device before it computes, and stages beside the formula.
+
+    The formula has the versions, the gradients of an update, and the two moments of AdamW. What the
+    peak of a plain loop has above it are activations, of which stages keep several.
+    """
     device = accelerator()
+    of_device: Any = torch.get_device_module(device)
     torch.zeros(1, device=device)
     torch.accelerator.synchronize()
     free, total = torch.accelerator.get_memory_info(device)
     yield {"taken_mib": (total - free) / 2**20}
-    with opened(model(size), 2, "async-1f1b") as pipe:
-        train(pipe, data(size, 4))
-        counters = pipe.statistics()
-    # Versions, the gradients of an update, and the two moments of AdamW.
-    formula = sum(each["weight_bytes"] * (each["versions_kept_most"] + 3) for each in counters)
-    peak = counters[0]["peak_device_memory_bytes"]
-    yield {"formula_mib": formula / 2**20, "peak_mib": peak / 2**20}
+    net, size.count = model(size), 2
+    weights = sum(p.nbytes for p in net.parameters())
+
+    def beside(name: str, formula: int) -> dict[str, float]:
+        peak = of_device.max_memory_allocated(device)
+        of_device.reset_peak_memory_stats(device)
+        return {f"{name} formula_mib": formula / 2**20, f"{name} peak_mib": peak / 2**20}
+
+    plainly(size, net)
+    yield beside("plain", 4 * weights)
+    for stages, schedule in ((1, "1f1b"), (2, "async-1f1b"), (4, "1f1b"), (4, "async-1f1b")):
+        with opened(net, stages, schedule) as pipe:
+            train(pipe, data(size, 4))
+            counters = pipe.statistics()
+        formula = sum(each["weight_bytes"] * (each["versions_kept_most"] + 3) for each in counters)
+        yield beside(f"{stages} {schedule}", formula)
 
 
 def addresses(size: Size) -> Found:
@@ -584,14 +713,13 @@ def folder_of_logs() -> Path:
     return folder
 
 
-def suites(size: Size, limit_s: int = 150) -> Found:
+def suites(size: Size) -> Found:
     """The tests of exactness, any model, recovery and compatibility, with stages on the device.
 
     A test that takes a minute has failed. Each test's end is a line of ``gpu-tests.jsonl``, and
     what pytest writes is ``gpu-tests.log``, in $OUT or in build/.
     """
-    device = torch.device(devices_here()[0]).type
-    folder = folder_of_logs()
+    device, folder = kind_here(), folder_of_logs()
     results = folder / "gpu-tests.jsonl"
     results.unlink(missing_ok=True)
     count = max(1, min(len(os.sched_getaffinity(0)) - 2, AT_ONCE))
@@ -606,14 +734,21 @@ def suites(size: Size, limit_s: int = 150) -> Found:
         open(folder / "gpu-tests.log", "wb") as log,
         subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT) as tests,
     ):
-        try:
-            tests.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            tests.kill()  # its workers end with it, or with the group of this process
-    lines = [json.loads(text) for text in results.read_text().splitlines()]
+        while tests.poll() is None:
+            with suppress(subprocess.TimeoutExpired):
+                tests.wait(10)
+            yield of_tests(results)
+
+
+def of_tests(results: Path) -> dict[str, Any]:
+    """What has come of tests until now."""
+    lines = []
+    for text in results.read_text().splitlines() if results.exists() else ():
+        with suppress(ValueError):  # a line that is being written
+            lines.append(json.loads(text))
     ended = {line["test"]: line["outcome"] for line in lines if "outcome" in line}
     unfinished = sorted({line["test"] for line in lines} - ended.keys())
-    yield {
+    return {
         **Counter(ended.values()),
         "not ended": len(unfinished),
         "names of the failed": [test for test, how in ended.items() if how == "failed"][:50],
@@ -624,9 +759,9 @@ def suites(size: Size, limit_s: int = 150) -> Found:
     }
 
 
-def digest_of(net: nn.Module, batches: list[Any], stages: int, schedule: str) -> str:
+def digest_of(net: nn.Module, batches: list[Any], stages: int, schedule: str, **others: Any) -> str:
     """The fingerprint after mini-batches."""
-    with opened(net, stages, schedule) as pipe:
+    with opened(net, stages, schedule, **others) as pipe:
         train(pipe, batches)
         return pipe.fingerprint().digest
 
@@ -655,13 +790,15 @@ def through(net: nn.Module, batches: list[Any], schedule: str, host: bool) -> tu
             return pipe.fingerprint().digest, same
 
 
-def disturbed(net: nn.Module, batches: list[Any], schedule: str) -> tuple[str, dict[str, float]]:
+def disturbed(
+    net: nn.Module, batches: list[Any], schedule: str, **others: Any
+) -> tuple[str, dict[str, float]]:
     """The fingerprint of a run whose worker is killed after the second, and what that takes."""
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         options = {
             "workers": "local", "checkpoint": pipedream_rt.Checkpoints(folder, every=1),
-            "recovery": pipedream_rt.Recovery(max_restarts=1),
+            "recovery": pipedream_rt.Recovery(max_restarts=1), **others,
         }  # fmt: skip
         with opened(net, 4, schedule, **options) as pipe:
             for result in pipe.train_epoch(batches):
@@ -682,13 +819,15 @@ def bits(size: Size) -> Found:
 
     Those that flush with four stages and with one; all in one process and in another that is
     killed; and through checkpoints that the host has loaded and written on the way. Four schedules
-    at once, since most of the time is that of processes which begin to use the device.
+    at once, since most of the time is that of processes which begin to use the device. Where this
+    is only tried, one of either kind.
     """
+    tried = size.name == "tiny"
     words = ["--size", size.name]
     with ThreadPoolExecutor(4) as pool:
         runs = [
             pool.submit(_case, "bits-of", schedule, *words)
-            for schedule in (*FLUSHING, *ASYNCHRONOUS)
+            for schedule in (("1f1b", "async-1f1b") if tried else (*FLUSHING, *ASYNCHRONOUS))
         ]
         for run in as_completed(runs):
             yield run.result()
@@ -700,15 +839,20 @@ def _case(*words: str, **variables: str) -> dict[str, Any]:
     What it writes to standard error is added to ``CASE.log``, in $OUT or in build/; the end of it
     is the error of one that did not come to its end.
     """
-    command = [sys.executable, "-W", "ignore", __file__, *words]
+    return _said([__file__, *words], words[0], variables)
+
+
+def _said(command: list[str], name: str, variables: dict[str, str]) -> dict[str, Any]:
+    """The last object that a process of Python prints; see `_case`."""
     environment = {**os.environ, **variables}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    with open(folder_of_logs() / f"{words[0]}.log", "a") as log:
+    command = [sys.executable, "-W", "ignore", *command]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    with open(folder_of_logs() / f"{name}.log", "a") as log:
         log.write(done.stderr)
     lines = done.stdout.splitlines()
     found: dict[str, Any] = json.loads(lines[-1]) if lines else {}
     if done.returncode:
-        found["error"] = f"{' '.join(words)}: exit code {done.returncode}: {done.stderr[-1000:]}"
+        found["error"] = f"{name}: exit code {done.returncode}: {done.stderr[-1000:]}"
     return found
 
 
@@ -719,6 +863,9 @@ def bits_of(size: Size, schedule: str) -> Found:
     calm = digest_of(net, batches, 4, schedule)
     if schedule in FLUSHING:
         yield {f"{schedule}, 1 stage": digest_of(net, batches, 1, "1f1b") == calm}
+    if len(devices_here()) > 1:
+        digest = digest_of(net, batches, 4, schedule, devices=kind_here())
+        yield {f"{schedule}, several devices": digest == calm}
     digest, times = disturbed(net, batches, schedule)
     yield {f"{schedule}, killed": digest == calm}
     yield {f"{schedule}, {what}": seconds for what, seconds in times.items()}
@@ -739,9 +886,10 @@ def sanitizer(size: Size) -> Found:
 
     What it says of each place is in ``streams.log``, in $OUT or in build/.
     """
-    accelerator("cuda")
+    accelerator("cuda", "standin")  # the check of the stand-in is always on
     (folder_of_logs() / "streams.log").unlink(missing_ok=True)
-    found = _case("streams", "--size", "tiny", TORCH_CUDA_SANITIZER="1")
+    watched = {"TORCH_CUDA_SANITIZER": "1"} if kind_here() == "cuda" else {}
+    found = _case("streams", "--size", "tiny", **watched)
     yield {"found": found.get("error", ""), "runs": found.get("runs", 0)}
 
 
@@ -771,18 +919,77 @@ def streams(size: Size) -> Found:
         yield {"runs": number}
 
 
+# -- how long it takes to begin -------------------------------------------------------------------
+
+BARE = """
+import json, sys, time
+found, last = {}, time.perf_counter()
+def done(what):
+    global last
+    now = time.perf_counter()
+    found[what], last = now - last, now
+import torch
+done("import torch s")
+x = torch.zeros(1, device=sys.argv[1]).item()
+done("context s")
+import pipedream_rt.pipeline
+done("import ours s")
+from benchmarks import devices
+size = devices.Size(sys.argv[2])
+step = devices.plain_step(devices.model(size).to(sys.argv[1]), devices.pinned(size, 1))
+done("a model s")
+for what in ("first mini-batch s", "second mini-batch s"):
+    step(0)
+    devices.settle()
+    done(what)
+print(json.dumps(found))
+"""
+"""A process without stages, which is timed from its first line on."""
+
+
+def start(size: Size) -> Found:
+    """What the time to the first loss, and to a worker in the place of a killed one, goes to.
+
+    What nobody can avoid is timed in a process without stages: the import of torch, the context of
+    the device, and what a first mini-batch takes longer, as kernels are loaded. The rest is ours,
+    and so are start and recovery on the host but for that import. The first worker is forked from a
+    process that has imported torch; its successor, too.
+    """
+    device = devices_here()[0]
+    bare = _said(["-c", BARE, device, size.name], "bare", {})
+    yield bare
+    kernels = bare["first mini-batch s"] - bare["second mini-batch s"]
+    for where in dict.fromkeys((device, "cpu")):
+        told = _case("started", where, "--size", size.name)
+        if "error" in told:
+            yield told
+            continue
+        begins = bare["context s"] + kernels if where != "cpu" else 0.0
+        yield {
+            f"{where}: first loss s": told["start s"],
+            f"{where}: first loss, ours s": told["start s"] - bare["import torch s"] - begins,
+            f"{where}: recovery s": told["recovery s"],
+            f"{where}: recovery, ours s": told["recovery s"] - begins,
+        }
+
+
+def started(size: Size, where: str) -> Found:
+    """That of one process, which has used no device before."""
+    yield disturbed(model(size), data(size, 4), "1f1b", devices=where)[1]
+
+
 CASES: dict[str, Callable[..., Found]] = {
     case.__name__.replace("_", "-"): case
     for case in (
-        suites, bits, bits_of, throughput, host, overlap, hop, memory, sanitizer, streams,
-        defaults, addresses, killed, ours, processes, pipelining, pipelining_rank,
+        throughput, host, overlap, memory, start, started, hop, sanitizer, streams, bits, bits_of,
+        suites, defaults, addresses, killed, ours, processes, pipelining, pipelining_rank,
     )
 }  # fmt: skip
 
 
 def name_of_device() -> str:
     """What the device calls itself."""
-    name = torch.device((devices_here() or ["cpu"])[0]).type
+    name = kind_here()
     module: Any = torch.get_device_module(name) if name != "cpu" else None
     said: str = getattr(module, "get_device_name", lambda: name)()
     return said
@@ -795,7 +1002,10 @@ def name_of_device() -> str:
 def main(case: str, arguments: tuple[str, ...], size: str) -> None:
     """Measure a case, and print a JSON object of all that is known whenever there is more."""
     given = [int(each) if each.isdecimal() else each for each in arguments]
-    found: dict[str, Any] = {"device": name_of_device()}
+    # A process that is asked how long a device takes to begin must not have used it.
+    found: dict[str, Any] = {} if case == "started" else {"device": name_of_device()}
+    if kind_here() in ("cpu", "standin"):
+        found["size"] = size = "tiny"
     begun = time.monotonic()
     try:
         for more in CASES[case](Size(size), *given):

@@ -74,11 +74,15 @@ def main() -> int:
                 "\nand say WHEELS=wheels."
             )
             return 1
-        environment = {
-            **os.environ, "PYTHONUNBUFFERED": "1",
-            "PYTHONPATH": os.pathsep.join([site, str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            **({"BENCHMARK_DEVICE": given.device} if given.device else {}),
-        }  # fmt: skip
+        path = [site, str(ROOT), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        if given.device:
+            # Apart from what is measured, which would not be measured again.
+            environment.setdefault("OUT", str(ROOT / "build" / given.device))
+            environment["BENCHMARK_DEVICE"] = given.device
+        if given.device == "standin":
+            path.insert(0, str(ROOT / "tests/support/device/autoload"))
+        environment["PYTHONPATH"] = os.pathsep.join(path)
         command = [sys.executable, "-m", "benchmarks", given.name]
         return subprocess.run(command, cwd=ROOT, env=environment).returncode
 

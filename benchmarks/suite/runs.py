@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import os
 import platform
 import signal
@@ -17,8 +18,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,7 @@ class Benchmark:
         once: Whether each case is measured once, however many repeats are asked for; how it failed,
             or what it had found until its limit, is its result then.
         file: Of its results, where others share it; that of its name otherwise.
+        limit_s: Seconds for all cases together; a case has no more than is left of them.
     """
 
     title: str
@@ -74,6 +77,7 @@ class Benchmark:
     axes: tuple[str, str] = ("", "")
     once: bool = False
     file: str | None = None
+    limit_s: float = math.inf
 
 
 def table_of(title: str, *heads: str) -> Table:
@@ -194,6 +198,7 @@ def run(name: str, benchmark: Benchmark, repeats: int, peers: Path) -> Iterator[
     path.parent.mkdir(exist_ok=True, parents=True)
     clean = commit != "unknown" and not commit.endswith("-dirty")
     known = [line for line in lines_of(path.stem) if clean and line["commit"] == commit]
+    until = time.monotonic() + benchmark.limit_s
     for number in range(1 if benchmark.once else repeats):
         for case in benchmark.cases:
             if len(_of(case, known)) > number:
@@ -202,7 +207,8 @@ def run(name: str, benchmark: Benchmark, repeats: int, peers: Path) -> Iterator[
                 yield f"{name}: {case.command[0]} is left out, as {peers} does not exist"
                 continue
             yield f"{name} {number + 1}: {' '.join(case.command)}"
-            outcome = measure(case, peers)
+            left = max(until - time.monotonic(), 0)
+            outcome = measure(replace(case, limit_s=min(case.limit_s, left)), peers)
             if not benchmark.once and (failed := outcome.get("error", outcome.get("unfinished"))):
                 raise SystemExit(f"{' '.join(case.command)} failed: {failed}")
             line = {**case.facts, **outcome, **machine()}

@@ -59,6 +59,19 @@ def test_the_benchmark_finds_the_package_and_its_exit_code_is_that_of_all(checko
     assert str(checkout) in more["env"]["PYTHONPATH"].split(os.pathsep)
 
 
+def test_on_another_device_the_results_are_apart(checkout, monkeypatch):
+    monkeypatch.delenv("OUT", raising=False)
+    _, [(_, _, here)] = run(monkeypatch, "gpu")
+    assert not {"OUT", "BENCHMARK_DEVICE"} & here["env"].keys()
+    _, [(_, _, there)] = run(monkeypatch, "gpu", "--device", "standin")
+    assert there["env"]["OUT"] == str(checkout / "build/standin")
+    first = there["env"]["PYTHONPATH"].partition(":")[0]
+    assert first == str(checkout / "tests/support/device/autoload")
+    monkeypatch.setenv("OUT", "mine")
+    _, [(_, _, told)] = run(monkeypatch, "gpu", "--device", "cpu")
+    assert told["env"]["OUT"] == "mine"
+
+
 def test_nothing_runs_where_something_is_missing(checkout, monkeypatch, capsys):
     text = (checkout / "setup.cfg").read_text()
     (checkout / "setup.cfg").write_text(text.replace("click", "no-such-package"))

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,13 @@ def test_what_fails_or_is_late_is_a_result_where_each_case_is_measured_once(kept
     assert (late["seconds"], late["unfinished"]) == (8, "killed after 8 s")
     assert [path.name for path in (kept / "there").iterdir()] == ["y.jsonl"]
     assert list(runs.run("x", benchmark, 5, Path("none"))) == []
+
+
+def test_cases_have_no_more_than_is_left_of_the_time_for_all(kept):
+    benchmark = counting(kept, "late", "late", once=True, limit_s=60)
+    list(runs.run("x", replace(benchmark, limit_s=0), 1, Path("none")))
+    for line in runs.lines_of("x"):
+        assert line["unfinished"] == "killed after 0 s"
 
 
 @pytest.mark.parametrize("commit", ["unknown", "abc-dirty"])
