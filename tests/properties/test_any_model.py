@@ -1255,7 +1255,8 @@ class Rotated(nn.Module):
 
     def forward(self, x):
         if self.table is None or len(self.table) < x.shape[1]:
-            self.table = (torch.arange(x.shape[1])[:, None] / torch.arange(1.0, 5.0)).cos()
+            steps = torch.arange(x.shape[1], device=x.device)[:, None]
+            self.table = (steps / torch.arange(1.0, 5.0, device=x.device)).cos()
         for layer in self.layers:
             x = layer(x) * self.table[: x.shape[1]]
         return x.mean(1)
