@@ -107,7 +107,7 @@ async def gathered(
 ) -> dict[str, float]:
     """Let so many workers join at a socket, and return what it took."""
     listener = Listener(secret, bound)
-    listener.most = count
+    listener.roster.most = count
     address = listener.address
     found: dict[str, float] = {}
     if called:
@@ -119,7 +119,8 @@ async def gathered(
     pid = crowd(count, UNIX + address if address.startswith("/") else address, secret)
     listener.open()
     try:
-        while len(listener.members) < count or not all(member.ready for member in listener.members):
+        coming = listener.roster.coming
+        while len(coming) < count or not all(member.ready for member in coming):
             listener.changed.clear()
             await asyncio.wait_for(listener.changed.wait(), 60)
         took_s, cpu_s = time.monotonic() - began, time.process_time() - used

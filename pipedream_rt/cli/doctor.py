@@ -15,7 +15,7 @@ import click
 from pipedream_rt.cli.shared_options import GivenPath, options_of_nodes
 from pipedream_rt.cluster.engines import EngineRequest, NodeJob, node_job
 from pipedream_rt.cluster.nodes import run_first, run_other
-from pipedream_rt.cluster.subprocesses import shell_code
+from pipedream_rt.cluster.worker_life import shell_code
 from pipedream_rt.doctor.judgement import Finding, judge, options_of_planner
 from pipedream_rt.telling import say
 from pipedream_rt.tracing.summary import table

@@ -13,7 +13,8 @@ import click
 
 from pipedream_rt.cli.shared_options import GivenPath
 from pipedream_rt.cluster.environment import PROFILE
-from pipedream_rt.cluster.subprocesses import end_processes, shell_code
+from pipedream_rt.cluster.subprocesses import end_processes
+from pipedream_rt.cluster.worker_life import shell_code
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.planning import files

@@ -6,7 +6,8 @@ In the order of the imports:
   and the command line share;
 - `control`, `dial`: the worker's end of a control connection, and how it comes to be;
 - `stream`, `reception`: who is at the other end; `peer_listeners`, `peer_links`: how members meet;
-- `members`, `listener`, `generation`, `control_loop`: the control plane, one event loop;
+- `roster`: what is decided of members, without I/O; `listener`, `generation`, `control_loop`: what
+  carries it out, in one event loop; `worker_life`: how workers end, and who starts them again;
 - `forked_workers`, `local`, `elsewhere`, `torchrun`, `engines`: who starts the workers;
 - `processes` (worker processes), and the room `serial` (one thread): the two kinds of
   `interface.Cluster`; `generations`: which of them a job uses;

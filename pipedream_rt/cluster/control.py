@@ -17,29 +17,6 @@ from pipedream_rt.lifecycle import close_in_forked_children
 from pipedream_rt.transport.tcp import set_timeout
 from pipedream_rt.transport.tls import TlsEngine, problem_of_tls
 
-EXIT_FAILED = 1
-"""Exit code of a worker that was refused or could not join: starting it again would not help."""
-
-EXIT_COORDINATOR_LOST = 3
-"""Exit code of a worker whose coordinator died or did not come, or whose job goes on with other
-workers: whoever has started it may start it again."""
-
-
-def is_final(code: int) -> bool:
-    """Whether an exit code says that starting the same again is not needed, or would not help."""
-    # 0 is the end of the work, 1 an error, 2 a wrong command line. Not final are signals, as 143
-    # after a checkpoint at SIGTERM, and 3, a lost coordinator or lost workers.
-    return code < 128 and code != EXIT_COORDINATOR_LOST
-
-
-LIFE_AGAIN = 75
-"""Result of a worker's life if its job ended before it began: with ``--persist`` the worker tries
-again after a pause, without it the process exits with `EXIT_COORDINATOR_LOST`."""
-
-LIFE_OVER = 76
-"""Result of a worker's life, to the process that forked it, if the script has ended well for good:
-that process exits with 0."""
-
 _SEND_TIMEOUT = timedelta(seconds=10)
 """After which an end that reads nothing counts as gone."""
 

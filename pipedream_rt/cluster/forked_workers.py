@@ -34,6 +34,7 @@ from typing import Any
 from pipedream_rt.cluster.environment import LISTEN_FD, PROFILE, SECRET
 from pipedream_rt.cluster.subprocesses import end_processes
 from pipedream_rt.cluster.worker.role import is_worker
+from pipedream_rt.cluster.worker_life import WorkerEnd
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PeerLost, PipelineClosed
 from pipedream_rt.lifecycle import Lifecycle, close_in_forked_children
@@ -51,9 +52,6 @@ _REPORT_TIMEOUT = timedelta(seconds=1)
 
 _EXIT_TIMEOUT = timedelta(seconds=5)
 """For a killed server to be gone."""
-
-UNKNOWN = 1000
-"""Stands for the exit code of a worker whose server ended before it could report it."""
 
 _LARGEST_RECORD = 1 << 12
 """Limit of a record of the server, in bytes."""
@@ -75,8 +73,9 @@ class ForkedWorker:
     """A worker process, as a `Process`. Safe from any thread.
 
     Attributes:
-        returncode: Exit code, negative for a signal as in `subprocess.Popen`, `UNKNOWN` if the
-            server that forked it has ended before it; None while it runs.
+        returncode: Exit code, negative for a signal as in `subprocess.Popen`. It is
+            `WorkerEnd.UNKNOWN` if the server that forked it has ended before it; None while it
+            runs.
     """
 
     def __init__(self, server: ForkServer, parent: socket.socket, pid: int, pidfd: int) -> None:
@@ -274,7 +273,7 @@ class ForkServer:
         return record, fds
 
     def code_of(self, pid: int, parent: socket.socket) -> int:
-        """Exit code of a worker that has ended; negative for a signal, or `UNKNOWN`."""
+        """Exit code of a worker that has ended; negative for a signal, or `WorkerEnd.UNKNOWN`."""
         deadline = Deadline(_REPORT_TIMEOUT)
         with self._lock:
             while pid not in self._codes and self._connection is parent:
@@ -284,7 +283,8 @@ class ForkServer:
                     self._end()
             # Several threads may ask, so the code stays in the dict. The dict is the present
             # server's: there a pid of an earlier server may be another worker's.
-            return self._codes.get(pid, UNKNOWN) if self._connection is parent else UNKNOWN
+            unknown = WorkerEnd.UNKNOWN
+            return self._codes.get(pid, unknown) if self._connection is parent else unknown
 
     def open_end(self) -> int | None:
         """Return a pidfd of the server, for the caller to close; None before its first fork."""

@@ -5,12 +5,12 @@ The other is `elsewhere.py`.
 
 from __future__ import annotations
 
-import signal
 import socket
 import subprocess
 from collections.abc import Sequence
 
-from pipedream_rt.cluster.forked_workers import UNKNOWN, ForkedWorker, ForkServer
+from pipedream_rt.cluster.forked_workers import ForkedWorker, ForkServer
+from pipedream_rt.cluster.worker_life import in_words
 from pipedream_rt.lifecycle import close_in_forked_children
 
 
@@ -52,6 +52,4 @@ class Local:
             code = process.wait(timeout=1)  # its connections close a moment before it ends
         except subprocess.TimeoutExpired:
             return "still running"
-        if code == UNKNOWN:
-            return "the process that forked it and could tell how it ended is gone too"
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return in_words(code)

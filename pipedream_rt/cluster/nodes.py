@@ -27,7 +27,6 @@ from pipedream_rt.cluster.addresses import (
     joined,
     listening_in_time,
 )
-from pipedream_rt.cluster.control import EXIT_COORDINATOR_LOST, is_final
 from pipedream_rt.cluster.environment import (
     ENGINE,
     LISTEN_FD,
@@ -40,7 +39,14 @@ from pipedream_rt.cluster.forked_workers import ForkedWorker, ForkServer
 from pipedream_rt.cluster.identity import Secret
 from pipedream_rt.cluster.listener import announce_end
 from pipedream_rt.cluster.node_job import NodeJob
-from pipedream_rt.cluster.subprocesses import Backoff, dies_with_parent, end_processes, shell_code
+from pipedream_rt.cluster.subprocesses import Backoff, dies_with_parent, end_processes
+from pipedream_rt.cluster.worker_life import (
+    Starter,
+    WorkerEnd,
+    is_final,
+    is_started_again,
+    shell_code,
+)
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, RendezvousTimeout
 from pipedream_rt.telling import log_of
@@ -109,9 +115,8 @@ class NodeWorkers:
                 self._start_one(name)
             for name in self._ended_now(due, min([now + _TURN_S, *due.values()]) - now):
                 code = shell_code(self._children[name].wait())
-                # All workers of a node hear the same, so one is enough. EXIT_COORDINATOR_LOST means
-                # that nobody has called it within its patience.
-                if is_final(code) or code == EXIT_COORDINATOR_LOST:
+                # All workers of a node hear the same, so one is enough.
+                if not is_started_again(Starter.NODE, code):
                     return code
                 _log.warning("worker %r has ended with %d; it is started again", name, code)
                 now = time.monotonic()
@@ -164,7 +169,7 @@ def run_first(
             listener = opened.enter_context(listening)
         except PortTaken as error:
             say(f"{error}. Is it another job's? If so, give this one another port")
-            return EXIT_COORDINATOR_LOST
+            return WorkerEnd.COORDINATOR_LOST
         total = str(node.size * count)
         more = {**settings, NPROC: total, NPROC_HERE: str(count), ENGINE: job.title}
         code = _run_script(command, listener, secret, more, say)
@@ -194,7 +199,7 @@ def run_other(
             "the first node was not found within %g s: %s%s",
             patience.total_seconds(), error, why and f"; {why}",
         )  # fmt: skip
-        return EXIT_COORDINATOR_LOST
+        return WorkerEnd.COORDINATOR_LOST
     names = [node.name_of_worker(i) for i in range(count)]
     workers = NodeWorkers(names, threads, address, secret, imports, bind, patience)
 

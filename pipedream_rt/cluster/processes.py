@@ -160,7 +160,7 @@ class ProcessCluster:
         # The generation would end for them, and lose members that do not come back.
         if not free or not self._assignment.stays_open or not all(m.returns for m in members):
             return 0
-        return self._loop.run(self._listener.expect(len(members)))
+        return self._loop.run(self._workers.expected())
 
     def reference(self, stage: int, part: str) -> Reference:
         return self._rpc.reference(stage, part)

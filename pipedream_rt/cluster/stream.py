@@ -44,6 +44,11 @@ class Stream:
         return self._socket
 
     @property
+    def is_sending(self) -> bool:
+        """Whether records have not left yet."""
+        return self._writing is not None
+
+    @property
     def engine(self) -> TlsEngine | None:
         return self._framing.engine
 

@@ -62,11 +62,6 @@ class Backoff:
         return min(2.0 ** max(quick - 1, 0) - 1, _LONGEST_PAUSE_S)
 
 
-def shell_code(code: int) -> int:
-    """Return an exit code as a shell has it: 128 + the signal that ended the process."""
-    return 128 - code if code < 0 else code
-
-
 def dies_with_parent(number: int) -> Callable[[], object]:
     """Return a ``preexec_fn``: the child gets a signal when the thread that started it is gone."""
     prctl = ctypes.CDLL(None).prctl  # looked up here: a forked child had better load nothing

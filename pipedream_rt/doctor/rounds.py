@@ -8,7 +8,7 @@ admission and the end of a job these records take the place of training::
                     <- findings what the machine has found
     clock           ->
                     <- clock    its time of day, in nanoseconds
-    welcome, door, doors, joined    as of every job
+    welcome, listener, doors, joined    as of every job
     measure         ->          the rank of another machine, to which the link is measured
                     <- findings what the link is like
     exit            ->          nothing more is asked
@@ -33,10 +33,10 @@ from pipedream_rt.cluster.dial import DialOptions, ask_to_join, expect, reached
 from pipedream_rt.cluster.engines import NodeJob
 from pipedream_rt.cluster.identity import Secret
 from pipedream_rt.cluster.listener import Listener
-from pipedream_rt.cluster.members import Member
 from pipedream_rt.cluster.peer_links import PeerLinks
 from pipedream_rt.cluster.peer_listeners import PeerAddress, PeerListeners, listening_for_peers
 from pipedream_rt.cluster.records import Record, welcome
+from pipedream_rt.cluster.roster import Member
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.doctor.facts import Facts, facts, token_file
 from pipedream_rt.doctor.judgement import MeasuredLink
@@ -97,47 +97,47 @@ async def _look(
 ) -> None:  # fmt: skip
     """Wait for the other machines, and ask them one after another."""
     listener = Listener(secret, listening)
-    listener.most = count
+    listener.roster.most = count
     listener.open()
     try:
         # A peer that does not know the secret is no machine of the job, and does not count.
         def enough() -> bool:
-            return len(listener.members) + len(listener.refused) >= count
+            return len(listener.roster.coming) + len(listener.roster.refused) >= count
 
         await until(listener.changed, enough, deadline)
-        found.refused.update(listener.refused)
-        members = sorted(listener.taken(), key=lambda member: member.name)
+        found.refused.update(listener.roster.refused)
+        members = sorted(listener.roster.taken(), key=lambda member: member.name)
         await listener.rest()
         for member in members:
-            found.machines[member.name] = await _examined(member, folder, token)
+            found.machines[member.name] = await _examined(listener, member, folder, token)
         for member in members:
-            found.clocks[member.name] = await _ahead_s(member)
+            found.clocks[member.name] = await _ahead_s(listener, member)
         if members:
-            await _measure_links(members, secret, listener.changed, found)
+            await _measure_links(listener, members, secret, found)
         for member in members:
-            member.stream.send({"type": "exit", "failed": False})
-            await member.stream.sent()
-            member.stream.close()
+            member.connection.send({"type": "exit", "failed": False})
+            await member.connection.sent()
+            member.connection.close()
     finally:
         await listener.close()
 
 
-async def _examined(member: Member, folder: str, token: str) -> Facts:
+async def _examined(listener: Listener, member: Member, folder: str, token: str) -> Facts:
     """Have a machine examine itself; empty if it does not answer."""
     question = {"type": "examine", "folder": folder, "token": token}
-    answer = await member.ask(question, "findings", _ANSWER_S)
+    answer = await listener.ask(member, question, "findings", _ANSWER_S)
     try:
         return dict(json.loads(answer[0]["text"])) if answer else {}
     except (ValueError, TypeError, RecursionError):  # as one that does not answer
         return {}
 
 
-async def _ahead_s(member: Member) -> float:
+async def _ahead_s(listener: Listener, member: Member) -> float:
     """Return the seconds by which the clock of a machine is ahead of this one's."""
     readings = []
     for _ in range(_CLOCK_READINGS):
         before = time.time_ns()
-        answer = await member.ask({"type": "clock", "ns": None}, "clock", _ANSWER_S)
+        answer = await listener.ask(member, {"type": "clock", "ns": None}, "clock", _ANSWER_S)
         after = time.time_ns()
         if answer is not None:
             readings.append((after - before, answer[0]["ns"] - (before + after) / 2))
@@ -145,23 +145,27 @@ async def _ahead_s(member: Member) -> float:
 
 
 async def _measure_links(
-    members: list[Member], secret: Secret, changed: asyncio.Event, found: Found
+    listener: Listener, members: list[Member], secret: Secret, found: Found
 ) -> None:
     """Form a group with all machines, and measure each link from both of its ends."""
     names, deadline = ("first", *(member.name for member in members)), Deadline(2 * _MEETING)
-    with listening_for_peers(members[0].stream.local_host) as doors:
+    with listening_for_peers(members[0].connection.local_host) as doors:
         for rank, member in enumerate(members, 1):
-            member.stream.send(welcome(rank, names, doors.address.host))
-        await until(changed, lambda: all(m.peer_address or m.ended for m in members), deadline)
+            member.connection.send(welcome(rank, names, doors.address.host))
+        await until(
+            listener.changed, lambda: all(m.peer_address or m.ended for m in members), deadline
+        )
         there = {m.name: m.peer_address for m in members if m.peer_address is not None}
         at = {"first": doors.address, **there}
         for member in members:
-            member.stream.send({"type": "doors", "by_name": at})
+            member.connection.send({"type": "doors", "by_name": at})
         probe = await _probe(0, names, secret, doors, at)
     try:
-        await until(changed, lambda: all(m.met is not None or m.ended for m in members), deadline)
+        await until(
+            listener.changed, lambda: all(m.met is not None or m.ended for m in members), deadline
+        )
         found.addresses.update(
-            (m.name, (m.peer_address.host, m.stream.remote_host))
+            (m.name, (m.peer_address.host, m.connection.remote_host))
             for m in members
             if m.peer_address and not m.ended
         )
@@ -175,7 +179,7 @@ async def _measure_links(
             for rank, called in enumerate(names):
                 if rank != own_rank:
                     question = {"type": "measure", "rank": rank}
-                    answer = await member.ask(question, "findings", _ANSWER_S)
+                    answer = await listener.ask(member, question, "findings", _ANSWER_S)
                     found.links[member.name, called] = _link_of(answer and answer[0])
     finally:
         probe.close()

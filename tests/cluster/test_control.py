@@ -12,7 +12,7 @@ from support.callers import OTHER, SECRET, framed, in_loop, soon
 from support.deadlines import LATEST_S
 
 from pipedream_rt.cluster import control as control_module
-from pipedream_rt.cluster.control import Control, is_final
+from pipedream_rt.cluster.control import Control
 from pipedream_rt.cluster.records import LARGEST, LARGEST_AT_FIRST
 from pipedream_rt.cluster.stream import Stream
 from pipedream_rt.deadline import Deadline
@@ -320,9 +320,3 @@ def test_where_a_connection_leaves_the_machine_its_ends_have_addresses(loop, enc
         if not encrypted:
             assert stream.local_host == stream.remote_host == worker.local_host == ""
             worker.notice_within(1)
-
-
-@pytest.mark.parametrize(("code", "expected"), [(0, True), (1, True), (2, True), (3, False),
-                                                (130, False), (143, False)])  # fmt: skip
-def test_which_exit_codes_are_final(code, expected):
-    assert is_final(code) == expected

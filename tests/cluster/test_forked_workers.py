@@ -17,7 +17,8 @@ from support.models import mlp, regression
 from support.pinned import Flat as Pipeline
 
 from pipedream_rt import Recovery
-from pipedream_rt.cluster.forked_workers import UNKNOWN, ForkServer, fork_server
+from pipedream_rt.cluster.forked_workers import ForkServer, fork_server
+from pipedream_rt.cluster.worker_life import WorkerEnd
 from pipedream_rt.errors import PeerLost, PipelineClosed
 
 
@@ -53,7 +54,7 @@ def test_one_that_ended_before_it_was_needed_is_replaced(forks, prepared):
     has_ended(forks.pid)
     forks.prepare(("csv",))
     worker = forked(forks)
-    assert worker.wait(LATEST_S) not in (None, UNKNOWN)
+    assert worker.wait(LATEST_S) not in (None, WorkerEnd.UNKNOWN)
 
 
 def test_one_that_always_ends_is_told_of_in_words(forks, monkeypatch):
@@ -148,7 +149,7 @@ def test_how_a_worker_ended_is_not_known_without_it(forks):
         os.kill(forks.pid, signal.SIGKILL)
         has_ended(forks.pid)
         worker.kill()
-        assert worker.wait(LATEST_S) == UNKNOWN
+        assert worker.wait(LATEST_S) == WorkerEnd.UNKNOWN
 
 
 def test_it_is_replaced_while_the_workers_go_on(monkeypatch):

@@ -31,6 +31,7 @@ from support.clusters import spec
 from support.deadlines import LATEST_S
 
 from pipedream_rt.cluster import generation as generation_module
+from pipedream_rt.cluster import listener as listener_module
 from pipedream_rt.cluster.addresses import listening, parse_address
 from pipedream_rt.cluster.control import Control
 from pipedream_rt.cluster.elsewhere import AtAddress, Elsewhere
@@ -125,6 +126,8 @@ class Job:
     def expire(self):
         """Let the deadline be over for workers to come."""
         self.deadline._at = time.monotonic()
+        roster = self.listener.roster
+        roster._asked = roster._asked._replace(until=0.0)
         in_loop(self.loop, self.listener.changed.set)
 
     def ask(self, name, **changes):
@@ -230,13 +233,13 @@ def test_a_worker_that_leaves_before_all_have_come_makes_room_for_another_of_its
     first = one.come("w0")
     assert "'w0' is taken by pid 7 on here" in one.ask("w0")[1]["reason"]
     first.close()
-    until(one.loop, lambda: not one.listener.members)
+    until(one.loop, lambda: not one.listener.roster.coming)
     one.come("w0", is_ready=False)  # so that it does not end yet
     one.come("w1")
     _, answer = one.ask("w2")
     assert answer["passing"]
     assert answer["reason"] == "the job has its 2 workers"
-    until(one.loop, lambda: [m.ready for m in one.listener.members] == [False, True])
+    until(one.loop, lambda: [m.ready for m in one.listener.roster.coming] == [False, True])
     one.expire()
     text = (
         rf"^1 of 2 workers did not join within {LATEST_S:g} s: w0; joined: w1; "
@@ -256,7 +259,7 @@ def test_a_worker_with_another_torch_is_refused_and_named_in_the_end(job):
     assert not answer["passing"]
     assert "install the same on all machines" in answer["reason"]
     one.come("w1")
-    until(one.loop, lambda: one.listener.members)
+    until(one.loop, lambda: one.listener.roster.coming)
     one.expire()
     words = r"^1 of 2 .*; joined: w1; 'w0' was refused: it has torch 1\.13\.0, and the"
     with pytest.raises(RendezvousTimeout, match=words):
@@ -356,16 +359,16 @@ def test_an_elastic_group_does_not_wait_where_all_have_come_that_can(job):
     one = job(3, assignment=elastic)
     one.gathered("a", "b", "c")
     other = job(3, assignment=elastic)
-    other.loop.run(other.listener.expect(2))
+    other.listener.roster.expected = 2
     other.gathered("a", "b")
-    assert other.listener.expected == 0
+    assert other.listener.roster.expected == 0
 
 
 def test_too_few_for_an_elastic_group(job):
     one = job(3, assignment=ProcessAssignment(fewest=2, most=3, wait=timedelta(seconds=0.1)))
     gathering = one.gather()
     one.come("a")
-    until(one.loop, lambda: one.listener.members)
+    until(one.loop, lambda: one.listener.roster.coming)
     loop_turns(one.loop, 0.2)
     one.expire()
     with pytest.raises(RendezvousTimeout, match=r"^1 of 2 workers .* s; joined: a; start them"):
@@ -375,7 +378,7 @@ def test_too_few_for_an_elastic_group(job):
 def test_who_comes_while_a_generation_runs_is_in_the_next_one(job):
     elastic = ProcessAssignment(fewest=1, most=2, wait=timedelta(hours=1), stays_open=True)
     first = job(2, assignment=elastic)
-    first.loop.run(first.listener.expect(1))
+    first.listener.roster.expected = 1
     (runs,) = first.gathered("runs")
     assert "the name 'runs' is taken" in first.ask("runs")[1]["reason"]
     early = first.come("early")
@@ -1066,13 +1069,13 @@ def test_before_stages_run_there_is_nothing_to_stop(job):
 
 
 def test_a_member_that_reads_nothing_does_not_keep_the_others_from_leaving(job, monkeypatch):
-    monkeypatch.setattr(generation_module, "_LEAVE_S", 0.2)
+    monkeypatch.setattr(listener_module, "_LEAVE_S", 0.2)
     one = job(2)
     workers = one.gathered("w0", "w1")
 
     def fill():
-        while one.members[0].stream._writing is None:
-            one.members[0].stream.send({"type": "failed", "text": "x" * (1 << 19)})
+        while one.members[0].connection._writing is None:
+            one.members[0].connection.send({"type": "failed", "text": "x" * (1 << 19)})
 
     in_loop(one.loop, fill)
     one.loop.run(one.generation.leave(failed=False))

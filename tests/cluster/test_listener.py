@@ -6,6 +6,8 @@ import errno
 import gc
 import socket
 import ssl
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.callers import (
@@ -22,11 +24,11 @@ from support.callers import (
 )
 from support.deadlines import LATEST_S
 
+from pipedream_rt.cluster import framing as framing_module
 from pipedream_rt.cluster import reception as reception_module
 from pipedream_rt.cluster.addresses import boot_id, listening
 from pipedream_rt.cluster.control import Control
-from pipedream_rt.cluster.listener import Listener, process_of
-from pipedream_rt.cluster.members import Member
+from pipedream_rt.cluster.listener import Listener
 from pipedream_rt.cluster.peer_listeners import listening_at
 from pipedream_rt.cluster.records import LARGEST_AT_FIRST, VERSION
 from pipedream_rt.errors import PeerLost, TransportError
@@ -39,7 +41,7 @@ pytestmark = pytest.mark.threads
 def opened(loop, *listeners, most=2):
     """A listener to which workers may come."""
     listener = Listener(SECRET, *listeners)
-    listener.most = most
+    listener.roster.most = most
     in_loop(loop, listener.open)
     try:
         yield listener
@@ -82,8 +84,8 @@ def hang_up(worker):
 
 
 def only_member(loop, listener):
-    until(loop, lambda: listener.members)
-    (member,) = listener.members
+    until(loop, lambda: listener.roster.coming)
+    (member,) = listener.roster.coming
     return member
 
 
@@ -97,27 +99,25 @@ def test_a_worker_from_elsewhere_becomes_a_member(loop, listener, calls):
     worker = calls()
     assert asked(worker, hello("w")) == {"type": "admitted", "secret": None}
     ready(worker, "a kind", "taken")
-    until(loop, lambda: listener.members and listener.members[0].ready)
+    until(loop, lambda: listener.roster.coming and listener.roster.coming[0].ready)
     member = only_member(loop, listener)
     assert (member.name, member.description) == ("w", "pid 7 on here")
     assert (member.processor, member.obstacle) == ("a kind", "taken")
     assert (member.is_local, member.nearby, member.returns) == (False, False, True)
     assert member.same_clock == (boot_id() != "")
-    assert member.stream.peer == "worker 'w'"
-    assert member.stream.local_host == member.stream.remote_host == "127.0.0.1"
+    assert member.connection.peer == "worker 'w'"
+    assert member.connection.local_host == member.connection.remote_host == "127.0.0.1"
 
 
 def test_a_worker_that_was_started_here_gets_the_secret(loop):
     with opened(loop) as listener, started_here(loop, listener) as worker:
-        assert listener.unheard() == ["w"]
+        assert listener.roster.unheard == ["w"]
         answer = asked(worker, hello("w", job="", boot="another", returns=False))
         assert answer == {"type": "admitted", "secret": SECRET.text}
         member = only_member(loop, listener)
-        assert listener.unheard() == ["w"]  # it has said hello, and may be stopped since
+        assert listener.roster.unheard == []
         assert (member.is_local, member.nearby, member.returns) == (True, True, True)
         assert not member.same_clock
-        ready(worker)
-        until(loop, lambda: not listener.unheard())
 
 
 def test_a_worker_of_this_machine_that_somebody_else_has_started(loop, tmp_path, monkeypatch):
@@ -164,28 +164,8 @@ def test_a_field_of_another_type_or_length(loop, field):
                 answer = asked(worker, {**hello(), field: value})
             assert refusal(answer).startswith(f"its hello makes no sense: its {field!r} is ")
             assert len(answer["reason"]) < 200
-        assert listener.members == []
-        assert listener.refused
-
-
-def test_a_worker_that_was_started_here_under_another_name(loop):
-    with opened(loop) as listener, started_here(loop, listener, "v") as worker:
-        answer = asked(worker, hello("w"))
-        assert refusal(answer) == "it says that it is 'w', and was started as 'v'"
-        assert not answer["passing"]
-
-
-@pytest.mark.parametrize("runs", [False, True], ids=["has come", "runs"])
-def test_a_name_that_is_taken(listener, calls, runs):
-    if runs:
-        listener.running = [Member("w", "pid 7 on here", None)]
-    else:
-        assert asked(calls(), hello("w"))["type"] == "admitted"
-    answer = asked(calls(), hello("w"))
-    assert refusal(answer) == "the name 'w' is taken by pid 7 on here; give each worker its own"
-    assert answer["passing"]
-    assert asked(calls(), hello("v"))["type"] == "admitted"
-    assert listener.refused == {}
+        assert listener.roster.coming == []
+        assert listener.roster.refused
 
 
 def test_other_software_would_compute_other_bits(loop, listener, calls, caplog):
@@ -193,16 +173,8 @@ def test_other_software_would_compute_other_bits(loop, listener, calls, caplog):
     text = f"it has torch 1.13.0, and the script {software()}; its stages might compute other bits"
     assert refusal(answer).startswith(text)
     assert not answer["passing"]
-    until(loop, lambda: listener.refused == {"w": answer["reason"]})
+    until(loop, lambda: listener.roster.refused == {"w": answer["reason"]})
     assert "refused worker 'w' (pid 7 on here): it has torch 1.13.0" in caplog.text
-
-
-def test_one_too_many_may_try_again(listener, calls, caplog):
-    for name in ("a", "b"):
-        assert asked(calls(), hello(name))["type"] == "admitted"
-    answer = asked(calls(), hello("c"))
-    assert (refusal(answer), answer["passing"]) == ("the job has its 2 workers", True)
-    assert "refused" not in caplog.text  # nothing to act upon
 
 
 def test_who_does_not_know_the_secret_is_told_so(loop, listener, calls, caplog):
@@ -215,54 +187,32 @@ def test_who_does_not_know_the_secret_is_told_so(loop, listener, calls, caplog):
     assert only_member(loop, listener).name == "w"
 
 
-def test_a_member_that_leaves_makes_room_for_another_of_its_name(loop, listener, calls):
+def test_a_member_that_leaves_makes_room_for_another_of_its_name(loop, listener, calls, caplog):
     first = calls()
     asked(first, hello("w"))
     first.close()
-    until(loop, lambda: listener.departures)
-    (gone,) = listener.departures
-    assert (gone.name, gone.is_local, gone.member.name) == ("w", False, "w")
-    assert isinstance(gone.error, PeerLost)
+    until(loop, lambda: not listener.roster.coming)
+    assert "worker 'w' (pid 7 on here) left before all had come" in caplog.text
     assert asked(calls(), hello("w"))["type"] == "admitted"
 
 
-def test_who_is_ready_is_expected_besides_those_that_stay(loop, listener, calls):
-    listener.running, listener.most = [Member("runs", "", None)], 2
-    asked(calls(), hello("slow"))
-    worker = calls()
-    asked(worker, hello("w"))
-    assert (loop.run(listener.expect(1)), listener.expected) == (0, 1)
-    ready(worker)
-    until(loop, lambda: [member.ready for member in listener.members] == [False, True])
-    assert (loop.run(listener.expect(1)), listener.expected) == (1, 2)
-
-
-def test_while_a_generation_runs_the_end_of_a_member_is_only_logged(loop, listener, calls, caplog):
-    listener.running = [Member("runs", "", None)]
-    worker = calls()
-    asked(worker, hello("w"))
-    worker.close()
-    until(loop, lambda: "worker 'w' (pid 7 on here) left before all had come" in caplog.text)
-    assert listener.departures == listener.members == []
-
-
-def test_a_member_that_sends_what_it_may_not_send_is_gone(loop, listener, calls):
+def test_a_member_that_sends_what_it_may_not_send_is_gone(loop, listener, calls, caplog):
     worker = calls()
     asked(worker, hello("w"))
     worker.send({"type": "exit", "failed": False})
-    until(loop, lambda: listener.departures)
-    assert "which only a coordinator sends" in str(listener.departures[0].error)
+    until(loop, lambda: not listener.roster.coming)
+    assert "which only a coordinator sends" in caplog.text
     with pytest.raises(PeerLost):
         worker.receive(soon())
 
 
-def test_a_member_that_sends_what_is_nested_deeply_is_gone_and_its_name_free(loop, listener, calls):
+def test_a_member_that_sends_what_is_nested_deeply_is_gone(loop, listener, calls, caplog):
     """msgpack reads 990 levels, of which a `repr` would end in an error of the interpreter."""
     worker = calls()
     asked(worker, hello("w"))
     worker.send({"type": "beat", "rss": 0, "doing": nested(990)})
-    until(loop, lambda: listener.departures)
-    assert "a record of more than 4 levels" in str(listener.departures[0].error)
+    until(loop, lambda: not listener.roster.coming)
+    assert "a record of more than 4 levels" in caplog.text
     with pytest.raises(PeerLost):
         worker.receive(soon())
     assert asked(calls(), hello("w"))["type"] == "admitted"
@@ -278,30 +228,7 @@ def nested(levels):
 def test_a_worker_that_was_started_here_and_ends_before_its_hello(loop):
     with opened(loop) as listener, started_here(loop, listener) as worker:
         worker.close()
-        until(loop, lambda: listener.departures)
-        (gone,) = listener.departures
-        assert (gone.name, gone.is_local, gone.member) == ("w", True, None)
-        assert listener.unheard() == []
-
-
-def test_what_a_generation_has_not_taken_is_nothing_to_the_next(loop):
-    """Workers of the same names are started for that one."""
-    with contextlib.ExitStack() as made:
-        listener = made.enter_context(opened(loop, most=3))
-        made.enter_context(started_here(loop, listener, "silent"))
-        came = made.enter_context(started_here(loop, listener, "came"))
-        lost = made.enter_context(started_here(loop, listener, "lost"))
-        assert asked(came, hello("came"))["type"] == "admitted"
-        lost.close()
-        until(loop, lambda: listener.departures)
-        in_loop(loop, listener.drop_local)
-        assert (listener.members, listener.departures, listener.unheard()) == ([], [], [])
-        again = made.enter_context(started_here(loop, listener, "came"))
-        again.send(hello("came"))
-        until(loop, lambda: listener.members)
-        with pytest.raises(PeerLost):
-            hang_up(came)
-    assert not listener.departures
+        until(loop, lambda: not listener.roster.unheard)
 
 
 NESTED = b"\x81\xa4type" + b"\x91" * 1200 + b"\xc0"
@@ -420,7 +347,7 @@ def test_while_it_rests_callers_wait_in_the_queue_of_the_kernel(loop, listener, 
         with pytest.raises(TimeoutError):
             stranger.recv(1)
         ready(worker)
-        until(loop, lambda: listener.members[0].ready)  # members live on
+        until(loop, lambda: listener.roster.coming[0].ready)  # members live on
         in_loop(loop, listener.open)
         assert asked(calls(), hello("v"))["type"] == "admitted"
 
@@ -434,8 +361,8 @@ def test_who_has_come_is_sent_away_in_the_end(loop, listener, calls):
     for each in (member, stranger):
         with pytest.raises(PeerLost):
             each.receive(soon())
-    assert listener.is_closed
-    assert listener.members == []
+    assert listener.roster.is_shut
+    assert listener.roster.coming == []
     in_loop(loop, listener.open)  # it stays closed
     with socket.create_connection(listener.listeners[0].getsockname(), LATEST_S) as late:
         late.settimeout(0.1)
@@ -487,23 +414,94 @@ def test_who_says_hello_in_the_last_moment_does_not_keep_it_from_resting(loop, t
 
 
 def test_the_end_of_the_job_is_told_to_whoever_comes(loop, listener, calls):
-    in_loop(loop, setattr, listener, "over", 9)
+    in_loop(loop, setattr, listener.roster, "over", 9)
     for said in (hello("a-0"), hello("b-0", version=1)):
         worker = calls()
         assert asked(worker, said) == {"type": "over", "code": 9}
         with pytest.raises(PeerLost):
             worker.receive(soon())
-    until(loop, lambda: listener.informed == {"a-0", "b-0"})
-    assert listener.members == []
-
-
-def test_text_from_outside_is_escaped_and_cut():
-    assert process_of({"pid": 1, "host": "h\n\x1b[31mERROR"}) == r"pid 1 on h\n\x1b[31mERROR"
-    assert len(process_of({"pid": 1, "host": "h" * 1000})) < 120
-    assert process_of({}) == "pid None on None"
+    until(loop, lambda: listener.roster.informed == {"a-0", "b-0"})
+    assert listener.roster.coming == []
 
 
 def test_an_address_of_either_family():
     for host, expected in (("127.0.0.1", "127.0.0.1:"), ("::1", "[::1]:")):
         with listening(host, 0) as listener:
             assert Listener(SECRET, listener).address.startswith(expected)
+
+
+# -- questions ------------------------------------------------------------------------------------
+
+CLOCK = {"type": "clock", "ns": None}
+
+
+@contextlib.contextmanager
+def admitted(loop):
+    """A listener, a member of it, and the worker's end of its connection."""
+    with opened(loop) as listener, started_here(loop, listener) as worker:
+        assert asked(worker, hello("w"))["type"] == "admitted"
+        yield listener, only_member(loop, listener), worker
+
+
+def test_an_answer_comes_with_its_time(loop):
+    with admitted(loop) as (listener, member, worker), ThreadPoolExecutor(1) as thread:
+        asking = thread.submit(loop.run, listener.ask(member, CLOCK, "clock", LATEST_S))
+        assert worker.receive(soon()) == CLOCK
+        before = time.monotonic_ns()
+        worker.send({"type": "beat", "doing": "", "rss": 1})  # something else is no answer
+        worker.send({"type": "clock", "ns": 5})
+        record, received = asking.result(LATEST_S)
+        assert record == {"type": "clock", "ns": 5}
+        assert received >= before
+
+
+def test_who_does_not_answer_is_not_awaited_for_ever(loop):
+    with admitted(loop) as (listener, member, worker):
+        assert loop.run(listener.ask(member, CLOCK, "clock", 0.01)) is None
+        worker.close()
+        until(loop, lambda: member.ended is not None)
+        assert loop.run(listener.ask(member, CLOCK, "clock", LATEST_S)) is None
+
+
+def test_who_is_asked_and_goes_is_not_awaited(loop):
+    with admitted(loop) as (listener, member, worker), ThreadPoolExecutor(1) as thread:
+        asking = thread.submit(loop.run, listener.ask(member, CLOCK, "clock", LATEST_S))
+        worker.receive(soon())
+        worker.close()
+        assert asking.result(LATEST_S) is None
+
+
+def test_an_answer_that_came_too_late_is_not_that_to_the_next_question(loop):
+    """A clock that was read before the question would seem to be years fast or slow."""
+    with admitted(loop) as (listener, member, worker), ThreadPoolExecutor(1) as thread:
+        assert loop.run(listener.ask(member, CLOCK, "clock", 0.0)) is None
+        worker.send({"type": "clock", "ns": 1})
+        worker.send({"type": "doing", "action": "F1"})
+        until(loop, lambda: member.doing == "F1")
+        worker.receive(soon())
+        asking = thread.submit(loop.run, listener.ask(member, CLOCK, "clock", LATEST_S))
+        worker.receive(soon())
+        worker.send({"type": "clock", "ns": 2})
+        assert asking.result(LATEST_S)[0]["ns"] == 2
+
+
+def test_whatever_a_decoder_raises_ends_the_connection(loop, monkeypatch):
+    def recurses(data, peer):
+        raise RecursionError("maximum recursion depth exceeded")
+
+    with admitted(loop) as (_, member, worker):
+        monkeypatch.setattr(framing_module, "unpacked", recurses)
+        worker.send({"type": "doing", "action": "B1"})
+        until(loop, lambda: member.ended is not None)
+        assert str(member.ended).startswith("what worker 'w' sent cannot be read: RecursionError(")
+        assert worker.has_come()
+
+
+def test_whoever_sends_to_a_member_that_is_gone_notices_nothing(loop):
+    with admitted(loop) as (_, member, worker):
+        worker.close()
+        for _ in range(3):
+            in_loop(loop, member.connection.send, {"type": "stop"})
+        until(loop, lambda: member.ended is not None)
+        in_loop(loop, member.connection.send, {"type": "stop"})
+        loop.run(member.connection.sent())

@@ -5,8 +5,9 @@ import subprocess
 
 import pytest
 
-from pipedream_rt.cluster.forked_workers import UNKNOWN, ForkServer
+from pipedream_rt.cluster.forked_workers import ForkServer
 from pipedream_rt.cluster.local import Local
+from pipedream_rt.cluster.worker_life import WorkerEnd
 
 
 def workers(forks=None):
@@ -46,7 +47,7 @@ class Forks:
         (-9, "killed by SIGKILL"),
         (-11, "killed by SIGSEGV"),
         (None, "still running"),
-        (UNKNOWN, "the process that forked it and could tell how it ended is gone too"),
+        (WorkerEnd.UNKNOWN, "the process that forked it and could tell how it ended is gone too"),
     ],
 )
 def test_how_a_worker_ended(code, ending):

@@ -469,7 +469,7 @@ def test_a_member_that_is_led_to_a_control_port_is_dropped(caplog, record):
     async def main():
         with socket.create_server(("127.0.0.1", 0)) as port:
             bound = Listener(SECRET, port)
-            bound.most = 2
+            bound.roster.most = 2
             bound.open()
             connection = socket.create_connection(port.getsockname())
             caller = Stream(connection, "the member")
@@ -478,7 +478,7 @@ def test_a_member_that_is_led_to_a_control_port_is_dropped(caplog, record):
             with pytest.raises(TransportError, match="closed the connection"):
                 await asyncio.wait_for(caller.read(), LATEST_S)
             caller.close()
-            assert bound.members == []
+            assert bound.roster.coming == []
             await bound.close()
 
     run(main())

@@ -137,7 +137,7 @@ def test_the_admission_of_a_rank_brings_the_secret_and_that_of_a_stranger_nothin
     """A process of another user, should the folder not keep it out, gets no word."""
     with control_plane() as control, torchrun._listening(SECRET) as bound:
         listener = in_loop(control, Listener, SECRET, bound)
-        listener.most = 1
+        listener.roster.most = 1
         in_loop(control, listener.open)
         at = DialOptions(f"unix:{bound.getsockname()}", 1)
         rank = reached(at, "rank 0", None)

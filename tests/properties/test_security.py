@@ -118,7 +118,7 @@ def control_port():
     """The port of a coordinator, at which a worker joins in the end."""
     with control_plane() as control, socket.create_server(("127.0.0.1", 0)) as bound:
         listener = in_loop(control, Listener, JOB, bound)
-        listener.most = 1
+        listener.roster.most = 1
         in_loop(control, listener.open)
         yield bound.getsockname()
         worker = calling(bound.getsockname())

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipedream_rt.cluster.addresses import joined
-from pipedream_rt.cluster.control import is_final
 from pipedream_rt.cluster.engines.ray import RayWorkers
 from pipedream_rt.cluster.environment import SECRET
 from pipedream_rt.cluster.identity import Secret
-from pipedream_rt.cluster.subprocesses import Backoff, dies_with_parent, shell_code
+from pipedream_rt.cluster.subprocesses import Backoff, dies_with_parent
+from pipedream_rt.cluster.worker_life import Starter, is_started_again, shell_code
 from pipedream_rt.deadline import Deadline
 
 _LOOK_S = 2.0
@@ -123,7 +123,7 @@ class _NodeActor:
                 # The first node may have moved, and another program may listen at its old port.
                 if rank and ray.get(board.get.remote()) != address:
                     command.kill()
-            if is_final(code):
+            if not is_started_again(Starter.ENGINE, code):
                 return code
             threading.Event().wait(pauses.after("", time.monotonic() - began))
 

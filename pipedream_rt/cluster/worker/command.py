@@ -21,13 +21,7 @@ from typing import Any
 import click
 
 from pipedream_rt.cluster.addresses import UNIX
-from pipedream_rt.cluster.control import (
-    EXIT_COORDINATOR_LOST,
-    EXIT_FAILED,
-    LIFE_AGAIN,
-    LIFE_OVER,
-    Control,
-)
+from pipedream_rt.cluster.control import Control
 from pipedream_rt.cluster.dial import DialOptions, JobOver
 from pipedream_rt.cluster.environment import (
     DEVICE,
@@ -37,10 +31,17 @@ from pipedream_rt.cluster.environment import (
 )
 from pipedream_rt.cluster.identity import Secret
 from pipedream_rt.cluster.records import is_name
-from pipedream_rt.cluster.subprocesses import dies_with_parent, shell_code
+from pipedream_rt.cluster.subprocesses import dies_with_parent
 from pipedream_rt.cluster.worker.fork_server import end_orphans, serve_forks
 from pipedream_rt.cluster.worker.joining import JoinAttempts, WorkerSettings, serve, serve_at
 from pipedream_rt.cluster.worker.role import become_worker
+from pipedream_rt.cluster.worker_life import (
+    Starter,
+    WorkerEnd,
+    is_started_again,
+    outward,
+    shell_code,
+)
 from pipedream_rt.errors import ConfigError, PeerLost, PipelineError
 from pipedream_rt.paths import given_path
 from pipedream_rt.schema import open_to_append
@@ -131,17 +132,17 @@ def main(
         code, persist = over.code, False
     except PeerLost as error:
         _log.error("%s", error)
-        code, persist = EXIT_COORDINATOR_LOST, False
+        code, persist = WorkerEnd.COORDINATOR_LOST, False
     except PipelineError as error:
         _log.error("%s", error)
-        code = EXIT_FAILED
-    if persist and code in _RETURNS:
+        code = WorkerEnd.FAILED
+    if persist and is_started_again(Starter.PERSIST, code):
         # A fresh process image, since torch keeps RPC counters for the life of a process.
         again = _again(secret, tries.after(code, time.monotonic()))
         os.execv(sys.executable, [sys.executable, "-m", "pipedream_rt.workers", *again])
     logging.shutdown()
     # Not sys.exit: the destructors of torch's RPC threads may wait for peers that are gone.
-    os._exit(EXIT_COORDINATOR_LOST if code == LIFE_AGAIN else code)
+    os._exit(outward(code))
 
 
 _SPARE_PAUSE_S = 0.5
@@ -198,16 +199,12 @@ def _run_forked(fd: int, name: str, threads: int, join: dict[str, Any] | None) -
             return _join_for_ever(options, settings)
         control = Control(socket.socket(fileno=fd), "the coordinator", inherited=True)
         code = serve(control, WorkerSettings(name, threads))
-        return EXIT_COORDINATOR_LOST if code == LIFE_AGAIN else code
+        return outward(code)
     except PipelineError as error:
         _log.error("%s", error)
-        return EXIT_FAILED
+        return WorkerEnd.FAILED
     finally:
         logging.shutdown()
-
-
-_RETURNS = (0, LIFE_AGAIN, EXIT_COORDINATOR_LOST)
-"""The exit codes after which a worker waits for the next coordinator."""
 
 
 def _join_for_ever(options: DialOptions, settings: WorkerSettings) -> int:
@@ -219,16 +216,16 @@ def _join_for_ever(options: DialOptions, settings: WorkerSettings) -> int:
         if pid == 0:
             dies_with_parent(signal.SIGKILL)()
             if os.getppid() != here:  # the parent died before the line above
-                os._exit(EXIT_COORDINATOR_LOST)
+                os._exit(WorkerEnd.COORDINATOR_LOST)
             os._exit(_serve_once(options, settings, tries))
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         match code:
-            case _ if code in _RETURNS:
+            case _ if is_started_again(Starter.FORKED, code):
                 tries = tries.after(code, time.monotonic())
-            case _ if code == LIFE_OVER:
+            case _ if code == WorkerEnd.OVER:
                 return 0
-            case _ if code == _NOBODY:
-                return EXIT_COORDINATOR_LOST
+            case _ if code == WorkerEnd.UNREACHED:
+                return WorkerEnd.COORDINATOR_LOST
             case _:
                 return shell_code(code)
 
@@ -236,9 +233,6 @@ def _join_for_ever(options: DialOptions, settings: WorkerSettings) -> int:
 _LONGEST_PAUSE_S = 5.0
 """Longest pause between two attempts of a worker that `pipedream-rt run` has started. At the end of
 a job the first node waits three times as long for all workers to hear of it."""
-
-_NOBODY = 77
-"""Exit code of a child that found no coordinator in time."""
 
 
 def _serve_once(options: DialOptions, settings: WorkerSettings, tries: JoinAttempts) -> int:
@@ -248,16 +242,16 @@ def _serve_once(options: DialOptions, settings: WorkerSettings, tries: JoinAttem
         return code
     except JobOver as over:
         _log.info("%s", over)
-        return EXIT_FAILED if over.code else LIFE_OVER
+        return WorkerEnd.FAILED if over.code else WorkerEnd.OVER
     except PeerLost as error:
         _log.error("%s", error)
-        return _NOBODY
+        return WorkerEnd.UNREACHED
     except PipelineError as error:
         _log.error("%s", error)
-        return EXIT_FAILED
+        return WorkerEnd.FAILED
     except BaseException:  # the top of a process
         traceback.print_exc()
-        return LIFE_AGAIN  # tried again in a new child, after a pause
+        return WorkerEnd.AGAIN  # tried again in a new child, after a pause
     finally:
         logging.shutdown()
 

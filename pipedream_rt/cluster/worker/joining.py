@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from pipedream_rt.cluster.control import EXIT_COORDINATOR_LOST, LIFE_AGAIN, Control
+from pipedream_rt.cluster.control import Control
 from pipedream_rt.cluster.dial import (
     DialOptions,
     NotAdmitted,
@@ -22,6 +22,7 @@ from pipedream_rt.cluster.dial import (
     reached,
 )
 from pipedream_rt.cluster.identity import Secret
+from pipedream_rt.cluster.worker_life import WorkerEnd
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PeerLost, TransportError
 from pipedream_rt.software import processor
@@ -78,9 +79,9 @@ class JoinAttempts:
 
     def after(self, code: int, now: float) -> JoinAttempts:
         """Count an attempt by its exit code: a failure before a group, or the end of a group."""
-        if code == LIFE_AGAIN:
+        if code == WorkerEnd.AGAIN:
             return self.failed()
-        return JoinAttempts(lost=now if code == EXIT_COORDINATOR_LOST else None)
+        return JoinAttempts(lost=now if code == WorkerEnd.COORDINATOR_LOST else None)
 
     def group_waits(self, now: float) -> bool:
         """Whether the worker has lost its group so recently that a recovery waits for it."""
@@ -143,18 +144,18 @@ def serve(control: Control, settings: WorkerSettings, returns: bool = False) -> 
         welcome = control.receive(Deadline(None))
     except PeerLost:
         _log.info("the job ended before it began")
-        return LIFE_AGAIN
+        return WorkerEnd.AGAIN
     except TransportError as error:
         raise NotAdmitted(f"the coordinator's answer to 'ready' cannot be read: {error}") from error
     if welcome["type"] in ("stop", "exit"):
         _log.info("the coordinator gave up before all workers had joined")
-        return LIFE_AGAIN
+        return WorkerEnd.AGAIN
     expect(welcome, "welcome")
     try:
         return host_stage(control, welcome, settings.threads, secret, settings.bind)
     except PeerLost as error:
         _log.error("%s", error)
-        return EXIT_COORDINATOR_LOST
+        return WorkerEnd.COORDINATOR_LOST
 
 
 def _import_torch() -> Callable[..., int]:

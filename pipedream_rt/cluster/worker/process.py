@@ -16,18 +16,14 @@ from typing import Any, TypeVar
 
 from pipedream_rt import extras
 from pipedream_rt.cluster.addresses import address_on, interface_of, is_loopback
-from pipedream_rt.cluster.control import (
-    EXIT_COORDINATOR_LOST,
-    EXIT_FAILED,
-    LIFE_AGAIN,
-    Control,
-)
+from pipedream_rt.cluster.control import Control
 from pipedream_rt.cluster.environment import memory_is_shared, own_device
 from pipedream_rt.cluster.identity import Secret
 from pipedream_rt.cluster.interface import Endpoint
 from pipedream_rt.cluster.peer_links import PeerLinks
 from pipedream_rt.cluster.peer_listeners import PeerAddress, listening_for_peers
 from pipedream_rt.cluster.records import Record
+from pipedream_rt.cluster.worker_life import WorkerEnd
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.devices import OwnDevice
 from pipedream_rt.devices.choice import device_there
@@ -116,7 +112,7 @@ def host_stage(
         kind = "unfit" if isinstance(error, ConfigError) and not error.__cause__ else "failed"
         with suppress(PeerLost):
             control.send({"type": kind, "text": str(error)})
-        return EXIT_FAILED if isinstance(error, ConfigError) else LIFE_AGAIN
+        return WorkerEnd.FAILED if isinstance(error, ConfigError) else WorkerEnd.AGAIN
     hosts = [
         StageHost(
             worker,
@@ -255,14 +251,14 @@ def _until_exit(
                 thread.join(_AT_THE_END_S)
                 for host in hosts:
                     host.remove_parts()
-            return EXIT_COORDINATOR_LOST
+            return WorkerEnd.COORDINATOR_LOST
         match record["type"]:
             case "stop":
                 close("the coordinator said stop")
                 thread.join(_LAST_ACTION_S)
                 if thread.is_alive():
                     _log.error("a stage computes without end; the process ends without it")
-                    return EXIT_COORDINATOR_LOST  # with --persist a new process joins
+                    return WorkerEnd.COORDINATOR_LOST  # with --persist a new process joins
                 control.send({"type": "stopped"})
             case "story":
                 control.send({"type": "story", "text": story()})
@@ -275,6 +271,6 @@ def _until_exit(
                 transport.close()
                 if record["failed"]:
                     _log.warning("the job goes on with a new generation; this process ends")
-                return EXIT_COORDINATOR_LOST if record["failed"] else 0
+                return WorkerEnd.COORDINATOR_LOST if record["failed"] else 0
             case other:
                 raise PeerLost(f"the coordinator sent {other!r}", peer="the coordinator")

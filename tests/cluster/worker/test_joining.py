@@ -5,12 +5,13 @@ import socket
 import pytest
 from support.callers import soon
 
-from pipedream_rt.cluster.control import EXIT_COORDINATOR_LOST, LIFE_AGAIN, Control
+from pipedream_rt.cluster.control import Control
 from pipedream_rt.cluster.dial import DialOptions
 from pipedream_rt.cluster.identity import Secret
 from pipedream_rt.cluster.records import HEAD
 from pipedream_rt.cluster.worker import joining
 from pipedream_rt.cluster.worker.joining import JoinAttempts, WorkerSettings
+from pipedream_rt.cluster.worker_life import WorkerEnd
 from pipedream_rt.errors import PipelineError
 
 SECRET = Secret.generated()
@@ -56,7 +57,7 @@ def test_a_worker_that_was_admitted_to_a_group_that_is_never_formed(ends, last):
     if last is not None:
         coordinator.send(last)
     coordinator._socket.shutdown(socket.SHUT_WR)  # all that it is told is there before it asks
-    assert joining.serve(control, WorkerSettings("w", 1, SECRET)) == LIFE_AGAIN
+    assert joining.serve(control, WorkerSettings("w", 1, SECRET)) == WorkerEnd.AGAIN
     assert [coordinator.receive(soon())["type"] for _ in range(2)] == ["hello", "ready"]
 
 
@@ -101,12 +102,12 @@ def test_a_refusal_that_does_not_pass_ends_every_worker(pauses, visits):
 
 
 def test_a_worker_that_has_lost_its_group_tries_often_for_a_while():
-    tries = JoinAttempts(5).after(EXIT_COORDINATOR_LOST, now=1000.0)
+    tries = JoinAttempts(5).after(WorkerEnd.COORDINATOR_LOST, now=1000.0)
     assert tries == JoinAttempts(0, lost=1000.0)
     assert tries.pause_s(1000.0) == 0
     pauses = []
     for _ in range(8):
-        tries = tries.after(LIFE_AGAIN, now=1001.0)
+        tries = tries.after(WorkerEnd.AGAIN, now=1001.0)
         pauses.append(tries.pause_s(1001.0))
     assert pauses[0] == 0.1
     assert max(pauses) == pauses[-1] == 0.5

@@ -17,13 +17,14 @@ import torch
 from support.callers import SECRET, soon
 from support.deadlines import LATEST_S
 
-from pipedream_rt.cluster.control import EXIT_COORDINATOR_LOST, EXIT_FAILED, LIFE_AGAIN, Control
+from pipedream_rt.cluster.control import Control
 from pipedream_rt.cluster.identity import NONCE
 from pipedream_rt.cluster.peer_links import PeerLinks
 from pipedream_rt.cluster.peer_listeners import PeerAddress, listening_for_peers
 from pipedream_rt.cluster.records import welcome
 from pipedream_rt.cluster.worker import process
 from pipedream_rt.cluster.worker.process import host_stage, resident_bytes
+from pipedream_rt.cluster.worker_life import WorkerEnd
 from pipedream_rt.errors import PeerLost
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.sockets import SocketTransport
@@ -148,7 +149,7 @@ def test_several_stages_share_a_thread_and_a_story():
         assert not {"stage-0", "stage-1"} & {*names()}
 
 
-@pytest.mark.parametrize(("failed", "code"), [(False, 0), (True, EXIT_COORDINATOR_LOST)])
+@pytest.mark.parametrize(("failed", "code"), [(False, 0), (True, WorkerEnd.COORDINATOR_LOST)])
 def test_it_ends_with_what_becomes_of_the_job(joined, failed, code):
     """With the code for a lost coordinator a worker that persists joins the next generation."""
     joined.say("stop")
@@ -169,7 +170,7 @@ def test_a_stage_that_computes_without_end_is_left(monkeypatch, caplog):
         try:
             made.join()
             made.say("stop")
-            assert made.worker.result(LATEST_S) == EXIT_COORDINATOR_LOST
+            assert made.worker.result(LATEST_S) == WorkerEnd.COORDINATOR_LOST
         finally:
             held.set()
     assert "a stage computes without end" in caplog.text
@@ -185,7 +186,7 @@ def test_without_a_coordinator_it_ends_and_leaves_nothing_half_written(monkeypat
     ) as made:
         made.join()
         made.control.close()
-        assert made.worker.result(LATEST_S) == EXIT_COORDINATOR_LOST
+        assert made.worker.result(LATEST_S) == WorkerEnd.COORDINATOR_LOST
     assert removed == (["stage 0"] if inherited else [])
 
 
@@ -211,7 +212,7 @@ def test_a_group_that_is_given_up_before_its_addresses_are_known():
         made.hear("door")
         made.say("exit", failed=True)
         assert "expected 'doors' from the coordinator, got 'exit'" in made.hear("failed")["text"]
-        assert made.worker.result(LATEST_S) == LIFE_AGAIN
+        assert made.worker.result(LATEST_S) == WorkerEnd.AGAIN
 
 
 def test_a_group_that_is_given_up_while_its_members_meet():
@@ -224,7 +225,7 @@ def test_a_group_that_is_given_up_while_its_members_meet():
         silent.accept()[0].close()  # it is there, and tries again
         made.say("stop")
         assert "gave up forming the group" in made.hear("failed")["text"]
-        assert made.worker.result(LATEST_S) == LIFE_AGAIN
+        assert made.worker.result(LATEST_S) == WorkerEnd.AGAIN
 
 
 def test_a_meeting_that_is_given_up_is_cancelled_once(ends):
@@ -251,7 +252,7 @@ def test_a_worker_elsewhere_must_be_told_its_interface(monkeypatch):
     monkeypatch.setattr(process, "interface_of", {"192.0.2.1": "eth7"}.get)
     with closing(Coordinator(inherited=False, local_host="192.0.2.1", host="192.0.2.2")) as made:
         assert "as --bind eth7" in made.hear("unfit")["text"]
-        assert made.worker.result(LATEST_S) == EXIT_FAILED
+        assert made.worker.result(LATEST_S) == WorkerEnd.FAILED
 
 
 def test_what_the_script_can_import_it_can(monkeypatch):
