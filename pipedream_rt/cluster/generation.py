@@ -1,7 +1,7 @@
 """The life of one generation of workers: it is gathered, forms a group, is watched, and ends.
 
-Each part is a coroutine of the control plane's event loop. The members themselves (`Member.live`)
-say what changes, and one condition wakes whoever waits for it.
+Each part is a coroutine of the control plane's event loop. The roster decides (`roster.py`); here
+its instructions are carried out, and the script's thread waits for them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from datetime import timedelta
 from typing import Any
 
 from pipedream_rt.cluster.addresses import is_loopback
-from pipedream_rt.cluster.control_loop import within
+from pipedream_rt.cluster.control_loop import until, within
 from pipedream_rt.cluster.elsewhere import Elsewhere
 from pipedream_rt.cluster.identity import NONCE
 from pipedream_rt.cluster.interface import ClusterSpec, memoized_error
@@ -191,8 +191,8 @@ class Generation:
         listener.generation = self._carry_out
         for name, connection in self._local.connections.items():
             listener.take(connection, name)
-        until, plan = _moment(deadline), self._spec.plan
-        self._handle(Gather(plan, assignment, until, timeout_s, self._heartbeat_s))
+        end, plan = _moment(deadline), self._spec.plan
+        self._handle(Gather(plan, assignment, end, timeout_s, self._heartbeat_s))
         try:
             listener.open()
             await self._until(lambda: Welcome in self._done, self._turn_s(deadline))
@@ -399,10 +399,8 @@ class Generation:
         deadline = Deadline(timeout)
         if self._ticking is not None:
             self._ticking.cancel()
-        self._handle(Stop(time.monotonic() + timeout.total_seconds()))
-        self._end = None  # whoever waited for the generation has it, or nobody does
-        if self._listener.generation == self._carry_out:
-            await self._until(lambda: Stopped in self._done, self._turn_s(deadline))
+        self._handle(Stop(_moment(deadline)))
+        await until(self._changed, lambda: Stopped in self._done, deadline)
 
     async def give_up(self) -> None:
         """Have `stop` wait for nobody."""
@@ -410,6 +408,8 @@ class Generation:
 
     async def leave(self, *, failed: bool) -> None:
         """End the workers, and close their connections."""
+        if self._ticking is not None:
+            self._ticking.cancel()
         self._opened.close()
         remove_left_behind(m.peer_address for m in self.members if m.peer_address is not None)
         self._handle(Leave(failed))

@@ -11,10 +11,13 @@ A generation goes through these phases::
        |                      | End: it cannot come         | End                      v
        +------ Leave ------ ENDING <------------------------+--------- Close ------ RUNNING
 
+`Close`, `Stop`, `GiveUp` and `Leave` may come in every phase.
+
 Whoever joins while none is gathered waits in `coming` for the next one. What the script waits for
 comes as one of `Welcome`, `Meet`, `Start`, `Stopped`; or as `End`, once, if it never will. A wait
 ends by itself at the time that its event names (``until``), or when a member is silent for too
-long, so the adapter sends a `Tick` now and then.
+long. What follows from the state as a whole is judged at a `Tick`: the adapter sends one when
+others have come, and now and then.
 
 Times are seconds of one clock that never goes back.
 """
@@ -405,12 +408,20 @@ class Roster:
         self._has_met = self._is_introduced = False
         self._stop: Stop | None = None
         self._computes = False  # whether stages run in this generation
-        self._gave_up = False
+        self._gave_up = self._is_closed = False
+        self._started: set[str] = set()  # names of the workers started here for this generation
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
         """Take an event at a time; return what is to be done, in this order."""
         done = self._on(event, now)
-        return [*done, *self._follow(now, isinstance(event, Tick))]
+        if isinstance(event, Tick):
+            done += self._follow(now)
+        if self._stop is not None:
+            waits = self._computes and not all(member.stopped for member in self.members)
+            if not waits or self._gave_up or now >= self._stop.until:
+                self._stop = None
+                done.append(Stopped())
+        return done
 
     @property
     def unheard(self) -> list[str]:
@@ -434,6 +445,7 @@ class Roster:
         match event:
             case Started(connection, name):
                 self._unheard[name] = connection
+                self._started.add(name)
             case Joined():
                 return self._joined(event, now)
             case Said(member, record):
@@ -447,7 +459,8 @@ class Roster:
                 # The last generation has ended: its workers come back under their names.
                 self.members, self.most = [], event.assignment.most
                 self._own, self._stop = None, None
-                self._has_met = self._is_introduced = self._computes = self._gave_up = False
+                self._has_met = self._is_introduced = self._computes = False
+                self._gave_up = self._is_closed = False
                 self.phase = Phase.GATHERING
             case Form():
                 self._own, self._since = event, now
@@ -472,20 +485,19 @@ class Roster:
                 return self._shut()
         return []
 
-    def _follow(self, now: float, ticks: bool) -> list[Instruction]:
-        """Return what follows from the state and the time."""
+    def _follow(self, now: float) -> list[Instruction]:
+        """Return what follows from the state and the time.
+
+        That is judged at a `Tick` alone, so that all that has come before it counts: a member may
+        seem silent, or ready, whose next record lies unread beside that of another.
+        """
         match self.phase:
             case Phase.GATHERING:
                 return self._gathered(now)
             case Phase.FORMING:
                 return self._formed(now)
-            case Phase.RUNNING if ticks:
+            case Phase.RUNNING:
                 return self._silent(now)
-        if self._stop is not None:
-            waits = self._computes and not all(member.stopped for member in self.members)
-            if not waits or self._gave_up or now >= self._stop.until:
-                self._stop = None
-                return [Stopped()]
         return []
 
     # -- who may become a member --------------------------------------------------------------
@@ -626,6 +638,8 @@ class Roster:
         if error is None or self.phase not in (Phase.FORMING, Phase.RUNNING):
             return []
         if self.phase is Phase.RUNNING:
+            if member.silent:
+                return []  # it was reported
             note = "" if isinstance(error, PeerLost) else f" ({error})"
             return [Report(Loss(member.name, member, None, note))]
         if not isinstance(error, JoiningFailed):
@@ -655,7 +669,7 @@ class Roster:
         assert self._asked is not None
         assignment, heartbeat_s = self._asked.assignment, self._asked.heartbeat_s
         if self.is_shut:
-            return self._end(PipelineClosed("the pipeline was closed while it waited for workers"))
+            return self._end(_closed_while_gathering())
         if now >= self._asked.until:
             return self._end(self._missing())
         # A worker started here is forked with torch imported, so it speaks at once, unless it was
@@ -700,7 +714,7 @@ class Roster:
         needed, admitted = self._asked.assignment.fewest, {m.name for m in self.coming}
         unready = {m.name for m in self.coming if not m.ready} if len(admitted) >= needed else set()
         joined = sorted(admitted - unready, key=natural)
-        absent = sorted({*self._unheard, *admitted}.difference(joined), key=natural)
+        absent = sorted({*self._started, *admitted}.difference(joined), key=natural)
         count = max(needed - len(joined), 1)
         return Missing(
             f"{count} of {needed} workers did not join within {self._asked.timeout_s:g} s"
@@ -785,7 +799,9 @@ class Roster:
         return []
 
     def _watch(self, now: float) -> list[Instruction]:
-        """Begin to report losses."""
+        """Begin to report losses, unless nobody wants to hear of them any more."""
+        if self._is_closed:
+            return []
         self.phase, self._ticked, self._computes = Phase.RUNNING, now, True
         # The group may have formed for longer than a heartbeat: silence counts from here.
         for member in self.members:
@@ -813,23 +829,27 @@ class Roster:
 
     def _close(self) -> list[Instruction]:
         """Report no loss any more; end what the script waits for."""
-        if self.phase in (Phase.GATHERING, Phase.FORMING):
-            waits = "waited for workers" if self.phase is Phase.GATHERING else "workers joined"
-            words = f"it {waits}" if self.phase is Phase.GATHERING else f"its {waits}"
-            return self._end(PipelineClosed(f"the pipeline was closed while {words}"))
-        if self.phase is not Phase.RESTING:
-            self.phase = Phase.ENDING
+        self._is_closed = True
+        match self.phase:
+            case Phase.GATHERING:
+                return self._end(_closed_while_gathering())
+            case Phase.FORMING:
+                return self._end(PipelineClosed("the pipeline was closed while its workers joined"))
+            case Phase.FORMED | Phase.RUNNING:
+                self.phase = Phase.ENDING
         return []
 
     def _leave(self, failed: bool) -> list[Instruction]:
         """Dismiss the members, and workers started here that have not become one."""
+        ended = self._close()  # what the script waits for, if it does
         here = [m for m in self.coming if m.is_local]
         self.coming = [m for m in self.coming if not m.is_local]
         unheard, self._unheard = [*self._unheard.values()], {}
         exits = self._told(self.members, {"type": "exit", "failed": failed})
         gone = [m.connection for m in (*self.members, *here)] + unheard
         self.phase, self.members = Phase.RESTING, []  # their names are free for the next one
-        return [*exits, *map(Drop, gone)]
+        self._started.clear()
+        return [*ended, *exits, *map(Drop, gone)]
 
     def _shut(self) -> list[Instruction]:
         """Dismiss those that have come; a generation that is gathered ends, by `_gathered`."""
@@ -842,6 +862,10 @@ class Roster:
     def _told(self, members: Sequence[Member], record: Record) -> list[Instruction]:
         """Tell members whose connections stand."""
         return [Tell(m.connection, record) for m in members if m.ended is None]
+
+
+def _closed_while_gathering() -> PipelineClosed:
+    return PipelineClosed("the pipeline was closed while it waited for workers")
 
 
 def _unreachable(addresses: Mapping[str, PeerAddress]) -> RendezvousTimeout | None:

@@ -8,7 +8,7 @@ admission and the end of a job these records take the place of training::
                     <- findings what the machine has found
     clock           ->
                     <- clock    its time of day, in nanoseconds
-    welcome, listener, doors, joined    as of every job
+    welcome, door, doors, joined    as of every job
     measure         ->          the rank of another machine, to which the link is measured
                     <- findings what the link is like
     exit            ->          nothing more is asked

@@ -96,6 +96,9 @@ class Job:
         """Take an event; return the instructions, without what is told to people."""
         self.now = self.now if at is None else at
         done = self.roster.handle(event, self.now)
+        # As the adapter does while something is awaited.
+        if not isinstance(event, Tick) and self.roster.phase in (Phase.GATHERING, Phase.FORMING):
+            done += self.roster.handle(Tick(), self.now)
         self.logged += [each.text % each.arguments for each in done if isinstance(each, Log)]
         self.members |= {each.member.name: each.member for each in done if isinstance(each, Admit)}
         return [each for each in done if not isinstance(each, Log)]
@@ -494,6 +497,68 @@ def test_while_the_coordinator_itself_stood_still_nobody_counts_as_silent():
     assert job.do(Tick(), at=51) == []
 
 
+def test_a_member_that_was_silent_and_then_goes_is_reported_once():
+    job = Job(fewest=1, heartbeat_s=4)
+    job.running("w0")
+    for second in (1.5, 3.0, 4.5):
+        done = job.do(Tick(), at=second)
+    assert [type(each) for each in done] == [Kill, Report]
+    assert job.left("w0") == []
+
+
+def test_what_comes_in_one_moment_is_judged_together():
+    """As after the coordinator has stood still: the next record lies unread beside the first."""
+    job = Job(fewest=2, heartbeat_s=3)
+    job.do(Started("pair 0", "w0")), job.do(Started("pair 1", "w1"))
+    job.come("w0", connection="pair 0"), job.come("w1", connection="pair 1")
+    said = {"type": "ready", "processor": "x", "obstacle": ""}
+    handle, (first, second) = job.roster.handle, job.members.values()
+    assert handle(Said(first, said), 50.0) == handle(Said(second, said), 50.0) == []
+    (welcome,) = handle(Tick(), 50.0)
+    assert isinstance(welcome, Welcome)
+    assert handle(Form("coordinator", LOOPBACK, until=100.0), 50.0) == []
+    for member in (first, second):
+        assert handle(Said(member, {"type": "door", "at": LOOPBACK}), 60.0) == []
+    assert isinstance(handle(Tick(), 60.0)[-1], Meet)
+
+
+def test_one_that_is_ready_and_gone_in_one_moment_is_no_member():
+    job = Job(fewest=1)
+    job.come("w0")
+    said = {"type": "ready", "processor": "x", "obstacle": ""}
+    job.roster.handle(Said(job.members["w0"], said), 1.0)
+    assert [type(each) for each in job.roster.handle(Left(job.members["w0"], GONE), 1.0)] == [Log]
+    assert job.do(Tick(), at=1) == []
+    assert job.roster.phase is Phase.GATHERING
+
+
+def test_a_generation_that_was_closed_is_not_watched():
+    job = Job(fewest=1)
+    job.forming("w0")
+    job.door("w0"), job.do(Met()), job.joined("w0")
+    job.do(Close())
+    assert job.do(Watch()) == []
+    assert job.roster.phase is Phase.ENDING
+
+
+def test_who_leaves_while_workers_are_awaited_ends_the_wait():
+    job = Job(fewest=2)
+    job.come("w0")
+    end, *told = job.do(Leave(failed=True))
+    assert isinstance(end.cause, PipelineClosed)
+    assert told == [Tell("to w0", {"type": "exit", "failed": True}), Drop("to w0")]
+
+
+def test_a_worker_started_here_that_was_refused_is_missing_by_its_name():
+    job = Job(fewest=1, until=5)
+    job.do(Started("pair", "w0"))
+    job.come("w0", connection="pair", software="other")
+    cause = ended(job.do(Tick(), at=5))
+    assert cause.text.startswith(
+        "1 of 1 workers did not join within 5 s: w0; joined: none; 'w0' was"
+    )
+
+
 def test_in_the_end_no_loss_is_reported():
     job = Job(fewest=1)
     job.running("w0")
@@ -575,9 +640,11 @@ class AnyOrder(RuleBasedStateMachine):
 
     # What the adapter does with instructions, held against the rules.
 
-    def handle(self, event):
+    def handle(self, event, ticks=True):
         for each in self.roster.handle(event, self.now):
             self.carry_out(each)
+        if ticks and self.roster.phase in (Phase.GATHERING, Phase.FORMING):
+            self.handle(Tick(), ticks=False)
 
     def carry_out(self, each):
         match each:
