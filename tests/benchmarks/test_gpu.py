@@ -61,14 +61,14 @@ def test_the_benchmark_finds_the_package_and_its_exit_code_is_that_of_all(checko
 
 def test_on_another_device_the_results_are_apart(checkout, monkeypatch):
     monkeypatch.delenv("OUT", raising=False)
-    _, [(_, _, here)] = run(monkeypatch, "gpu")
+    _, [(_, here)] = run(monkeypatch, "gpu")
     assert not {"OUT", "BENCHMARK_DEVICE"} & here["env"].keys()
-    _, [(_, _, there)] = run(monkeypatch, "gpu", "--device", "standin")
+    _, [(_, there)] = run(monkeypatch, "gpu", "--device", "standin")
     assert there["env"]["OUT"] == str(checkout / "build/standin")
     first = there["env"]["PYTHONPATH"].partition(":")[0]
     assert first == str(checkout / "tests/support/device/autoload")
     monkeypatch.setenv("OUT", "mine")
-    _, [(_, _, told)] = run(monkeypatch, "gpu", "--device", "cpu")
+    _, [(_, told)] = run(monkeypatch, "gpu", "--device", "cpu")
     assert told["env"]["OUT"] == "mine"
 
 

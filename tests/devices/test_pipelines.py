@@ -610,7 +610,10 @@ def test_a_script_ends_cleanly_right_after_a_backward_of_its_own():
             {"async-1f1b, killed": True, "async-1f1b, by the host": True},
             marks=pytest.mark.stress,
         ),
-        ("ours 2 1f1b", {"devices": ["standin:0", "standin:1"]}),
+        (
+            "ours 2 1f1b",
+            {f"{each}, devices": ["standin:0", "standin:1"] for each in ("local", "serial")},
+        ),
     ],
 )
 def test_a_case_of_the_benchmark(case, told):
