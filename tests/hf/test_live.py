@@ -629,7 +629,11 @@ def test_another_thread_reads_the_model_while_it_trains(pipeline, tmp_path):
     def reads():
         while not (found and ended.is_set()):
             begun.set()
-            found.append(total(trainer.model))
+            try:
+                found.append(total(trainer.model))
+            except RuntimeError as error:
+                if "meta" not in str(error):  # a layer is recorded at this moment: limits.md
+                    raise
 
     with trainer_of(PipelineTrainer, tmp_path, pipeline=pipeline) as trainer:
         thread = threading.Thread(target=reads)
