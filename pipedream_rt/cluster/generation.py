@@ -115,13 +115,17 @@ class Generation:
         self._done: set[type] = set()  # the types of the instructions that have come
         self._end: End | None = None
         self._addresses: Mapping[str, PeerAddress] = {}
-        self._ticking: asyncio.Task[None] | None = None
-        self._opened = ExitStack()  # of what the group needs while it forms
+        self._opened = ExitStack()  # of what the group needs while it forms, or while it is watched
         self._peer_listeners: PeerListeners | None = None
 
+    @property
+    def _is_current(self) -> bool:
+        """Whether the roster has this generation: not before `gather`, nor after the next one."""
+        return self._listener.generation == self._carry_out
+
     def _handle(self, event: Event) -> None:
-        """Have the roster take an event, unless it has another generation by now."""
-        if self._listener.generation == self._carry_out:
+        """Have the roster take an event, if it has this generation."""
+        if self._is_current:
             self._listener.handle(event)
 
     def _carry_out(self, instruction: Instruction) -> None:
@@ -138,7 +142,7 @@ class Generation:
                 self._addresses = addresses
         self._done.add(type(instruction))
 
-    async def _until(self, condition: Callable[[], bool], turn_s: float) -> None:
+    async def _until(self, condition: Callable[[], bool], deadline: Deadline) -> None:
         """Wait until a condition holds; raise what ends the wait."""
         while True:
             self._changed.clear()
@@ -148,7 +152,7 @@ class Generation:
             if condition():
                 return
             try:
-                await within(self._changed.wait(), turn_s)
+                await within(self._changed.wait(), self._turn_s(deadline))
             except asyncio.TimeoutError:
                 continue
 
@@ -195,7 +199,7 @@ class Generation:
         self._handle(Gather(plan, assignment, end, timeout_s, self._heartbeat_s))
         try:
             listener.open()
-            await self._until(lambda: Welcome in self._done, self._turn_s(deadline))
+            await self._until(lambda: Welcome in self._done, deadline)
         finally:
             if Welcome not in self._done:
                 self._handle(Close())  # whoever has joined must hear the end from this generation
@@ -253,7 +257,7 @@ class Generation:
         """Connect this process to all members, once the addresses of all are known to all."""
         assert self._peer_listeners is not None
         try:
-            await self._until(lambda: Meet in self._done, self._turn_s(deadline))
+            await self._until(lambda: Meet in self._done, deadline)
             by_rank = {group.names.index(name): at for name, at in self._addresses.items()}
             links = PeerLinks(group, self._listener.secret, self._peer_listeners, by_rank, deadline)
             met: Connections = await self._beside(links.meet(), deadline)
@@ -266,7 +270,7 @@ class Generation:
         task = asyncio.ensure_future(awaited)
         task.add_done_callback(lambda _: self._changed.set())
         try:
-            await self._until(task.done, self._turn_s(deadline))
+            await self._until(task.done, deadline)
             return await task
         finally:
             task.cancel()
@@ -278,7 +282,7 @@ class Generation:
         """Wait until all members have joined, and this process in another thread."""
         await self._beside(asyncio.wrap_future(joining), deadline)
         self._handle(Met())
-        await self._until(lambda: Start in self._done, self._turn_s(deadline))
+        await self._until(lambda: Start in self._done, deadline)
 
     async def broadcast(self, record: Record) -> None:
         """Send a record to all members whose connections stand."""
@@ -302,7 +306,7 @@ class Generation:
     async def watch(self) -> None:
         """Begin to report workers that are lost or silent."""
         self._handle(Watch())
-        self._ticking = asyncio.get_running_loop().create_task(self._tick())
+        self._opened.callback(asyncio.get_running_loop().create_task(self._tick()).cancel)
         self._watch_forks()
 
     async def _tick(self) -> None:
@@ -397,10 +401,9 @@ class Generation:
     async def stop(self, timeout: timedelta) -> None:
         """Stop the stages, and wait until none computes any more, or the time is over."""
         deadline = Deadline(timeout)
-        if self._ticking is not None:
-            self._ticking.cancel()
         self._handle(Stop(_moment(deadline)))
-        await until(self._changed, lambda: Stopped in self._done, deadline)
+        if self._is_current:
+            await until(self._changed, lambda: Stopped in self._done, deadline)
 
     async def give_up(self) -> None:
         """Have `stop` wait for nobody."""
@@ -408,8 +411,6 @@ class Generation:
 
     async def leave(self, *, failed: bool) -> None:
         """End the workers, and close their connections."""
-        if self._ticking is not None:
-            self._ticking.cancel()
         self._opened.close()
         remove_left_behind(m.peer_address for m in self.members if m.peer_address is not None)
         self._handle(Leave(failed))

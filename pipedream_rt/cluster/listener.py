@@ -130,7 +130,7 @@ class Listener:
         """Send a question; return the answer and its arrival (monotonic, ns), None for none."""
         if member.ended is not None:
             return None
-        queue = self._answers.setdefault(member, {}).setdefault(kind, asyncio.Queue())
+        queue = self._answers_of(member, kind)
         while not queue.empty():  # an answer to an earlier question, which came too late
             queue.get_nowait()
         member.connection.send(record)
@@ -138,6 +138,10 @@ class Listener:
             return await within(queue.get(), seconds)
         except asyncio.TimeoutError:
             return None
+
+    def _answers_of(self, member: Member, kind: str) -> asyncio.Queue[tuple[Record, int] | None]:
+        """The answers of a member to questions of one kind; None once its connection has ended."""
+        return self._answers.setdefault(member, {}).setdefault(kind, asyncio.Queue())
 
     async def _arrive_here(self, stream: Stream) -> None:
         """Serve a worker that was started here, from its hello to its end."""
@@ -176,8 +180,8 @@ class Listener:
             while member.ended is None:
                 record = await stream.read()
                 if (kind := record["type"]) in _ANSWERS:
-                    queue = self._answers.setdefault(member, {}).setdefault(kind, asyncio.Queue())
-                    queue.put_nowait((record, time.monotonic_ns()))
+                    answer = record, time.monotonic_ns()
+                    self._answers_of(member, kind).put_nowait(answer)
                 self.handle(Said(member, record))
         except Exception as error:  # of any kind, as above
             self.handle(Left(member, stream.lost_by(error)))

@@ -505,13 +505,12 @@ class Roster:
     def _joined(self, event: Joined, now: float) -> list[Instruction]:
         """Admit or refuse whoever has said hello."""
         connection, hello, nearby = event
-        here = next((name for name, each in self._unheard.items() if each is connection), "")
         if self.is_shut:
             return [Drop(connection)]
         if self.over is not None and is_name(hello.get("name")):
             self.informed.add(hello["name"])
             return [Tell(connection, {"type": "over", "code": self.over}), Drop(connection)]
-        self._unheard.pop(here, None)
+        here = self._heard(connection)
         refusal = self._refusal_of(hello, here)
         if refusal is not None:
             return self._refuse(connection, hello, refusal)
@@ -656,11 +655,15 @@ class Roster:
 
     def _died(self, connection: Any, error: TransportError) -> list[Instruction]:
         """Note that a worker started here has ended before its hello."""
-        name = next((name for name, each in self._unheard.items() if each is connection), None)
-        if name is None:
-            return []
-        del self._unheard[name]
-        return self._end(Loss(name, None, error)) if self.phase is Phase.GATHERING else []
+        name = self._heard(connection)
+        waits = name and self.phase is Phase.GATHERING
+        return self._end(Loss(name, None, error)) if waits else []
+
+    def _heard(self, connection: Any) -> str:
+        """Take out a worker started here that is silent no more; return its name, "" for none."""
+        name = next((name for name, each in self._unheard.items() if each is connection), "")
+        self._unheard.pop(name, None)
+        return name
 
     # -- a generation: gathered, formed, watched ------------------------------------------------
 
@@ -844,20 +847,23 @@ class Roster:
         ended = self._close()  # what the script waits for, if it does
         here = [m for m in self.coming if m.is_local]
         self.coming = [m for m in self.coming if not m.is_local]
-        unheard, self._unheard = [*self._unheard.values()], {}
         exits = self._told(self.members, {"type": "exit", "failed": failed})
-        gone = [m.connection for m in (*self.members, *here)] + unheard
+        dropped = self._dropped([*self.members, *here])
         self.phase, self.members = Phase.RESTING, []  # their names are free for the next one
         self._started.clear()
-        return [*ended, *exits, *map(Drop, gone)]
+        return [*ended, *exits, *dropped]
 
     def _shut(self) -> list[Instruction]:
         """Dismiss those that have come; a generation that is gathered ends, by `_gathered`."""
         self.is_shut = True
         coming = self.taken()
-        unheard, self._unheard = [*self._unheard.values()], {}
         exits = self._told(coming, {"type": "exit", "failed": False})
-        return [*exits, *(Drop(m.connection) for m in coming), *map(Drop, unheard)]
+        return [*exits, *self._dropped(coming)]
+
+    def _dropped(self, members: Sequence[Member]) -> list[Instruction]:
+        """Drop members, and workers started here that have not said hello."""
+        unheard, self._unheard = [*self._unheard.values()], {}
+        return [Drop(each) for each in (*(m.connection for m in members), *unheard)]
 
     def _told(self, members: Sequence[Member], record: Record) -> list[Instruction]:
         """Tell members whose connections stand."""

@@ -1061,6 +1061,12 @@ def test_who_does_not_stop_is_not_awaited_for_ever(job, why):
     assert one.failures == []
 
 
+def test_before_workers_are_gathered_there_is_nothing_to_wait_for(job):
+    """As where the start fails: a process cannot be forked, or torch RPC has another pipeline."""
+    one = job(1)
+    one.loop.run(one.generation.stop(timedelta(hours=1)))
+
+
 def test_before_stages_run_there_is_nothing_to_stop(job):
     one = job(1)
     (worker,) = one.gathered("w0")
