@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types docs images unit rights matrix stress devices gpu gpu-long chaos soak engines bench clean
+.PHONY: demo test lint types docs images unit rights matrix mutants stress devices gpu gpu-long chaos soak engines bench clean
 
 demo: $(VENV)/runtime
 	$(BIN)/python examples/demo.py
@@ -59,6 +59,13 @@ rights: $(VENV)/installed
 matrix: $(VENV)/installed
 	$(BIN)/python tests/support/matrix.py
 
+# Faults of one line in the library, one at a time: which do the tests notice? What is known already,
+# in benchmarks/results/mutants.jsonl, is not tried again; the table is docs/design/mutants.md.
+mutants: $(VENV)/installed
+	PYTHONPATH=tests $(BIN)/python -m support.mutants entered
+	PYTHONPATH=tests $(BIN)/python -m support.mutants run
+	PYTHONPATH=tests $(BIN)/python -m support.mutants table
+
 # Many seeds and long runs; and what the stand-in for an accelerator must give the same bits for.
 stress: $(VENV)/installed devices
 	$(BIN)/python -m pytest -m stress -s --timeout 3600 -o faulthandler_timeout=3600
@@ -101,4 +108,4 @@ bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf $(VENV) .matrix build site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .matrix .mutants build site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

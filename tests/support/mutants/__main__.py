@@ -42,8 +42,10 @@ ROOMS = {
 }  # fmt: skip
 """The rooms, and how many faults of each are tried."""
 
-TESTS = [*ROOMS, "devices/test_pipelines.py", "properties", "serial", "corrections", "optimizers",
-         "verify", "test_pipeline.py", "test_schema.py", "test_lifecycle.py", "cli/test_run.py"]  # fmt: skip
+TESTS = [
+    *ROOMS, "devices/test_pipelines.py", "properties", "serial", "corrections", "optimizers",
+    "verify", "test_pipeline.py", "test_schema.py", "test_lifecycle.py", "cli/test_run.py",
+]  # fmt: skip
 """What may notice a fault: the tests of the rooms, and the quick selection of all others."""
 
 SLOTS = 2
@@ -250,11 +252,9 @@ def run(rooms, count, out):
         found = {}
         for file in sorted((ROOT / "pipedream_rt" / room).rglob("*.py")):
             path = str(file.relative_to(ROOT))
-            for fault, place in faults_of(path, file.read_text()).items():
-                found[fault] = place
-        for fault in chosen(found, count or ROOMS[room]):
-            if fault.key not in known:
-                waiting.append((room, fault, found[fault], ()))
+            found |= faults_of(path, file.read_text())
+        taken = chosen(found, count or ROOMS[room])
+        waiting += [(room, fault, found[fault], ()) for fault in taken if fault.key not in known]
     _try(waiting, out)
 
 
@@ -266,7 +266,7 @@ def again(known, out, rooms):
     """Try the faults that were found once more: first with the test that found them."""
     done, waiting = {line["key"] for line in _lines(out)}, []
     for line in _lines(known):
-        if not line["found"] or line["key"] in done or rooms and line["room"] not in rooms:
+        if not line["found"] or line["key"] in done or (rooms and line["room"] not in rooms):
             continue
         file = ROOT / line["path"]
         found = faults_of(line["path"], file.read_text()) if file.exists() else {}
@@ -322,9 +322,8 @@ def _try(waiting, out):
                 }  # fmt: skip
                 file.write(json.dumps(line) + "\n")
                 file.flush()
-                click.echo(
-                    f"{count - len(waiting)}/{count} {fault.path}:{fault.line} {fault.kind}: {found}"
-                )
+                place = f"{fault.path}:{fault.line}"
+                click.echo(f"{count - len(waiting)}/{count} {place} {fault.kind}: {found}")
 
         _together(slots, work)
 

@@ -69,9 +69,7 @@ def chosen(faults, count):
     kinds = {kind: sorted((f for f in faults if f.kind == kind), key=_rank) for kind in KINDS}
     taken = []
     while len(taken) < count and any(kinds.values()):
-        for kind in KINDS:
-            if kinds[kind]:
-                taken.append(kinds[kind].pop())
+        taken += [kinds[kind].pop() for kind in KINDS if kinds[kind]]
     return taken[:count]
 
 
@@ -105,18 +103,16 @@ class _Finder(ast.NodeVisitor):
         name = ".".join(self.names)
         count = self.alike.setdefault((name, kind, before, after), 0)
         self.alike[name, kind, before, after] += 1
-        fault = Fault(
-            self.path, name, self.entries[-1], kind, node.lineno, before, after, count
-        )
+        fault = Fault(self.path, name, self.entries[-1], kind, node.lineno, before, after, count)
         self.found[fault] = begin, end
 
-    def visit_ClassDef(self, node):  # noqa: N802
+    def visit_ClassDef(self, node):
         self.names.append(node.name)
         for each in node.body:
             self.visit(each)
         self.names.pop()
 
-    def visit_FunctionDef(self, node):  # noqa: N802
+    def visit_FunctionDef(self, node):
         if node.name in UNTRIED:
             return
         self.names.append(node.name)
@@ -128,10 +124,10 @@ class _Finder(ast.NodeVisitor):
 
     visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815
 
-    def visit_Assert(self, node):  # noqa: N802
+    def visit_Assert(self, node):
         """Leave it: it states what the types do not know."""
 
-    def visit_If(self, node):  # noqa: N802
+    def visit_If(self, node):
         if self.text(node.test) not in ("TYPE_CHECKING", "__debug__"):
             self.turned(node.test)
             self.generic_visit(node)
@@ -139,12 +135,12 @@ class _Finder(ast.NodeVisitor):
     def turned(self, test):
         self.add("condition", test, f"not ({self.text(test)})")
 
-    def visit_While(self, node):  # noqa: N802
+    def visit_While(self, node):
         if not isinstance(node.test, ast.Constant):
             self.turned(node.test)
         self.generic_visit(node)
 
-    def visit_IfExp(self, node):  # noqa: N802
+    def visit_IfExp(self, node):
         self.turned(node.test)
         self.generic_visit(node)
 
@@ -153,7 +149,7 @@ class _Finder(ast.NodeVisitor):
             self.turned(test)
         self.generic_visit(node)
 
-    def visit_Compare(self, node):  # noqa: N802
+    def visit_Compare(self, node):
         if len(node.ops) == 1 and type(node.ops[0]) in (ast.Lt, ast.LtE, ast.Gt, ast.GtE):
             self.between("condition", node.left, node.comparators[0], node.ops[0])
         for each in (node.left, *node.comparators):
@@ -170,7 +166,7 @@ class _Finder(ast.NodeVisitor):
             changed = gap.replace(was[type(operator)], new[type(operator)])
             self.add(kind, left, changed, (begin, end))
 
-    def visit_BoolOp(self, node):  # noqa: N802
+    def visit_BoolOp(self, node):
         first, second = node.values[:2]
         begin, end = self.place(first)[1], self.place(second)[0]
         gap = self.data[begin:end].decode()
@@ -183,24 +179,24 @@ class _Finder(ast.NodeVisitor):
         if isinstance(node, ast.Constant) and type(node.value) is int:
             self.add("off by one", node, str(node.value + 1))
 
-    def visit_BinOp(self, node):  # noqa: N802
+    def visit_BinOp(self, node):
         if isinstance(node.op, ast.Add | ast.Sub) and (
             isinstance(node.right, ast.Constant) and type(node.right.value) is int
         ):
             self.between("off by one", node.left, node.right, node.op)
         self.generic_visit(node)
 
-    def visit_Subscript(self, node):  # noqa: N802
+    def visit_Subscript(self, node):
         bounds = node.slice
         for each in (bounds.lower, bounds.upper) if isinstance(bounds, ast.Slice) else (bounds,):
             self.off_by_one(each)
         self.generic_visit(node)
 
-    def visit_AnnAssign(self, node):  # noqa: N802
+    def visit_AnnAssign(self, node):
         if node.value is not None:
             self.visit(node.value)
 
-    def visit_Call(self, node):  # noqa: N802
+    def visit_Call(self, node):
         first = node.args[:2]
         if len(first) == 2 and all(isinstance(a, ast.Name | ast.Attribute) for a in first):
             one, two = map(self.text, first)
@@ -213,13 +209,13 @@ class _Finder(ast.NodeVisitor):
                 self.off_by_one(each)
         self.generic_visit(node)
 
-    def visit_Expr(self, node):  # noqa: N802
+    def visit_Expr(self, node):
         call = node.value.value if isinstance(node.value, ast.Await) else node.value
         if isinstance(call, ast.Call) and not _name(call).strip("_").startswith(SAYS):
             self.add("call", node, "pass")
         self.generic_visit(node)
 
-    def visit_Raise(self, node):  # noqa: N802
+    def visit_Raise(self, node):
         self.add("error", node, "pass")
         self.generic_visit(node)
 

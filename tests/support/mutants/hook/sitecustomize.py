@@ -21,7 +21,7 @@ if _FOLDER:
         seen.add(code)
         if not code.co_filename.startswith(_ROOT):
             return
-        line = f"{code.co_filename[len(_ROOT):]}:{code.co_firstlineno}\n"
+        line = f"{code.co_filename[len(_ROOT) :]}:{code.co_firstlineno}\n"
         try:
             with open(os.path.join(_FOLDER, "now")) as now:
                 name = now.read()
