@@ -9,18 +9,15 @@ from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 
 import pytest
+from support.callers import OTHER, SECRET, soon
 from support.deadlines import LATEST_S
 
 from pipedream_rt.cluster import dial
-from pipedream_rt.cluster.control import Control
-from pipedream_rt.cluster.dial import DialOptions, JobOver, NotAdmitted
-from pipedream_rt.cluster.identity import Secret
-from pipedream_rt.cluster.records import FIELDS, HEAD, packed, unpacked
-from pipedream_rt.deadline import Deadline
+from pipedream_rt.cluster.dial import DialOptions, JobOver, NotAdmitted, NotOfThisJob
+from pipedream_rt.cluster.peer_listeners import listening_at
+from pipedream_rt.cluster.records import HEAD, HELLO, packed, unpacked
 from pipedream_rt.errors import ConfigError, PeerLost, PipelineError
 from pipedream_rt.schema import problem_of
-
-SECRET, OTHER = Secret.generated(), Secret.generated()
 
 
 @pytest.fixture
@@ -51,16 +48,14 @@ def listening(answer):
             thread.join()
 
 
-def coordinator(answer, secret=SECRET, heard=None):
+def coordinator(answer, secret, heard):
     """Answer a worker as a coordinator with a secret does; ``heard`` gets the worker's hello."""
 
     def serve(connection):
         with secret.tls(called=True).wrap_socket(connection, server_side=True) as encrypted:
             stream = encrypted.makefile("rb")
             (length,) = HEAD.unpack(stream.read(HEAD.size))
-            hello = unpacked(stream.read(length), "the worker")
-            if heard is not None:
-                heard.append(hello)
+            heard.append(unpacked(stream.read(length), "the worker"))
             encrypted.sendall(packed(answer))
 
     return serve
@@ -77,43 +72,33 @@ def refused(passing):
     return {"type": "refused", "reason": "the job is full", "passing": passing}
 
 
-def test_a_hello_has_the_public_name_of_the_job_and_not_the_secret():
-    heard = []
-    with (
-        listening(coordinator(refused(True), heard=heard)) as address,
-        pytest.raises(NotAdmitted),
-    ):
-        join(address)
-    (hello,) = heard
-    assert not problem_of(hello, FIELDS["hello"])
-    assert (hello["name"], hello["pid"], hello["job"]) == ("w", os.getpid(), SECRET.job)
-    assert SECRET.text not in str(hello)
-
-
-@pytest.mark.parametrize("passing", [True, False])
+@pytest.mark.parametrize(
+    ("answer", "error", "words"),
+    [
+        (refused(True), NotAdmitted, "refused this worker: the job is full"),
+        (refused(False), PipelineError, "refused this worker: the job is full"),
+        ({"type": "over", "code": 7}, JobOver, "exit code 7"),
+    ],
+    ids=["for now", "for good", "over"],
+)
 @pytest.mark.parametrize("secret", [SECRET, OTHER], ids=["of the job", "of another job"])
-def test_a_refusal_is_final_from_somebody_who_knows_the_secret(secret, passing):
+def test_an_answer_is_final_from_somebody_who_knows_the_secret(answer, error, words, secret):
     """Anybody may listen where a persistent worker tries again, and send it away."""
+    heard = []
+    if secret is OTHER:
+        error, words = NotOfThisJob, "does not know the secret that the other has"
     with (
-        listening(coordinator(refused(passing), secret)) as address,
-        pytest.raises(PipelineError) as raised,
+        listening(coordinator(answer, secret, heard)) as address,
+        pytest.raises(PipelineError, match=words) as raised,
     ):
         join(address)
-    knows = secret is SECRET
-    assert isinstance(raised.value, NotAdmitted) == (passing or not knows)
-    assert ("refused this worker: the job is full" in str(raised.value)) == knows
-    assert ("does not know the secret that the other has" in str(raised.value)) == (not knows)
-
-
-@pytest.mark.parametrize("secret", [SECRET, OTHER], ids=["of the job", "of another job"])
-def test_a_job_is_over_when_somebody_says_so_who_knows_the_secret(secret):
-    with (
-        listening(coordinator({"type": "over", "code": 7}, secret)) as address,
-        pytest.raises(JobOver if secret is SECRET else NotAdmitted) as raised,
-    ):
-        join(address)
-    if secret is SECRET:
-        assert raised.value.code == 7
+    assert type(raised.value) is error
+    assert getattr(raised.value, "code", 7) == 7
+    assert bool(heard) == (secret is SECRET)
+    for hello in heard:
+        assert not problem_of(hello, HELLO)
+        assert (hello["name"], hello["pid"], hello["job"]) == ("w", os.getpid(), SECRET.job)
+        assert SECRET.text not in str(hello)
 
 
 def silent(connection):
@@ -172,46 +157,31 @@ def test_a_coordinator_that_ends_before_it_has_attended_is_tried_again(answer):
     ],
     ids=lambda said: said["type"],
 )
-def test_answers_that_make_no_sense_at_a_socket_of_the_machine(said):
+def test_answers_that_make_no_sense_at_a_socket_of_the_machine(ends, said):
     """An admission there brings the secret."""
-    ours, theirs = socket.socketpair()
-    with ours:
-        ours.sendall(packed(said))
-        control = Control(theirs, "the coordinator")
-        with pytest.raises(NotAdmitted, match="the handshake with the coordinator failed"):
-            dial.ask_to_join(control, "w", None)
-        control.close()
+    coordinator, control = ends
+    coordinator.send(said)
+    with pytest.raises(NotAdmitted, match="the handshake with the coordinator failed"):
+        dial.ask_to_join(control, "w", None)
 
 
-def test_the_admission_within_a_machine_brings_the_secret():
-    ours, theirs = socket.socketpair()
-    coordinator, control = Control(ours, "the worker"), Control(theirs, "the coordinator")
+def test_the_admission_within_a_machine_brings_the_secret(ends):
+    coordinator, control = ends
     coordinator.send({"type": "admitted", "secret": SECRET.text})
     assert dial.ask_to_join(control, "w", None, job="") == SECRET
-    assert coordinator.receive(Deadline(timedelta(seconds=LATEST_S)))["job"] == ""
-    for each in (coordinator, control):
-        each.close()
+    assert coordinator.receive(soon())["job"] == ""
 
 
-@pytest.fixture
-def unix_socket(tmp_path):
-    """A Unix socket at which somebody listens, and its address."""
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(tmp_path / "ranks"))
-        listener.listen()
-        yield f"unix:{tmp_path / 'ranks'}"
-
-
-def test_the_socket_of_another_user_is_not_told_anything(unix_socket, monkeypatch):
-    monkeypatch.setattr(dial, "is_same_user", lambda connection: False)
-    with pytest.raises(ConfigError, match="ranks is the socket of another user"):
-        join(unix_socket, secret=None)
-
-
-def test_the_socket_of_this_user_needs_no_secret(unix_socket):
-    control = dial.reached(DialOptions(unix_socket, 1), "the coordinator", None)
-    assert control.local_host == ""
-    control.close()
+def test_the_socket_of_this_user_needs_no_secret_and_that_of_another_is_told_nothing(
+    tmp_path, monkeypatch
+):
+    options = DialOptions(f"unix:{tmp_path / 'ranks'}", 1)
+    with listening_at(tmp_path / "ranks"):
+        with closing(dial.reached(options, "the coordinator", None)) as control:
+            assert control.local_host == ""
+        monkeypatch.setattr(dial, "is_same_user", lambda connection: False)
+        with pytest.raises(ConfigError, match="ranks is the socket of another user"):
+            dial.reached(options, "the coordinator", None)
 
 
 def test_a_coordinator_that_never_listens(pauses):
@@ -224,11 +194,9 @@ def test_a_coordinator_that_never_listens(pauses):
     assert max(pauses) <= 0.05  # no longer than is left
 
 
-def test_a_host_that_is_unknown():
+def test_a_host_that_is_unknown_unless_it_is_known_to_exist(pauses):
     with pytest.raises(ConfigError, match="is no host"):
         dial.connect(DialOptions("no such host.invalid:1", 1))
-
-
-def test_a_host_that_is_known_may_be_unknown_for_a_while(pauses):
+    assert pauses == []
     with pytest.raises(PeerLost, match=r"within 0 s: 'no such host.invalid' is no host now"):
         dial.connect(DialOptions("no such host.invalid:1", 0, known=True))
