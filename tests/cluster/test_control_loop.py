@@ -82,22 +82,6 @@ def test_an_error_comes_back_and_the_loop_runs_on(loop):
     assert loop.run(answer()) == 7
 
 
-def test_several_threads_wait_at_once(loop, thread):
-    """The first waits until the last has come."""
-    come = []
-    all_have_come = asyncio.Event()
-
-    async def meet(number):
-        come.append(number)
-        if len(come) == 4:
-            all_have_come.set()
-        await all_have_come.wait()
-        return number
-
-    waiting = [thread(loop.run, meet(number)) for number in range(4)]
-    assert [each.result(LATEST_S) for each in waiting] == [0, 1, 2, 3]
-
-
 def test_nothing_runs_after_the_end_which_several_threads_may_ask_for(loop, thread):
     for each in [thread(loop.close) for _ in range(4)]:
         each.result(LATEST_S)

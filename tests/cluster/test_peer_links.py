@@ -9,11 +9,11 @@ import socket
 import tempfile
 import time
 from contextlib import ExitStack, suppress
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+from support.callers import soon
 from support.deadlines import LATEST_S
 from support.encrypted import OTHER, SECRET
 from support.loops import Noted, in_event_loop, run
@@ -25,7 +25,6 @@ from pipedream_rt.cluster.peer_links import PeerLinks
 from pipedream_rt.cluster.peer_listeners import PeerAddress, listening_at, listening_for_peers
 from pipedream_rt.cluster.records import packed
 from pipedream_rt.cluster.stream import Stream
-from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import RendezvousTimeout, TransportError
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.link import Link
@@ -35,17 +34,13 @@ from pipedream_rt.transport.tls import TlsEngine
 @pytest.fixture(autouse=True)
 def nothing_left(monkeypatch):
     """No descriptor stays open, and no path stays in the folder of the Unix sockets."""
+    monkeypatch.setattr(module, "_PAUSE_S", 0.01)
     before = set(os.listdir("/proc/self/fd"))
     with tempfile.TemporaryDirectory() as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield
         assert list(private_folder().iterdir()) == []
     assert set(os.listdir("/proc/self/fd")) == before
-
-
-@pytest.fixture(autouse=True)
-def no_pause(monkeypatch):
-    monkeypatch.setattr(module, "_PAUSE_S", 0.01)
 
 
 @pytest.fixture
@@ -82,13 +77,13 @@ class Members:
         """Where a member is called within the machine."""
         return socket.AF_UNIX, self.listeners[rank].address.path
 
-    def links(self, rank, *, secret=SECRET, generation=1, addresses=None, seconds=LATEST_S, **more):
+    def links(self, rank, *, secret=SECRET, addresses=None, **of_group):
         names = tuple(f"m{number}" for number in range(self.count))
-        group = group_of(rank, names, generation, **more)
-        deadline = Deadline(timedelta(seconds=seconds))
-        made = PeerLinks(
-            group, secret, self.listeners[rank], {**self.addresses, **(addresses or {})}, deadline
+        group, addresses = (
+            group_of(rank, names, **of_group),
+            {**self.addresses, **(addresses or {})},
         )
+        made = PeerLinks(group, secret, self.listeners[rank], addresses, soon())
         made.problems, made._met = Noted(), Noted()
         self._met.append(made._met)
         return made
@@ -100,8 +95,14 @@ class Members:
         return socket.AF_INET, self.addresses[rank][:2]
 
     async def meet(self):
-        """Let all meet, and check that they have."""
-        self.check(await asyncio.gather(*(self.links(rank).meet() for rank in range(self.count))))
+        """Let all meet, check that they have, and return their connections."""
+        return await self.all_have_met(*map(self.links, range(self.count)))
+
+    async def all_have_met(self, *meetings):
+        """Let these meet or go on with it, and check that all have met; return the connections."""
+        met = await asyncio.gather(*(m.meet() if isinstance(m, PeerLinks) else m for m in meetings))
+        self.check(met)
+        return met
 
     def check(self, met):
         """Fail unless every two have one connection, over which frames go both ways."""
@@ -210,12 +211,10 @@ async def test_members_that_have_a_unix_socket_meet_there(stack):
     members, nearby = Members(stack, 5, BOTH), (1, 3, 4)
     for rank in set(range(5)) - set(nearby):
         members.hide_path(rank)
-    met = await asyncio.gather(*(members.links(rank).meet() for rank in range(5)))
-    for rank, own in enumerate(met):
+    for rank, own in enumerate(await members.meet()):
         for other, each in own.items():
             # Who dials knows of its own path, and sees whether the other one has one.
             assert each.carries_descriptors is (min(rank, other) in nearby)
-    members.check(met)
 
 
 @pytest.mark.parametrize(
@@ -253,11 +252,10 @@ def test_where_a_unix_socket_cannot_be_used_there_is_the_port(stack, monkeypatch
             members.addresses[0] = members.addresses[0]._replace(machine="elsewhere")
 
     async def main():
-        met = await asyncio.gather(*(members.links(rank).meet() for rank in range(3)))
+        met = await members.meet()
         assert [met[0][1].carries_descriptors, met[0][2].carries_descriptors] == [False, False]
         assert met[0][1].engine is not None
         assert met[1][2].carries_descriptors
-        members.check(met)
 
     run(main())
 
@@ -276,17 +274,6 @@ async def test_members_reach_each_other_as_far_as_they_can(stack):
     assert await here.problems(0)
     await abandoned(meeting)
     assert set(await asyncio.wait_for(reached, LATEST_S)) == {2}
-
-
-@ways
-@in_event_loop
-async def test_a_member_that_comes_late_is_met(stack, way):
-    members = Members(stack, 3, way)
-    early = [members.links(rank) for rank in (0, 2)]
-    meetings = begun(*early)
-    await early[0]._met(2)
-    met = await asyncio.gather(meetings[0], members.links(1).meet(), meetings[1])
-    members.check(met)
 
 
 # -- members that call a wrong one -----------------------------------------------------------------
@@ -368,8 +355,7 @@ async def test_another_record_than_the_link_that_is_meant_opens_no_door(stack, r
     stream.send(record)
     await closes(stream)
     assert callee._met == {}
-    met = await asyncio.gather(members.links(0).meet(), meeting, members.links(2).meet())
-    members.check(met)
+    await members.all_have_met(members.links(0), meeting, members.links(2))
 
 
 @pytest.mark.parametrize(
@@ -396,7 +382,7 @@ async def test_who_is_no_member_of_this_group_meets_nobody(stack, way, old, as_i
         assert wanted in await caller.problems(0)
     assert caller._met == callee._met == {}
     if old == 1:
-        members.check(await asyncio.gather(meetings[0], members.links(1).meet()))
+        await members.all_have_met(meetings[0], members.links(1))
     else:
         await abandoned(meetings[0])
     said = "a process that takes itself for 'm1' is of an earlier life of the script"
@@ -684,7 +670,7 @@ async def test_a_call_that_was_given_up_is_no_member(stack, way):
     stranger = await called(members.at(0))
     stranger.send(link_record(1, 0))
     stranger.close()
-    members.check(await asyncio.gather(meeting, members.links(1, seconds=5).meet()))
+    await members.all_have_met(meeting, members.links(1))
 
 
 @ways
