@@ -29,21 +29,23 @@ def pauses(monkeypatch):
 
 @contextmanager
 def listening(answer):
-    """Have a function answer the first connection to a port, until the block ends; its address."""
+    """Have a function answer the connections to a port, until the block ends; its address."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(LATEST_S)
 
         def serve():
-            connection, _ = listener.accept()
-            with connection, suppress(OSError):  # the caller may be gone
-                connection.settimeout(LATEST_S)
-                answer(connection)
+            with suppress(OSError):  # it is shut down
+                while True:
+                    connection, _ = listener.accept()
+                    with connection, suppress(OSError):  # the caller may be gone
+                        connection.settimeout(LATEST_S)
+                        answer(connection)
 
         thread = threading.Thread(target=serve)
         thread.start()
         try:
             yield f"127.0.0.1:{listener.getsockname()[1]}"
         finally:
+            listener.shutdown(socket.SHUT_RDWR)
             thread.join()
 
 
