@@ -14,7 +14,7 @@ from support.deadlines import LATEST_S
 from pipedream_rt.cluster import dial
 from pipedream_rt.cluster.dial import DialOptions, JobOver, NotAdmitted, NotOfThisJob
 from pipedream_rt.cluster.peer_listeners import listening_at
-from pipedream_rt.cluster.records import HEAD, HELLO, packed, unpacked
+from pipedream_rt.cluster.records import HELLO
 from pipedream_rt.errors import ConfigError, PeerLost, PipelineError
 from pipedream_rt.schema import problem_of
 
@@ -49,57 +49,10 @@ def listening(answer):
             thread.join()
 
 
-def coordinator(answer, secret, heard):
-    """Answer a worker as a coordinator with a secret does; ``heard`` gets the worker's hello."""
-
-    def serve(connection):
-        with secret.tls(called=True).wrap_socket(connection, server_side=True) as encrypted:
-            stream = encrypted.makefile("rb")
-            (length,) = HEAD.unpack(stream.read(HEAD.size))
-            heard.append(unpacked(stream.read(length), "the worker"))
-            encrypted.sendall(packed(answer))
-
-    return serve
-
-
-def join(address, secret=SECRET, call_timeout=dial.CALL_TIMEOUT):
+def join(options):
     """Ask whoever listens at an address for a place, once."""
-    control = dial.reached(DialOptions(address, 5, False, call_timeout), "the coordinator", secret)
-    with closing(control):
-        dial.ask_to_join(control, "w", secret)
-
-
-def refused(passing):
-    return {"type": "refused", "reason": "the job is full", "passing": passing}
-
-
-@pytest.mark.parametrize(
-    ("answer", "error", "words"),
-    [
-        (refused(True), NotAdmitted, "refused this worker: the job is full"),
-        (refused(False), PipelineError, "refused this worker: the job is full"),
-        ({"type": "over", "code": 7}, JobOver, "exit code 7"),
-    ],
-    ids=["for now", "for good", "over"],
-)
-@pytest.mark.parametrize("secret", [SECRET, OTHER], ids=["of the job", "of another job"])
-def test_an_answer_is_final_from_somebody_who_knows_the_secret(answer, error, words, secret):
-    """Anybody may listen where a persistent worker tries again, and send it away."""
-    heard = []
-    if secret is OTHER:
-        error, words = NotOfThisJob, "does not know the secret that the other has"
-    with (
-        listening(coordinator(answer, secret, heard)) as address,
-        pytest.raises(PipelineError, match=words) as raised,
-    ):
-        join(address)
-    assert type(raised.value) is error
-    assert getattr(raised.value, "code", 7) == 7
-    assert bool(heard) == (secret is SECRET)
-    for hello in heard:
-        assert not problem_of(hello, HELLO)
-        assert (hello["name"], hello["pid"], hello["job"]) == ("w", os.getpid(), SECRET.job)
-        assert SECRET.text not in str(hello)
+    with closing(dial.reached(options, "the coordinator", SECRET)) as control:
+        dial.ask_to_join(control, "w", SECRET)
 
 
 def silent(connection):
@@ -123,49 +76,77 @@ def hangs_up(connection):
     connection.recv(1 << 12)
 
 
+def shakes_hands(connection, secret=SECRET):
+    """Hear no more than the hello of who knows the secret."""
+    with secret.tls(called=True).wrap_socket(connection, server_side=True) as encrypted:
+        encrypted.recv(1 << 12)
+
+
+def is_of_another_job(connection):
+    shakes_hands(connection, OTHER)
+
+
 @pytest.mark.parametrize(
     ("answer", "error", "words"),
     [
         (silent, NotAdmitted, "has taken the connection, and has said nothing for 0.2 s; it may"),
         (speaks_http, NotOfThisJob, "the other end does not speak TLS 1.3; is it another program"),
+        (is_of_another_job, NotOfThisJob, "does not know the secret that the other has"),
         (resets, NotAdmitted, "the coordinator at .* ended before it shook hands"),
         (hangs_up, NotAdmitted, "the coordinator at .* ended before it shook hands"),
+        (shakes_hands, NotAdmitted, "the coordinator ended before it admitted this worker"),
     ],
 )
-def test_whoever_listens_and_is_no_coordinator_is_told_of(answer, error, words):
+def test_whoever_listens_and_admits_nobody_is_told_of(answer, error, words):
     """Each wait has an end, and a persistent worker tries again later.
 
-    One that ends may have accepted nobody for hours, as in the middle of a generation.
+    One that ends may have accepted nobody for hours, as in the middle of a generation. Anybody may
+    listen where a worker tries again: nobody is believed who does not know the secret.
     """
     timeout = timedelta(seconds=0.2 if answer is silent else LATEST_S)
     with listening(answer) as address, pytest.raises(error, match=words) as raised:
-        join(address, call_timeout=timeout)
+        join(DialOptions(address, 5, False, timeout))
     assert type(raised.value) is error
 
 
+REFUSED = {"type": "refused", "reason": "the job is full"}
+WORDS = "the coordinator refused this worker: the job is full"
+SENSELESS = "the handshake with the coordinator failed"
+
+
 @pytest.mark.parametrize(
-    "said",
+    ("said", "error", "words"),
     [
-        {"type": "admitted", "secret": None},
-        {"type": "welcome"},
-        {"type": "shut"},
-        {"type": "refused", "reason": 7, "passing": True},
+        (REFUSED | {"passing": True}, NotAdmitted, WORDS),
+        (REFUSED | {"passing": False}, PipelineError, WORDS),
+        ({"type": "over", "code": 7}, JobOver, "exit code 7"),
+        ({"type": "admitted", "secret": None}, NotAdmitted, SENSELESS),
+        ({"type": "welcome"}, NotAdmitted, SENSELESS),
+        ({"type": "shut"}, NotAdmitted, SENSELESS),
+        (REFUSED | {"passing": 7}, NotAdmitted, SENSELESS),
     ],
-    ids=lambda said: said["type"],
+    ids=lambda value: value.get("type") if isinstance(value, dict) else "",
 )
-def test_answers_that_make_no_sense_at_a_socket_of_the_machine(ends, said):
-    """An admission there brings the secret."""
+def test_what_is_no_admission_within_a_machine_which_brings_the_secret(ends, said, error, words):
     coordinator, control = ends
     coordinator.send(said)
-    with pytest.raises(NotAdmitted, match="the handshake with the coordinator failed"):
+    with pytest.raises(error, match=words) as raised:
         dial.ask_to_join(control, "w", None)
+    assert type(raised.value) is error
+    assert getattr(raised.value, "code", 7) == 7
 
 
-def test_the_admission_within_a_machine_brings_the_secret(ends):
+@pytest.mark.parametrize("known", [None, SECRET], ids=["unknown", "known"])
+def test_a_hello_has_the_public_name_of_the_job_and_not_the_secret(ends, known):
+    """The admission within a machine brings it to whoever has none."""
     coordinator, control = ends
-    coordinator.send({"type": "admitted", "secret": SECRET.text})
-    assert dial.ask_to_join(control, "w", None, job="") == SECRET
-    assert coordinator.receive(soon())["job"] == ""
+    coordinator.send({"type": "admitted", "secret": None if known else SECRET.text})
+    assert dial.ask_to_join(control, "w", known, job="") == SECRET
+    hello = coordinator.receive(soon())
+    assert not problem_of(hello, HELLO)
+    assert (hello["name"], hello["pid"]) == ("w", os.getpid())
+    assert hello["job"] == (SECRET.job if known else "")
+    assert SECRET.text not in str(hello)
 
 
 def test_the_socket_of_this_user_needs_no_secret_and_that_of_another_is_told_nothing(
