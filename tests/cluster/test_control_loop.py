@@ -54,63 +54,37 @@ class Waits:
             self.ended.set()
 
 
-async def answer(value=7):
-    return value
+async def answer():
+    return 7
 
 
 async def fail():
     raise ZeroDivisionError("its own words")
 
 
-def test_a_coroutine_runs_in_the_one_thread_and_its_result_comes_back(loop):
-    async def name():
-        return threading.current_thread().name
+def test_what_is_given_to_the_loop_runs_in_its_one_thread_in_order(loop):
+    names = []
 
-    assert loop.run(answer()) == 7
-    assert loop.run(name()) == "control"
+    async def so_far():
+        return [*names, threading.current_thread().name]
+
+    loop.call_soon(lambda: names.append(threading.current_thread().name))
+    assert loop.run(so_far()) == ["control", "control"]
     assert threading.current_thread().name != "control"
 
 
 def test_an_error_comes_back_and_the_loop_runs_on(loop):
+    """So does that of who waits for the loop in the loop."""
     with pytest.raises(ZeroDivisionError, match="its own words"):
         loop.run(fail())
-    assert loop.run(answer()) == 7
-
-
-def test_several_threads_wait_at_once(loop, thread):
-    """The first waits until the last has come."""
-    come = []
-    all_have_come = asyncio.Event()
-
-    async def meet(number):
-        come.append(number)
-        if len(come) == 4:
-            all_have_come.set()
-        await all_have_come.wait()
-        return number
-
-    waiting = [thread(loop.run, meet(number)) for number in range(4)]
-    assert [each.result(LATEST_S) for each in waiting] == [0, 1, 2, 3]
-
-
-def test_the_loop_does_not_wait_for_itself(loop):
     with pytest.raises(PipelineClosed, match="waits for itself"):
         in_loop(loop, lambda: loop.run(answer()))
     assert loop.run(answer()) == 7
 
 
-def test_a_function_is_called_in_the_one_thread_before_what_is_asked_for_later(loop):
-    names = []
-
-    async def so_far():
-        return list(names)
-
-    loop.call_soon(lambda: names.append(threading.current_thread().name))
-    assert loop.run(so_far()) == ["control"]
-
-
-def test_nothing_runs_after_the_end(loop):
-    loop.close()
+def test_nothing_runs_after_the_end_which_several_threads_may_ask_for(loop, thread):
+    for each in [thread(loop.close) for _ in range(4)]:
+        each.result(LATEST_S)
     loop.close()
     loop.call_soon(pytest.fail)
     with pytest.raises(PipelineClosed, match="the control plane was closed"):
@@ -119,22 +93,15 @@ def test_nothing_runs_after_the_end(loop):
     assert loop._loop.is_closed()
 
 
-def test_several_threads_close_at_once(loop, thread):
-    for each in [thread(loop.close) for _ in range(4)]:
-        each.result(LATEST_S)
-    assert not loop._thread.is_alive()
-
-
 def test_the_loop_can_be_closed_from_within(loop):
+    async def close():
+        loop.close()
+        await asyncio.get_running_loop().create_future()
+
     with pytest.raises(PipelineClosed):
-        loop.run(in_coroutine(loop.close))
+        loop.run(close())
     loop._thread.join(LATEST_S)
     assert not loop._thread.is_alive()
-
-
-async def in_coroutine(function):
-    function()
-    await asyncio.get_running_loop().create_future()
 
 
 def test_who_waits_while_the_loop_is_closed_hears_it(loop, thread):
@@ -178,10 +145,8 @@ def test_who_comes_while_the_loop_is_closed_hears_it(loop, thread, monkeypatch, 
         return call(coroutine, on)
 
     monkeypatch.setattr(control_loop.asyncio, "run_coroutine_threadsafe", call_late)
-    try:
+    with contextlib.suppress(PipelineClosed):
         assert thread(loop.run, answer()).result(20) == 7
-    except PipelineClosed:
-        pass
 
 
 @pytest.fixture
@@ -236,41 +201,25 @@ def test_ctrl_c_before_the_coroutine_has_begun(loop, interrupt, monkeypatch):
     assert waits.began.is_set() == waits.ended.is_set()
 
 
-def test_a_signal_handler_may_run_a_coroutine_while_its_thread_waits(loop, interrupt):
+@pytest.mark.parametrize("closes", [False, True], ids=["runs a coroutine", "closes"])
+def test_a_signal_handler_may_use_the_loop_while_its_thread_waits(loop, interrupt, closes):
     waits, found = Waits(), []
 
     def handle(*_):
-        found.append(loop.run(answer()))
-        raise KeyboardInterrupt
+        if closes:
+            loop.close()
+        else:
+            found.append(loop.run(answer()))
+            raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGUSR1, handle)
     try:
         interrupt(waits.began, signal.SIGUSR1)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(PipelineClosed if closes else KeyboardInterrupt):
             loop.run(waits.run())
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert found == [7]
-    assert waits.ended.is_set()
-
-
-def test_a_signal_handler_may_close_the_loop_while_its_thread_waits(loop, interrupt):
-    waits = Waits()
-    before = signal.signal(signal.SIGUSR1, lambda *_: loop.close())
-    try:
-        interrupt(waits.began, signal.SIGUSR1)
-        with pytest.raises(PipelineClosed):
-            loop.run(waits.run())
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert waits.ended.is_set()
-
-
-def test_what_runs_in_the_loop_is_ended_with_it(loop):
-    waits = Waits()
-    asyncio.run_coroutine_threadsafe(waits.run(), loop._loop)
-    assert waits.began.wait(LATEST_S)
-    loop.close()
+    assert found == [7] * (not closes)
     assert waits.ended.is_set()
 
 

@@ -2,25 +2,21 @@
 
 import os
 import socket
-import ssl
 import struct
 import threading
 from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 
 import pytest
+from support.callers import OTHER, SECRET, soon
 from support.deadlines import LATEST_S
 
 from pipedream_rt.cluster import dial
-from pipedream_rt.cluster.control import Control
-from pipedream_rt.cluster.dial import DialOptions, JobOver, NotAdmitted
-from pipedream_rt.cluster.identity import Secret
-from pipedream_rt.cluster.records import FIELDS, HEAD, packed, unpacked
-from pipedream_rt.deadline import Deadline
+from pipedream_rt.cluster.dial import DialOptions, JobOver, NotAdmitted, NotOfThisJob
+from pipedream_rt.cluster.peer_listeners import listening_at
+from pipedream_rt.cluster.records import HELLO
 from pipedream_rt.errors import ConfigError, PeerLost, PipelineError
 from pipedream_rt.schema import problem_of
-
-SECRET, OTHER = Secret.generated(), Secret.generated()
 
 
 @pytest.fixture
@@ -33,87 +29,30 @@ def pauses(monkeypatch):
 
 @contextmanager
 def listening(answer):
-    """Have a function answer the first connection to a port, until the block ends; its address."""
+    """Have a function answer the connections to a port, until the block ends; its address."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(LATEST_S)
 
         def serve():
-            connection, _ = listener.accept()
-            with connection, suppress(OSError):  # the caller may be gone
-                connection.settimeout(LATEST_S)
-                answer(connection)
+            with suppress(OSError):  # it is shut down
+                while True:
+                    connection, _ = listener.accept()
+                    with connection, suppress(OSError):  # the caller may be gone
+                        connection.settimeout(LATEST_S)
+                        answer(connection)
 
         thread = threading.Thread(target=serve)
         thread.start()
         try:
             yield f"127.0.0.1:{listener.getsockname()[1]}"
         finally:
+            listener.shutdown(socket.SHUT_RDWR)
             thread.join()
 
 
-def coordinator(answer, secret=SECRET, heard=None):
-    """Answer a worker as a coordinator with a secret does; ``heard`` gets the worker's hello."""
-
-    def serve(connection):
-        with secret.tls(called=True).wrap_socket(connection, server_side=True) as encrypted:
-            stream = encrypted.makefile("rb")
-            (length,) = HEAD.unpack(stream.read(HEAD.size))
-            hello = unpacked(stream.read(length), "the worker")
-            if heard is not None:
-                heard.append(hello)
-            encrypted.sendall(packed(answer))
-
-    return serve
-
-
-def join(address, secret=SECRET, call_timeout=dial.CALL_TIMEOUT):
+def join(options):
     """Ask whoever listens at an address for a place, once."""
-    control = dial.reached(DialOptions(address, 5, False, call_timeout), "the coordinator", secret)
-    with closing(control):
-        dial.ask_to_join(control, "w", secret)
-
-
-def refused(passing):
-    return {"type": "refused", "reason": "the job is full", "passing": passing}
-
-
-def test_a_hello_has_the_public_name_of_the_job_and_not_the_secret():
-    heard = []
-    with (
-        listening(coordinator(refused(True), heard=heard)) as address,
-        pytest.raises(NotAdmitted),
-    ):
-        join(address)
-    (hello,) = heard
-    assert not problem_of(hello, FIELDS["hello"])
-    assert (hello["name"], hello["pid"], hello["job"]) == ("w", os.getpid(), SECRET.job)
-    assert SECRET.text not in str(hello)
-
-
-@pytest.mark.parametrize("passing", [True, False])
-@pytest.mark.parametrize("secret", [SECRET, OTHER], ids=["of the job", "of another job"])
-def test_a_refusal_is_final_from_somebody_who_knows_the_secret(secret, passing):
-    """Anybody may listen where a persistent worker tries again, and send it away."""
-    with (
-        listening(coordinator(refused(passing), secret)) as address,
-        pytest.raises(PipelineError) as raised,
-    ):
-        join(address)
-    knows = secret is SECRET
-    assert isinstance(raised.value, NotAdmitted) == (passing or not knows)
-    assert ("refused this worker: the job is full" in str(raised.value)) == knows
-    assert ("does not know the secret that the other has" in str(raised.value)) == (not knows)
-
-
-@pytest.mark.parametrize("secret", [SECRET, OTHER], ids=["of the job", "of another job"])
-def test_a_job_is_over_when_somebody_says_so_who_knows_the_secret(secret):
-    with (
-        listening(coordinator({"type": "over", "code": 7}, secret)) as address,
-        pytest.raises(JobOver if secret is SECRET else NotAdmitted) as raised,
-    ):
-        join(address)
-    if secret is SECRET:
-        assert raised.value.code == 7
+    with closing(dial.reached(options, "the coordinator", SECRET)) as control:
+        dial.ask_to_join(control, "w", SECRET)
 
 
 def silent(connection):
@@ -128,90 +67,98 @@ def speaks_http(connection):
     silent(connection)
 
 
-def is_of_older_tls(connection):
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.maximum_version = ssl.TLSVersion.TLSv1_2
-    with context.wrap_socket(connection, server_side=True) as encrypted:
-        silent(encrypted)
-
-
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        (silent, "has taken the connection, and has said nothing for 0.2 s; it may be another"),
-        (speaks_http, "the other end does not speak TLS 1.3; is it another program"),
-        (is_of_older_tls, "the TLS handshake with the coordinator at .* failed: "),
-    ],
-)
-def test_whoever_listens_and_is_no_coordinator_is_told_of(answer, words):
-    """Each wait has an end, and a persistent worker tries again later."""
-    timeout = timedelta(seconds=0.2 if answer is silent else LATEST_S)
-    with listening(answer) as address, pytest.raises(NotAdmitted, match=words):
-        join(address, call_timeout=timeout)
-
-
 def resets(connection):
     """End the connection as the kernel does for those who wait when a coordinator is killed."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
-@pytest.mark.parametrize("answer", [resets, lambda connection: connection.recv(1 << 12)])
-def test_a_coordinator_that_ends_before_it_has_attended_is_tried_again(answer):
-    """It may have accepted nobody for hours, as in the middle of a generation."""
-    with listening(answer) as address, pytest.raises(NotAdmitted):
-        join(address)
+def hangs_up(connection):
+    connection.recv(1 << 12)
+
+
+def shakes_hands(connection, secret=SECRET):
+    """Hear no more than the hello of who knows the secret."""
+    with secret.tls(called=True).wrap_socket(connection, server_side=True) as encrypted:
+        encrypted.recv(1 << 12)
+
+
+def is_of_another_job(connection):
+    shakes_hands(connection, OTHER)
 
 
 @pytest.mark.parametrize(
-    "said",
+    ("answer", "error", "words"),
     [
-        {"type": "admitted", "secret": None},
-        {"type": "welcome"},
-        {"type": "shut"},
-        {"type": "refused", "reason": 7, "passing": True},
+        (silent, NotAdmitted, "has taken the connection, and has said nothing for 0.2 s; it may"),
+        (speaks_http, NotOfThisJob, "the other end does not speak TLS 1.3; is it another program"),
+        (is_of_another_job, NotOfThisJob, "does not know the secret that the other has"),
+        (resets, NotAdmitted, "the coordinator at .* ended before it shook hands"),
+        (hangs_up, NotAdmitted, "the coordinator at .* ended before it shook hands"),
+        (shakes_hands, NotAdmitted, "the coordinator ended before it admitted this worker"),
     ],
-    ids=lambda said: said["type"],
 )
-def test_answers_that_make_no_sense_at_a_socket_of_the_machine(said):
-    """An admission there brings the secret."""
-    ours, theirs = socket.socketpair()
-    with ours:
-        ours.sendall(packed(said))
-        control = Control(theirs, "the coordinator")
-        with pytest.raises(NotAdmitted, match="the handshake with the coordinator failed"):
-            dial.ask_to_join(control, "w", None)
-        control.close()
+def test_whoever_listens_and_admits_nobody_is_told_of(answer, error, words):
+    """Each wait has an end, and a persistent worker tries again later.
+
+    One that ends may have accepted nobody for hours, as in the middle of a generation. Anybody may
+    listen where a worker tries again: nobody is believed who does not know the secret.
+    """
+    timeout = timedelta(seconds=0.2 if answer is silent else LATEST_S)
+    with listening(answer) as address, pytest.raises(error, match=words) as raised:
+        join(DialOptions(address, 5, False, timeout))
+    assert type(raised.value) is error
 
 
-def test_the_admission_within_a_machine_brings_the_secret():
-    ours, theirs = socket.socketpair()
-    coordinator, control = Control(ours, "the worker"), Control(theirs, "the coordinator")
-    coordinator.send({"type": "admitted", "secret": SECRET.text})
-    assert dial.ask_to_join(control, "w", None, job="") == SECRET
-    assert coordinator.receive(Deadline(timedelta(seconds=LATEST_S)))["job"] == ""
-    for each in (coordinator, control):
-        each.close()
+REFUSED = {"type": "refused", "reason": "the job is full"}
+WORDS = "the coordinator refused this worker: the job is full"
+SENSELESS = "the handshake with the coordinator failed"
 
 
-@pytest.fixture
-def unix_socket(tmp_path):
-    """A Unix socket at which somebody listens, and its address."""
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(tmp_path / "ranks"))
-        listener.listen()
-        yield f"unix:{tmp_path / 'ranks'}"
+@pytest.mark.parametrize(
+    ("said", "error", "words"),
+    [
+        (REFUSED | {"passing": True}, NotAdmitted, WORDS),
+        (REFUSED | {"passing": False}, PipelineError, WORDS),
+        ({"type": "over", "code": 7}, JobOver, "exit code 7"),
+        ({"type": "admitted", "secret": None}, NotAdmitted, SENSELESS),
+        ({"type": "welcome"}, NotAdmitted, SENSELESS),
+        ({"type": "shut"}, NotAdmitted, SENSELESS),
+        (REFUSED | {"passing": 7}, NotAdmitted, SENSELESS),
+    ],
+    ids=lambda value: value.get("type") if isinstance(value, dict) else "",
+)
+def test_what_is_no_admission_within_a_machine_which_brings_the_secret(ends, said, error, words):
+    coordinator, control = ends
+    coordinator.send(said)
+    with pytest.raises(error, match=words) as raised:
+        dial.ask_to_join(control, "w", None)
+    assert type(raised.value) is error
+    assert getattr(raised.value, "code", 7) == 7
 
 
-def test_the_socket_of_another_user_is_not_told_anything(unix_socket, monkeypatch):
-    monkeypatch.setattr(dial, "is_same_user", lambda connection: False)
-    with pytest.raises(ConfigError, match="ranks is the socket of another user"):
-        join(unix_socket, secret=None)
+@pytest.mark.parametrize("known", [None, SECRET], ids=["unknown", "known"])
+def test_a_hello_has_the_public_name_of_the_job_and_not_the_secret(ends, known):
+    """The admission within a machine brings it to whoever has none."""
+    coordinator, control = ends
+    coordinator.send({"type": "admitted", "secret": None if known else SECRET.text})
+    assert dial.ask_to_join(control, "w", known, job="") == SECRET
+    hello = coordinator.receive(soon())
+    assert not problem_of(hello, HELLO)
+    assert (hello["name"], hello["pid"]) == ("w", os.getpid())
+    assert hello["job"] == (SECRET.job if known else "")
+    assert SECRET.text not in str(hello)
 
 
-def test_the_socket_of_this_user_needs_no_secret(unix_socket):
-    control = dial.reached(DialOptions(unix_socket, 1), "the coordinator", None)
-    assert control.local_host == ""
-    control.close()
+def test_the_socket_of_this_user_needs_no_secret_and_that_of_another_is_told_nothing(
+    tmp_path, monkeypatch
+):
+    options = DialOptions(f"unix:{tmp_path / 'ranks'}", 1)
+    with listening_at(tmp_path / "ranks"):
+        with closing(dial.reached(options, "the coordinator", None)) as control:
+            assert control.local_host == ""
+        monkeypatch.setattr(dial, "is_same_user", lambda connection: False)
+        with pytest.raises(ConfigError, match="ranks is the socket of another user"):
+            dial.reached(options, "the coordinator", None)
 
 
 def test_a_coordinator_that_never_listens(pauses):
@@ -224,11 +171,9 @@ def test_a_coordinator_that_never_listens(pauses):
     assert max(pauses) <= 0.05  # no longer than is left
 
 
-def test_a_host_that_is_unknown():
+def test_a_host_that_is_unknown_unless_it_is_known_to_exist(pauses):
     with pytest.raises(ConfigError, match="is no host"):
         dial.connect(DialOptions("no such host.invalid:1", 1))
-
-
-def test_a_host_that_is_known_may_be_unknown_for_a_while(pauses):
+    assert pauses == []
     with pytest.raises(PeerLost, match=r"within 0 s: 'no such host.invalid' is no host now"):
         dial.connect(DialOptions("no such host.invalid:1", 0, known=True))

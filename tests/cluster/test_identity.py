@@ -5,30 +5,31 @@ import struct
 import subprocess
 import sys
 from datetime import datetime
+from types import SimpleNamespace
 
 import pytest
 from cryptography import x509
 from support.deadlines import LATEST_S
+from support.encrypted import shake_hands
 
 from pipedream_rt.cluster import identity
 from pipedream_rt.cluster.identity import Secret, is_same_user
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.transport.tls import TlsEngine, problem_of_tls
+from pipedream_rt.transport.tls import TlsEngine
 
 SECRET, OTHER = Secret.generated(), Secret.generated()
 
 
 def met(calls, called):
-    """Let two ends shake hands and exchange a byte each; return their objects of `ssl`."""
-    ends = [TlsEngine(calls, called=False), TlsEngine(called, called=True)]
-    room = memoryview(bytearray(1))
-    for one, other in (ends, ends[::-1]) * 3:
-        if one.shake_hands() and one is ends[0]:
-            one.write(b"1")
-        other.take(one.sealed())
-    ends[1].write(b"2")
+    """Let two ends shake hands, and the one that calls read a byte; return their objects of `ssl`.
+
+    Who is refused is in `transport/test_tls.py`.
+    """
+    ends = TlsEngine(calls, called=False), TlsEngine(called, called=True)
+    shake_hands(*ends)
+    ends[1].write(b"1")
     ends[0].take(ends[1].sealed())
-    assert [end.read_into(room) for end in ends] == [1, 1]
+    assert ends[0].read_into(memoryview(bytearray(1))) == 1
     return [end._tls for end in ends]
 
 
@@ -36,34 +37,6 @@ def test_members_of_a_job_meet():
     for end in met(SECRET.tls(called=False), SECRET.tls(called=True)):
         assert end.version() == "TLSv1.3"
         assert end.getpeercert()
-
-
-def test_who_does_not_know_the_secret_is_refused():
-    with pytest.raises(ssl.SSLError) as e:
-        met(OTHER.tls(called=False), SECRET.tls(called=True))
-    assert "does not know the secret" in problem_of_tls(e.value)
-    trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
-    with pytest.raises(ssl.SSLError) as e:  # it shows no certificate
-        met(trusting, SECRET.tls(called=True))
-    assert "does not know the secret" in problem_of_tls(e.value)
-
-
-def test_the_end_that_calls_finds_out_a_coordinator_that_trusts_everybody():
-    called = identity._contexts.__wrapped__(OTHER)[0]
-    called.verify_mode = ssl.CERT_NONE
-    with pytest.raises(ssl.SSLError) as e:
-        met(SECRET.tls(called=False), called)
-    assert "does not know the secret" in problem_of_tls(e.value)
-
-
-def test_an_older_tls_is_refused():
-    calls = identity._contexts.__wrapped__(SECRET)[1]
-    calls.minimum_version = ssl.TLSVersion.TLSv1_2
-    calls.maximum_version = ssl.TLSVersion.TLSv1_2
-    with pytest.raises(ssl.SSLError) as e:
-        met(calls, SECRET.tls(called=True))
-    assert "does not speak TLS 1.3" in problem_of_tls(e.value)
 
 
 PRINTED = """
@@ -91,7 +64,6 @@ def test_two_processes_make_the_same_bytes_of_key_and_certificate():
 @pytest.mark.parametrize("years", [(1970, 1971), (9000, 9999)])
 def test_machines_whose_clock_is_wrong_take_part(years, monkeypatch):
     """Their clock says a time at which the certificate is not valid."""
-
     builder = x509.CertificateBuilder
     first, last = (datetime(year, 1, 1) for year in years)
     begin, end = builder.not_valid_before, builder.not_valid_after
@@ -131,33 +103,21 @@ def test_any_other_text_is_refused_with_the_command_that_makes_one(text):
     assert not text or text not in str(e.value)
 
 
-def test_new_secrets_differ():
-    assert SECRET != OTHER
-    assert re.fullmatch("[0-9a-f]{64}", SECRET.text)
-
-
 def test_what_is_derived_differs_by_purpose_nonce_and_secret():
     keys = [
         bytes.fromhex(SECRET.text), SECRET.derived(b"identity 1"), SECRET.derived(b"name"),
         SECRET.group_key(b"n"), SECRET.group_key(b"m"), OTHER.group_key(b"n"),
     ]  # fmt: skip
-    assert len({*keys}) == 6
+    assert len({*keys}) == 6  # so new secrets differ too
     assert {len(key) for key in keys} == {32}
+    assert re.fullmatch("[0-9a-f]{64}", SECRET.text)
     assert re.fullmatch("[0-9a-f]{32}", SECRET.job)
     assert SECRET.job == Secret(SECRET.text).job != OTHER.job
 
 
-class Peer:
-    """The other end of a Unix socket, of which the kernel says who has opened it."""
-
-    def __init__(self, user):
-        self.user = user
-
-    def getsockopt(self, *_):
-        return struct.pack("3i", 1, self.user, 0)
-
-
 @pytest.mark.parametrize(("user", "expected"), [(1000, True), (0, True), (1001, False)])
 def test_the_kernel_says_whose_a_unix_socket_is(user, expected, monkeypatch):
+    """A process of another user is in `test_peer_listeners.py`."""
+    peer = SimpleNamespace(getsockopt=lambda *_: struct.pack("3i", 1, user, 0))
     monkeypatch.setattr(identity.os, "geteuid", lambda: 1000)
-    assert is_same_user(Peer(user)) == expected
+    assert is_same_user(peer) == expected

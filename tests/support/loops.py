@@ -1,6 +1,7 @@
 """An event loop for one test, in which nothing may fail unnoticed."""
 
 import asyncio
+import functools
 import gc
 
 from support.deadlines import LATEST_S
@@ -22,6 +23,16 @@ def run(main):
         return result
 
     return asyncio.run(whole())
+
+
+def in_event_loop(test):
+    """Let `run` run a test that is a coroutine function."""
+
+    @functools.wraps(test)
+    def running(*arguments, **named):
+        run(test(*arguments, **named))
+
+    return running
 
 
 class Noted(dict):
