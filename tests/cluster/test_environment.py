@@ -1,7 +1,6 @@
 import os
 import shutil
 import subprocess
-import sys
 
 import pytest
 
@@ -32,28 +31,20 @@ def test_a_secret_comes_out_of_its_pipe_as_it_went_in():
     secret = Secret.generated()
     fd = secret_pipe(secret)
     assert os.get_inheritable(fd)
-    assert read_secret(fd) == secret
+    assert read_secret(fd) == secret == read_secret(pipe_with(secret.text + "\n"))
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)  # it was closed
-
-
-def test_a_text_of_the_users_gives_the_same_secret_from_a_pipe_and_from_the_environment(
-    monkeypatch,
-):
-    monkeypatch.setenv(SECRET, TOKEN)
-    secret = read_secret(None)
-    assert secret == secret_of_environment() == read_secret(pipe_with(TOKEN + "\n"))
-    assert secret.text == TOKEN
+    with pytest.raises(ConfigError, match="found another text of 0 characters"):
+        read_secret(pipe_with(""))
 
 
 def test_a_secret_that_was_read_is_in_the_environment_no_more(monkeypatch):
     """No child inherits it; and a second pipeline of this process has it still."""
     monkeypatch.setenv(SECRET, TOKEN)
-    assert read_secret(None) == read_secret(None) == Secret(TOKEN)
+    assert read_secret(None) == read_secret(None) == secret_of_environment() == Secret(TOKEN)
+    assert Secret(TOKEN).text == TOKEN
     assert SECRET not in os.environ
-    code = f"import os; print({SECRET!r} in os.environ)"
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert done.stdout == "False\n"
+    assert SECRET.encode() not in subprocess.check_output(["env"])
     assert SECRET not in fork_server_environment()
     for text in (Secret.generated().text, TOKEN):  # as a file has it, with its last line
         monkeypatch.setenv(SECRET, f" {text}\n")
@@ -103,11 +94,6 @@ def test_what_is_not_64_hexadecimal_digits_is_refused_wherever_it_comes_from(
         assert text not in str(found.value)
 
 
-def test_a_pipe_with_nothing_in_it_is_refused():
-    with pytest.raises(ConfigError, match="found another text of 0 characters"):
-        read_secret(pipe_with(""))
-
-
 def test_the_command_that_is_told_makes_a_secret():
     if shutil.which("openssl") is None:
         pytest.skip("the command openssl is missing")
@@ -141,9 +127,7 @@ def test_a_secret_of_an_engine_may_be_a_link_and_is_not_for_everybody(tmp_path, 
         read_secret(None)
 
 
-@pytest.mark.parametrize(
-    ("said", "wish"), [("", "auto"), ("ON", "on"), ("off", "off"), ("On", "on")]
-)
+@pytest.mark.parametrize(("said", "wish"), [("", "auto"), ("ON", "on"), ("off", "off")])
 def test_what_is_said_of_torch_rpc(said, wish, monkeypatch):
     monkeypatch.setenv("PIPEDREAM_RT_RPC", said)
     assert rpc_of_environment() == wish

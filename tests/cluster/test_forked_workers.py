@@ -47,14 +47,31 @@ def forked(forks):
         return forks.fork("w", 1, theirs)
 
 
-@pytest.mark.parametrize("prepared", [("json",), ()])
-def test_one_that_ended_before_it_was_needed_is_replaced(forks, prepared):
-    forks.prepare(prepared)
+def test_one_that_ended_is_replaced(forks, monkeypatch):
+    """It is ended under the lock alone: else a thread could end what another has just started."""
+    end, locked = forks._end, []
+
+    def ended():
+        locked.append(forks._lock.locked())
+        end()
+
+    monkeypatch.setattr(forks, "_end", ended)
+    forks.prepare(("json",))
     os.kill(forks.pid, signal.SIGKILL)
     has_ended(forks.pid)
     forks.prepare(("csv",))
-    worker = forked(forks)
-    assert worker.wait(LATEST_S) not in (None, WorkerEnd.UNKNOWN)
+    assert forked(forks).wait(LATEST_S) not in (None, WorkerEnd.UNKNOWN)
+    assert locked == [True]
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        worker = forks.fork("w", 1, theirs)
+        os.kill(forks.pid, signal.SIGKILL)
+        has_ended(forks.pid)
+        worker.kill()
+        assert worker.wait(LATEST_S) == WorkerEnd.UNKNOWN  # nobody else could tell
+    assert locked == [True, True]
+    forks.close()
+    assert locked == [True, True, True]
 
 
 def test_one_that_always_ends_is_told_of_in_words(forks, monkeypatch):
@@ -122,36 +139,6 @@ def test_a_close_waits_for_nobody_who_waits_for_an_answer(forks, monkeypatch):
     assert "the process that forks workers is gone" in words[0]
 
 
-@pytest.mark.parametrize("how", ["closed", "gone"])
-def test_the_process_is_ended_under_the_lock_alone(forks, how, monkeypatch):
-    """Else a thread could end the server that another has just started."""
-    end, locked = forks._end, []
-
-    def ended():
-        locked.append(forks._lock.locked())
-        end()
-
-    monkeypatch.setattr(forks, "_end", ended)
-    if how == "gone":
-        forks.prepare()
-        os.kill(forks.pid, signal.SIGKILL)
-        forked(forks).wait(LATEST_S)
-    else:
-        forks.close()
-    assert locked == [True]
-
-
-def test_how_a_worker_ended_is_not_known_without_it(forks):
-    ours, theirs = socket.socketpair()
-    with ours:
-        with theirs:
-            worker = forks.fork("w", 1, theirs)
-        os.kill(forks.pid, signal.SIGKILL)
-        has_ended(forks.pid)
-        worker.kill()
-        assert worker.wait(LATEST_S) == WorkerEnd.UNKNOWN
-
-
 def test_it_is_replaced_while_the_workers_go_on(monkeypatch):
     """So it is ready when one of them dies; and the bits are those of an undisturbed run."""
     replace, replaced, digests = ForkServer.replace, threading.Event(), []
@@ -191,7 +178,7 @@ pipe.evaluate([(torch.ones(4, 2), torch.ones(4, 2))])
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("end", ["", "raise SystemExit(0)", "import os; os._exit(0)"])
+@pytest.mark.parametrize("end", ["", "import os; os._exit(0)"])
 def test_a_script_that_does_not_close_its_pipeline_ends_without_a_word_of_an_error(end):
     """At its exit the server ends before the pipelines, and no other may be started then."""
     done = subprocess.run(

@@ -7,7 +7,6 @@ import pytest
 
 from pipedream_rt.cluster.forked_workers import ForkServer
 from pipedream_rt.cluster.local import Local
-from pipedream_rt.cluster.worker_life import WorkerEnd
 
 
 def workers(forks=None):
@@ -39,46 +38,26 @@ class Forks:
         return Ended(threads)
 
 
-@pytest.mark.parametrize(
-    ("code", "ending"),
-    [
-        (0, "exit code 0"),
-        (3, "exit code 3"),
-        (-9, "killed by SIGKILL"),
-        (-11, "killed by SIGSEGV"),
-        (None, "still running"),
-        (WorkerEnd.UNKNOWN, "the process that forked it and could tell how it ended is gone too"),
-    ],
-)
-def test_how_a_worker_ended(code, ending):
+def test_how_a_worker_ended():
+    """Nothing is known of one that was started elsewhere."""
     local = workers()
-    local.processes["w"] = Ended(code)
-    assert local.ending("w") == ending
-
-
-def test_nothing_is_known_of_a_worker_that_was_started_elsewhere():
-    assert workers().ending("w") == ""
+    local.processes |= {"gone": Ended(-9), "there": Ended(None)}
+    names = ("gone", "there", "elsewhere")
+    assert [local.ending(name) for name in names] == ["killed by SIGKILL", "still running", ""]
 
 
 def test_a_connection_has_the_name_of_the_worker_that_inherits_its_other_end():
+    """After an error, those that were started are known."""
     local = workers(forks := Forks())
     with contextlib.ExitStack() as opened:
-        local.start(["a", "b"])
+        with pytest.raises(OSError, match="no more processes"):
+            local.start(["a", "b", "c"])
+        assert local.processes.keys() == {"a", "b"}
         for end in (*local.connections.values(), *forks.inherited.values()):
             opened.enter_context(end)
         for name, end in forks.inherited.items():
             end.sendall(name.encode())
-        assert {n: end.recv(9) for n, end in local.connections.items()} == {"a": b"a", "b": b"b"}
-        assert local.processes.keys() == {"a", "b"}
-
-
-def test_after_an_error_those_that_were_started_are_known():
-    local = workers(forks := Forks())
-    with pytest.raises(OSError, match="no more processes"):
-        local.start(["a", "b", "c"])
-    assert local.processes.keys() == {"a", "b"}
-    for end in (*local.connections.values(), *forks.inherited.values()):
-        end.close()
+        assert {n: local.connections[n].recv(9) for n in "ab"} == {"a": b"a", "b": b"b"}
 
 
 def test_where_no_worker_was_started_no_server_is_watched():

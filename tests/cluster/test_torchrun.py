@@ -111,18 +111,13 @@ def test_a_rank_for_whom_rank_0_opens_nothing_in_time(place, ranks):
         join(None)
 
 
-@pytest.mark.parametrize("said", [b"no port", b"", NAME.encode()])
-def test_a_port_that_is_none_is_told_of(said, ranks, monkeypatch):
-    monkeypatch.setenv("PIPEDREAM_RT_SECRET", SECRET.text)
-    with pytest.raises(RendezvousTimeout, match="does not say under 'key' where"):
-        join(said)
-    assert ranks == []
-
-
 def test_ranks_with_a_secret_meet_at_a_port(ranks, monkeypatch):
     """As on several machines; a rank without the secret is told what to set."""
     monkeypatch.setenv("PIPEDREAM_RT_SECRET", SECRET.text)
     join(b"29500")
+    for said in (b"no port", b"", NAME.encode()):
+        with pytest.raises(RendezvousTimeout, match="does not say under 'key' where"):
+            join(said)
     assert ranks == [("[::1]:29500", 1, 1, SECRET)]
     monkeypatch.setattr("pipedream_rt.cluster.environment._taken", [])
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
@@ -178,11 +173,10 @@ def environment_of(monkeypatch):
     return be
 
 
-def spec_of(count=2, seconds=0.5):
+def spec_of():
     return SimpleNamespace(
-        assignment=ProcessAssignment(fewest=count, most=count),
-        plan=SimpleNamespace(in_words="2 stages"),
-        threads=1, start_timeout=timedelta(seconds=seconds),
+        assignment=ProcessAssignment(fewest=2, most=2), plan=SimpleNamespace(in_words="2 stages"),
+        threads=1, start_timeout=timedelta(seconds=0.5),
     )  # fmt: skip
 
 
@@ -195,26 +189,22 @@ def test_a_world_of_one_waits_for_nobody(environment_of):
     assert torchrun.under_torchrun()
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_ranks_that_nobody_has_started_are_refused_before_anything_waits(environment_of, rank):
-    environment_of(**{**OF_RANKS, "RANK": rank})
-    with pytest.raises(ConfigError) as found:
-        torchrun.ranks_of_torchrun(spec_of())
-    assert f"this process would be rank {rank} of 2 and wait for the others" in str(found.value)
-    assert f"RANK={rank}, WORLD_SIZE=2, LOCAL_RANK=0, MASTER_ADDR=127.0.0.1" in str(found.value)
-    assert "type: unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR. For 2" in str(found.value)
-
-
-@pytest.mark.parametrize(("rank", "world"), [("2", "2"), ("0", "0"), ("7", "4")])
-def test_a_rank_beyond_the_world_is_refused(environment_of, rank, world):
-    environment_of(**{**OF_RANKS, "RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world})
-    with pytest.raises(ConfigError, match=f"RANK is {rank} and WORLD_SIZE {world}, .*type: unset"):
-        torchrun.ranks_of_torchrun(spec_of())
-
-
-def test_too_many_ranks_may_have_been_left_behind(environment_of):
-    environment_of(**{**OF_RANKS, "WORLD_SIZE": "9", "LOCAL_WORLD_SIZE": "9"})
-    with pytest.raises(ConfigError, match=r"need 2 or 3 ranks, there are 9;.*WORLD_SIZE=9.*unset"):
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "this process would be rank 0 of 2 and wait for the others, which nobody has started.*"
+         "RANK=0, WORLD_SIZE=2, LOCAL_RANK=0, MASTER_ADDR=127.0.0.1.*"
+         "type: unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR. For 2"),
+        ({"RANK": "1"}, "this process would be rank 1 of 2 .*RANK=1, WORLD_SIZE=2.*type: unset"),
+        ({"RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "RANK is 2 and WORLD_SIZE 2, .*type: unset"),
+        ({"WORLD_SIZE": "0", "LOCAL_WORLD_SIZE": "0"}, "RANK is 0 and WORLD_SIZE 0, .*type: unset"),
+        ({"WORLD_SIZE": "9", "LOCAL_WORLD_SIZE": "9"},
+         "need 2 or 3 ranks, there are 9;.*WORLD_SIZE=9.*unset"),
+    ],
+)  # fmt: skip
+def test_ranks_that_make_no_sense_are_refused_before_anything_waits(environment_of, changes, words):
+    environment_of(**{**OF_RANKS, **changes})
+    with pytest.raises(ConfigError, match=words):
         torchrun.ranks_of_torchrun(spec_of())
 
 
@@ -226,9 +216,9 @@ def test_ranks_that_do_not_come_in_time_are_told_with_what_the_environment_says(
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     environment_of(**{**OF_RANKS, "RANK": rank, "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": port})
-    with pytest.raises(RendezvousTimeout) as found:
-        torchrun.ranks_of_torchrun(spec_of())
-    assert f"rank {rank} of 2 has not met the others at MASTER_ADDR '127.0.0.1'" in str(found.value)
-    assert f"MASTER_PORT={port}. If another job has left that behind, type: unset RANK" in str(
-        found.value
+    words = (
+        f"rank {rank} of 2 has not met the others at MASTER_ADDR '127.0.0.1'.*"
+        f"MASTER_PORT={port}. If another job has left that behind, type: unset RANK"
     )
+    with pytest.raises(RendezvousTimeout, match=words):
+        torchrun.ranks_of_torchrun(spec_of())

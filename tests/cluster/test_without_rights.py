@@ -5,13 +5,13 @@ Each way to start one is taken without any in test_hardened.py.
 
 import contextlib
 import io
+import json
 import os
 import secrets
-import shutil
-import signal
 import subprocess
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from support import rights
@@ -72,32 +72,10 @@ def test_it_starts_and_gives_the_same_bits(script, losses):
     assert "PIPEDREAM_RT_RPC=on has it without a fence" in line_of(out, "refused")
 
 
-@pytest.mark.rights
-def test_a_worker_without_rights_decides_for_a_script_with_all(script, losses):
-    secret = {"PIPEDREAM_RT_SECRET": secrets.token_hex(32)}
-    at = f"127.0.0.1:{free_ports(1)}"
-    command = [sys.executable, *CLI, "worker", at, "--name"]
-    both = {**os.environ, **secret}
-    with (
-        subprocess.Popen([*command, "with"], env=both) as one,
-        subprocess.Popen([*rights.without(), *command, "without"], env=both) as other,
-    ):
-        try:
-            out = subprocess.run(
-                [sys.executable, script, at], env=both, capture_output=True, text=True,
-                timeout=LATEST_S, check=True,
-            ).stdout  # fmt: skip
-        finally:
-            one.send_signal(signal.SIGTERM)
-            other.send_signal(signal.SIGTERM)
-    assert line_of(out, "losses") == losses
-    assert "nothing would keep strangers from it at without: " in out
-
-
 OTHER = """
 import sys, torch, torch.nn.functional as F
 from torch import nn
-from pipedream_rt import Pipeline, Recovery
+from pipedream_rt import Pipeline, PipelineError, Recovery
 
 def opened(workers):
     torch.manual_seed(0)
@@ -111,16 +89,19 @@ if __name__ == "__main__":
     data = [(torch.randn(8, 8), torch.randn(8, 4)) for _ in range(4)]
     with opened(sys.argv[1]) as first, opened("local") as second:
         print([not each._group.cluster.without_rpc for each in (first, second)])
-        print("ready", flush=True)
+        try:
+            first.stages[1].rref.to_here()
+        except PipelineError as error:
+            print("refused", " ".join(str(error).split()), flush=True)
         sys.stdin.readline()  # until a worker of the first is replaced by one with rights
-        print(len(list(first.train_epoch(data))), len(list(second.train_epoch(data))))
+        print([[r.loss for r in each.train_epoch(data)] for each in (first, second)])
         print(first._group.cluster.without_rpc)
 """
 
 
 @pytest.mark.rights
-def test_a_recovery_goes_on_without_the_agent_that_another_pipeline_has(tmp_path):
-    """One pipeline had none, for a worker that lacks rights; its replacement has them all."""
+def test_a_worker_without_rights_decides_for_a_script_with_all(tmp_path):
+    """Its replacement has all rights, and there the agent is another pipeline's meanwhile."""
     (tmp_path / "script.py").write_text(OTHER)
     at = f"127.0.0.1:{free_ports(1)}"
     both = {**os.environ, "PIPEDREAM_RT_SECRET": secrets.token_hex(32)}
@@ -128,8 +109,7 @@ def test_a_recovery_goes_on_without_the_agent_that_another_pipeline_has(tmp_path
     with ExitStack() as ended:
 
         def start(*words, **options):
-            process = subprocess.Popen(words, env=both, text=True, **options)
-            ended.callback(process.wait)
+            process = ended.enter_context(subprocess.Popen(words, env=both, text=True, **options))
             ended.callback(process.kill)
             return process
 
@@ -140,13 +120,16 @@ def test_a_recovery_goes_on_without_the_agent_that_another_pipeline_has(tmp_path
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         assert script.stdout.readline() == "[False, True]\n"
-        assert script.stdout.readline() == "ready\n"
+        refused = script.stdout.readline()
+        assert "nothing would keep strangers from it at without: " in refused
         without.kill()
         start(*command, "another", "--persist")
         out, err = script.communicate("go on\n", timeout=LATEST_S)
         assert script.returncode == 0, err
-    assert "4 4\n" in out
-    words = " ".join(out.split())
+    losses, _, words = out.partition("\n")
+    first, second = json.loads(losses)
+    assert first == second
+    words = " ".join(words.split())
     assert "another pipeline of the process has the one agent that torch allows" in words
 
 
@@ -157,21 +140,32 @@ def test_whoever_insists_has_torch_rpc_after_one_warning(script, losses):
     assert err.count("torch RPC has no fence at every process") == 1
 
 
-def test_the_doctor_says_so_to_who_asks(tmp_path):
-    out, _ = done(started(*CLI, "doctor"))
-    assert "RPC" not in out
-    assert "CAP_NET_ADMIN" not in out
-    out, _ = done(started(*CLI, "doctor", "--rpc"))
-    row = line_of(out, "--  torch RPC")
+DOCTOR = """
+import os
+from click.testing import CliRunner
+from pipedream_rt.cli import main
+
+for words, wish in ([], ""), (["--rpc"], ""), ([], "on"), (["--rpc"], "off"):
+    os.environ["PIPEDREAM_RT_RPC"] = wish
+    done = CliRunner().invoke(main, ["doctor", *words])
+    print(done.output, "ended with", done.exit_code)
+"""
+
+
+def test_the_doctor_says_so_to_who_asks():
+    out, _ = done(started("-c", DOCTOR))
+    plain, asked, insists, without, _ = out.split("ended with 0\n")
+    assert "RPC" not in plain
+    assert "CAP_NET_ADMIN" not in plain
+    row = line_of(asked, "--  torch RPC")
     assert "left out, which only references to modules need: the kernel allows no packet" in row
-    assert "CAP_NET_ADMIN for all processes gives it" in out
-    assert "!!  torch RPC" in done(started(*CLI, "doctor", PIPEDREAM_RT_RPC="on"))[0]
-    assert "ok  torch RPC" in done(started(*CLI, "doctor", "--rpc", PIPEDREAM_RT_RPC="off"))[0]
+    assert "CAP_NET_ADMIN for all processes gives it" in asked
+    assert "!!  torch RPC" in insists
+    assert "ok  torch RPC" in without
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="the command make is missing")
-def test_marked_tests_are_skipped_with_the_reason(tmp_path):
-    """As `make test` of an ordinary user does."""
-    test = "tests/transport/test_fence.py::test_nothing_is_in_the_way_of_root"
-    out, _ = done(started("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", test))
+def test_marked_tests_are_skipped_with_the_reason():
+    """As `make test` of an ordinary user does; see tests/conftest.py."""
+    code = "from support.rights import why_lacking; print(why_lacking())"
+    out, _ = done(started("-c", code, PYTHONPATH=str(Path(__file__).parents[1])))
     assert "it needs CAP_NET_ADMIN, CAP_SYS_ADMIN, CAP_SETUID and CAP_SETGID, which root has" in out

@@ -41,7 +41,7 @@ def train(arguments):
     print("digest", digest, flush=True)
 
 
-if __name__ == "__main__":
+def main(words=None):
     parser = argparse.ArgumentParser()
     parser.add_argument("--workers")
     parser.add_argument("--stages", type=int, default=4)
@@ -53,7 +53,11 @@ if __name__ == "__main__":
     parser.add_argument("--max-restarts", type=int, default=8)
     parser.add_argument("--pause-at", type=int, nargs="*", default=[])
     try:
-        train(parser.parse_args())
+        train(parser.parse_args(words))
     except PipelineError as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         sys.exit(9)
+
+
+if __name__ == "__main__":
+    main()

@@ -92,13 +92,15 @@ class Nodes:
         node.ended()
         wait_for_end(processes)
 
+    def words(self, rank):
+        """What tells the command which node of which job it is."""
+        at = f"127.0.0.1:{self.port}"
+        return ["--nnodes", str(self.size), "--node-rank", str(rank), "--rdzv-endpoint", at]
+
     def start(self, rank, *options, secret=SECRET, script=None, **more):
         """Start a node."""
-        command = [
-            *RUN, "--nnodes", str(self.size), "--node-rank", str(rank),
-            "--rdzv-endpoint", f"127.0.0.1:{self.port}", *options,
-            *(script or [SCRIPT, str(self._folder), "--steps", str(self.steps)]),
-        ]  # fmt: skip
+        script = script or [SCRIPT, str(self._folder), "--steps", str(self.steps)]
+        command = [*RUN, *self.words(rank), *options, *script]
         child = Child(command, own_environment(PIPEDREAM_RT_SECRET=secret, **more))
         self._children.callback(child.close)
         return child

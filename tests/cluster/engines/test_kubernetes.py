@@ -8,7 +8,6 @@ from support.nodes import SCRIPT, expected
 from support.two_hosts import why_not
 
 MANIFESTS = Path(__file__).parents[3] / "workers"
-STEPS = 600
 
 
 def documents(name):
@@ -95,10 +94,10 @@ def cluster(tmp_path):
         pytest.skip(reason)
     from support.kubelet import kubelet
 
-    def make(name):
+    def make(name, steps):
         folder = tmp_path / name
         folder.mkdir()
-        script = [SCRIPT, str(folder / "run"), "--steps", str(STEPS)]
+        script = [SCRIPT, str(folder / "run"), "--steps", str(steps)]
         return kubelet(MANIFESTS / name, folder, script)
 
     return make
@@ -109,7 +108,7 @@ def cluster(tmp_path):
 @pytest.mark.processes
 def test_a_jobset_of_which_nodes_are_lost(cluster):
     """A container that is killed, then the node of the script: it comes back at another address."""
-    with cluster("jobset.yaml") as pods:
+    with cluster("jobset.yaml", 600) as pods:
         pods.start_all()
         first = pods.containers["train-first-0-0"]
         first.wait_for("step 100")
@@ -119,7 +118,7 @@ def test_a_jobset_of_which_nodes_are_lost(cluster):
         pods.lose("train-first-0-0")
         first = pods.start("train-first-0-0")
         assert int(first.wait_for("began at").split()[2]) >= 200
-        assert first.wait_for("digest") == expected(STEPS)
+        assert first.wait_for("digest") == expected(600)
         assert {name: each.ended() for name, each in pods.containers.items()} == dict.fromkeys(
             pods.containers, 0
         )
@@ -128,7 +127,7 @@ def test_a_jobset_of_which_nodes_are_lost(cluster):
 @pytest.mark.rights
 @pytest.mark.processes
 def test_a_trainjob(cluster):
-    with cluster("trainjob.yaml") as pods:
+    with cluster("trainjob.yaml", 40) as pods:
         pods.start_all()
-        assert pods.containers["train-node-0-0"].wait_for("digest") == expected(STEPS)
+        assert pods.containers["train-node-0-0"].wait_for("digest") == expected(40)
         assert [each.ended() for each in pods.containers.values()] == [0] * 4

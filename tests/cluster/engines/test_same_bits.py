@@ -1,4 +1,4 @@
-"""The script of all engines, not changed by a byte, on one machine under each way to start it.
+"""The script of all engines, not changed by a byte, on one machine.
 
 The other files here run it under engines that place it on several nodes, of which some are killed.
 """
@@ -9,36 +9,29 @@ import sys
 
 import pytest
 from support.deadlines import LATEST_S
-from support.nodes import RUN, SCRIPT, expected, own_environment
+from support.nodes import SCRIPT, expected, own_environment
 from support.slurm import free_ports
 
 pytestmark = pytest.mark.processes
 
-STEPS = 100
+STEPS = 20
 ACCELERATE = [
     sys.executable, "-m", "accelerate.commands.launch", "--num_machines", "1",
     "--mixed_precision", "no", "--dynamo_backend", "no",
 ]  # fmt: skip
 WAYS = {
-    "accelerate with ranks": [
-        *ACCELERATE, "--multi_gpu", "--num_processes", "3", "--main_process_port",
-    ],
-    "accelerate with one process": [*ACCELERATE, "--cpu", "--num_processes", "3"],
-    "python": [sys.executable],
-    "run": [*RUN, "--nproc-per-node", "3"],
-    "torchrun": [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "--master-port",
-    ],
-}  # fmt: skip
-"""The first alone is always tried here: the last three are, with another script, in test_run.py."""
+    "with ranks": ["--multi_gpu", "--num_processes", "3", "--main_process_port"],
+    "with one process": ["--cpu", "--num_processes", "3"],
+}
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("way", WAYS)
-def test_the_same_bits_whoever_starts_it(way, tmp_path):
-    command = list(WAYS[way])
-    if way.startswith("accelerate") and importlib.util.find_spec("accelerate") is None:
+def test_the_same_bits_under_accelerate(way, tmp_path):
+    """Under python, run and torchrun they are, with another script, in tests/cli/test_run.py."""
+    if importlib.util.find_spec("accelerate") is None:
         pytest.skip("accelerate is not installed; make engines installs it")
+    command = [*ACCELERATE, *WAYS[way]]
     if command[-1].endswith("port"):
         command.append(str(free_ports(1)))
     done = subprocess.run(

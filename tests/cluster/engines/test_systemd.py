@@ -12,33 +12,30 @@ from pathlib import Path
 
 import pytest
 from support.deadlines import LATEST_S
-from support.nodes import SCRIPT, command_in, expected, own_environment
+from support.nodes import calls_to, command_in, own_environment
+from support.slurm import until
 from support.two_hosts import SECRET, Child
 
 UNIT = Path(__file__).parents[3] / "workers" / "pipedream-rt@.service"
-STEPS = 400
 
 
-def test_the_unit_is_one_of_systemd(tmp_path):
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["verify"],
+        ["security", "--offline=true", "--threshold=40"],  # below 4 of 10, which it calls OK
+    ],
+    ids=lambda words: words[0],
+)
+def test_systemd_itself_says_that_the_unit_is_one_and_what_it_gives_up(words, tmp_path):
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed")
     place = tmp_path / "pipedream-rt@0.service"
     shutil.copy(UNIT, place)
     done = subprocess.run(
-        ["systemd-analyze", "verify", str(place)], capture_output=True, text=True, timeout=LATEST_S
+        ["systemd-analyze", *words, str(place)], capture_output=True, text=True, timeout=LATEST_S
     )
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_what_the_unit_gives_up(tmp_path):
-    """Below 4 of 10, which systemd calls OK."""
-    if shutil.which("systemd-analyze") is None:
-        pytest.skip("systemd-analyze is not installed")
-    place = tmp_path / "pipedream-rt@0.service"
-    shutil.copy(UNIT, place)
-    command = ["systemd-analyze", "security", "--offline=true", "--threshold=40", str(place)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LATEST_S)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
 
 
 class Systemd:
@@ -51,18 +48,18 @@ class Systemd:
         self._service = unit["Service"]
         self._children = children
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
+            self.port = listener.getsockname()[1]
         (folder / "secret").touch(mode=0o600)
         (folder / "secret").write_text(SECRET)
         (folder / "script.py").write_text(
-            "import runpy, sys\n"
-            f"sys.argv[1:] = [{str(folder / 'run')!r}, '--steps', '{STEPS}']\n"
-            f"runpy.run_path({SCRIPT!r}, run_name='__main__')\n"
+            "import os, sys; print('began', os.environ['PIPEDREAM_RT_MAX_RESTARTS'], flush=True)\n"
+            "sys.stdin.readline()"
         )
         command_in(folder / "bin")
         name, _, value = self._service["Environment"].partition("=")
         self._job = {
-            "NNODES": "3", "ENDPOINT": f"127.0.0.1:{port}", "SCRIPT": str(folder / "script.py"),
+            "NNODES": "2", "ENDPOINT": f"127.0.0.1:{self.port}",
+            "SCRIPT": str(folder / "script.py"),
             name: value.replace("%d", str(folder)), "PATH": f"{folder / 'bin'}:/usr/bin:/bin",
         }  # fmt: skip
         self.nodes = {}
@@ -85,13 +82,15 @@ class Systemd:
 
 @pytest.mark.processes
 def test_nodes_that_the_unit_starts_and_starts_again(tmp_path):
+    """What a job makes of that is in tests/cluster/test_nodes.py."""
     with ExitStack() as children:
         systemd = Systemd(children, tmp_path)
-        first, *_ = map(systemd.start, range(3))
-        first.wait_for("step 100")
-        systemd.kill(1)
-        first.wait_for("recovered in")
-        first = systemd.kill(0)
-        assert int(first.wait_for("began at").split()[2]) >= 100
-        assert first.wait_for("digest") == expected(STEPS)
-        assert [systemd.nodes[rank].ended() for rank in range(3)] == [0, 0, 0]
+        systemd.start(0).wait_for("began")
+        systemd.start(1)
+        for rank in (1, 0):
+            systemd.kill(rank)
+        first = systemd.nodes[0]
+        assert first.wait_for("began") == "began 1000"
+        until(lambda: calls_to(systemd.port) == 1, "a worker of the other node")
+        first.go_on()
+        assert [systemd.nodes[rank].ended() for rank in range(2)] == [0, 0]

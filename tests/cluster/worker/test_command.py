@@ -3,14 +3,18 @@
 import os
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import click
 import pytest
 from support.deadlines import LATEST_S
 
+from pipedream_rt.cluster.dial import JobOver
 from pipedream_rt.cluster.identity import Secret
 from pipedream_rt.cluster.worker import command
 from pipedream_rt.cluster.worker.joining import JoinAttempts
+from pipedream_rt.cluster.worker_life import WorkerEnd
+from pipedream_rt.errors import PeerLost, PipelineError
 
 SECRET = Secret.generated()
 
@@ -25,6 +29,22 @@ def test_the_arguments_of_a_new_process_image(monkeypatch):
     assert again == [
         "here:1", "--name", "w", "--persist", "--failures", "2", "--lost", "1.5"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("raised", "end"),
+    [
+        (JobOver(0), WorkerEnd.OVER),
+        (JobOver(5), WorkerEnd.FAILED),
+        (PeerLost("nobody listens", peer="c"), WorkerEnd.UNREACHED),
+        (PipelineError("it has another torch"), WorkerEnd.FAILED),
+        (KeyError("a bug"), WorkerEnd.AGAIN),
+    ],
+)
+def test_how_a_life_for_one_job_ends(monkeypatch, raised, end, capsys):
+    monkeypatch.setattr(command, "serve_at", Mock(side_effect=raised))
+    assert command._serve_once(None, None, JoinAttempts()) == end
+    assert ("KeyError: 'a bug'" in capsys.readouterr().err) == (end == WorkerEnd.AGAIN)
 
 
 @pytest.mark.parametrize("folder", ["s3://bucket/run", "$NOT_SET/run"])

@@ -109,52 +109,35 @@ def test_a_forked_worker_has_what_was_asked_for_and_its_end_is_told(forks, tmp_p
 
 
 SCRIPT = """
-import socket, sys
+import ctypes, os, socket, sys
 from pipedream_rt.cluster.forked_workers import ForkServer
 forks, pairs = ForkServer(), [socket.socketpair() for _ in range(2)]
 workers = [forks.fork("w", 1, theirs) for _, theirs in pairs]
 print(forks.pid, *(worker.pid for worker in workers), flush=True)
+if ctypes.CDLL(None).fork() == 0:  # as a library does, of which Python knows nothing
+    os.close(1)
+    sys.stdin.read()
+    os._exit(0)
 sys.stdin.read()
 """
 
 
 @pytest.mark.processes
-def test_a_worker_that_cannot_notice_the_death_of_its_script_is_killed():
-    script = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    server, stopped, killed = map(int, script.stdout.readline().split())
-    os.kill(killed, signal.SIGKILL)  # what is said of it nobody reads
-    os.kill(stopped, signal.SIGSTOP)
-    script.kill()
-    script.communicate(timeout=LATEST_S)
-    wait_for_end((stopped, killed, server))
-
-
-HOLDS = """
-import ctypes, os
-if ctypes.CDLL(None).fork() == 0:  # as a library does, of which Python knows nothing
-    os.close(1)
-    sys.stdin.read()
-    os._exit(0)
-"""
-
-
-@pytest.mark.processes
-def test_a_child_that_holds_all_connections_of_a_dead_script_does_not_keep_its_workers():
-    script, kept, last = SCRIPT.rpartition("sys.stdin")
+def test_workers_that_cannot_notice_the_death_of_their_script_are_killed():
+    """One is stopped, one has ended; and a child of the script holds all its connections."""
     reading, writing = os.pipe()
     with subprocess.Popen(
-        [sys.executable, "-c", script + HOLDS + kept + last], stdin=reading, stdout=subprocess.PIPE,
-        text=True,
-    ) as process:  # fmt: skip
+        [sys.executable, "-c", SCRIPT], stdin=reading, stdout=subprocess.PIPE, text=True
+    ) as script:
         os.close(reading)
-        pids = list(map(int, process.stdout.readline().split()))
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        server, stopped, killed = map(int, script.stdout.readline().split())
+        children = Path(f"/proc/{script.pid}/task/{script.pid}/children")
         until(lambda: len(children.read_text().split()) == 2, "the child beside the server")
-        process.kill()
-        process.wait(LATEST_S)
+        os.kill(stopped, signal.SIGSTOP)
+        os.kill(killed, signal.SIGKILL)
+        script.kill()
+        script.wait(LATEST_S)
         began = time.monotonic()
-        wait_for_end(pids)
+        wait_for_end((stopped, killed, server))
         assert time.monotonic() - began < 3  # a child that holds them would do so for longer
         os.close(writing)

@@ -69,35 +69,37 @@ def test_an_answer_to_ready_that_cannot_be_read_is_no_place(ends):
         joining.serve(control, WorkerSettings("w", 1, SECRET))
 
 
-def serve_at(persist, failures=0):
-    tries = JoinAttempts(failures)
-    settings = WorkerSettings("w", 1, SECRET)
-    return joining.serve_at(DialOptions("here:1", 1, persist), settings, tries)
+TAKEN = joining.NotAdmitted("the name 'w' is taken")
 
 
-def test_a_persistent_worker_without_a_place_waits_longer_each_time(pauses, visits):
-    visits += [joining.NotAdmitted("the name 'w' is taken")] * 7 + [0]
-    assert serve_at(persist=True) == 0
-    assert pauses == [0, 1, 2, 4, 8, 16, 30, 30]
+def serve_at(failures=0, **options):
+    place, settings = DialOptions("here:1", 1, **options), WorkerSettings("w", 1, SECRET)
+    return joining.serve_at(place, settings, JoinAttempts(failures))
 
 
-def test_it_goes_on_counting_in_a_new_process_image(pauses, visits):
-    visits += [0]
-    assert serve_at(persist=True, failures=3) == 0
-    assert pauses == [4]
+@pytest.mark.parametrize(
+    ("options", "times", "expected"),
+    [
+        ({}, 7, [0, 1, 2, 4, 8, 16, 30, 30]),
+        ({"failures": 3}, 0, [4]),  # it goes on counting in a new process image
+        ({"longest_pause_s": 5}, 5, [0, 1, 2, 4, 5, 5]),  # one that may be told the end
+    ],
+)
+def test_a_worker_without_a_place_waits_longer_each_time(pauses, visits, options, times, expected):
+    visits += [TAKEN] * times + [0]
+    assert serve_at(persist=True, **options) == 0
+    assert pauses == expected
 
 
-def test_a_worker_that_does_not_persist_ends(pauses, visits):
-    visits += [joining.NotAdmitted("the name 'w' is taken")]
+@pytest.mark.parametrize(
+    ("persist", "refusal"), [(False, TAKEN), (True, PipelineError("it has another torch: taken"))]
+)
+def test_one_that_does_not_persist_ends_and_after_a_refusal_that_does_not_pass_every_one(
+    pauses, visits, persist, refusal
+):
+    visits += [refusal]
     with pytest.raises(PipelineError, match="taken"):
-        serve_at(persist=False)
-    assert pauses == [0]
-
-
-def test_a_refusal_that_does_not_pass_ends_every_worker(pauses, visits):
-    visits += [PipelineError("the coordinator refused this worker")]
-    with pytest.raises(PipelineError, match="refused"):
-        serve_at(persist=True)
+        serve_at(persist=persist)
     assert pauses == [0]
 
 
@@ -113,10 +115,3 @@ def test_a_worker_that_has_lost_its_group_tries_often_for_a_while():
     assert max(pauses) == pauses[-1] == 0.5
     assert tries.pause_s(1000.0 + joining._EAGER_S) == 30
     assert tries.after(0, now=1001.0) == JoinAttempts()
-
-
-def test_a_worker_that_may_be_told_the_end_tries_more_often(pauses, visits):
-    visits += [joining.NotAdmitted("the job has its 3 workers")] * 5 + [0]
-    place = DialOptions("here:1", 1, longest_pause_s=5)
-    assert joining.serve_at(place, WorkerSettings("w", 1, SECRET), JoinAttempts()) == 0
-    assert pauses == [0, 1, 2, 4, 5, 5]

@@ -23,7 +23,7 @@ from pipedream_rt.cluster.peer_links import PeerLinks
 from pipedream_rt.cluster.peer_listeners import PeerAddress, listening_for_peers
 from pipedream_rt.cluster.records import welcome
 from pipedream_rt.cluster.worker import process
-from pipedream_rt.cluster.worker.process import host_stage, resident_bytes
+from pipedream_rt.cluster.worker.process import host_stage
 from pipedream_rt.cluster.worker_life import WorkerEnd
 from pipedream_rt.errors import PeerLost
 from pipedream_rt.transport.group import Group
@@ -129,24 +129,16 @@ def names():
     return [thread.name.replace(" ", "-") for thread in threading.enumerate()]
 
 
-def test_it_says_that_it_joined_and_whose_memory_it_shares():
-    with closing(Coordinator()) as made:
+@pytest.mark.parametrize(("stages", "thread"), [((0,), "stage-0"), ((0, 1), "worker-0")])
+def test_it_joins_and_answers_while_its_stages_wait(stages, thread):
+    """It says whose memory it shares; several stages share a thread and a story."""
+    with closing(Coordinator(stages=stages)) as made:
         assert made.join()["nearby"] == [0]
-        assert names().count("stage-0") == 1
-
-
-def test_it_answers_while_its_stages_wait(joined):
-    joined.say("story", text=None)
-    assert joined.hear("story")["text"].endswith("; last actions: none")
-    joined.say("clock", ns=None)
-    assert joined.hear("clock")["ns"] > 0
-
-
-def test_several_stages_share_a_thread_and_a_story():
-    with closing(Coordinator(stages=(0, 1))) as made:
-        made.join()
-        assert names().count("worker-0") == 1
-        assert not {"stage-0", "stage-1"} & {*names()}
+        assert [name for name in names() if name.startswith(("stage-", "worker-"))] == [thread]
+        made.say("story", text=None)
+        assert made.hear("story")["text"].endswith("; last actions: none")
+        made.say("clock", ns=None)
+        assert made.hear("clock")["ns"] > 0
 
 
 @pytest.mark.parametrize(("failed", "code"), [(False, 0), (True, WorkerEnd.COORDINATOR_LOST)])
@@ -195,7 +187,8 @@ def test_it_beats_while_it_hears_nothing():
         made.join()
         beats = [made.control.receive(soon()) for _ in range(3)]
     assert {beat["type"] for beat in beats} == {"beat"}
-    assert all(beat["rss"] > 1 << 20 for beat in beats)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert all(1 << 20 < beat["rss"] < memory for beat in beats)
 
 
 def test_what_only_a_worker_says_ends_it(joined):
@@ -262,7 +255,3 @@ def test_what_the_script_can_import_it_can(monkeypatch):
     with closing(Coordinator(path=[before[0], folder])) as made:
         made.join()
         assert sys.path == [*before, folder]
-
-
-def test_its_memory_is_told_in_bytes():
-    assert 1 << 20 < resident_bytes() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
