@@ -148,6 +148,7 @@ def test_a_life_from_the_first_hello_to_the_last_word():
     assert [m.slots for m in welcome.members] == [
         [WorkerSlot(0, "stage 0", (0,))], [WorkerSlot(1, "stage 1", (1,))],
     ]  # fmt: skip
+    assert [m.stage for m in welcome.members] == [0, 1]
     assert job.do(Form("coordinator", LOOPBACK, until=100.0)) == []
     assert job.door("w1") == []
     *told, meet = job.door("w0")
@@ -169,18 +170,20 @@ def test_a_life_from_the_first_hello_to_the_last_word():
     ]  # fmt: skip
     assert job.roster.phase is Phase.RESTING
     assert job.roster.members == []
+    assert job.logged == []
 
 
 # -- who may become a member ----------------------------------------------------------------------
 
 REFUSED = [
-    ({"version": VERSION + 1}, "it speaks protocol", False),
+    *[({"version": version}, "it speaks protocol ", False)
+      for version in (VERSION + 1, None, 1, "6", b"x", 1 << 60, "\n" * 100, {})],
     ({"name": "not a name"}, "its hello makes no sense: ", False),
     ({"pid": "seven"}, "its hello makes no sense: ", False),
     ({"job": "1" * 32}, "it belongs to another job", False),
     ({"software": "torch 1"}, "it has torch 1, and the script torch 2", False),
     ({"name": "w0"}, "the name 'w0' is taken by pid 7 on here", True),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("changes", "reason", "passing"), REFUSED)
@@ -190,10 +193,26 @@ def test_who_is_refused(changes, reason, passing):
     tell, drop = job.come(**{"name": "w1", **changes}, connection="x")
     assert tell.connection == drop.connection == "x"
     assert tell.record["reason"].startswith(reason)
+    assert tell.record["reason"].isprintable()
+    assert len(tell.record["reason"]) < 200
     assert tell.record["passing"] is passing
     assert bool(job.roster.refused) is not passing
     assert "refused worker" in job.logged[0]
     assert [m.name for m in job.roster.coming] == ["w0"]
+
+
+@pytest.mark.parametrize("field", ["job", "name", "pid", "host", "boot", "software", "returns"])
+def test_a_field_of_another_type_or_length(field):
+    """The boot of a machine that does not say it is empty; so is a job that is not known."""
+    values = [None, "x\x1b[2J", "x" * 300, b"", b"x" * 33, -1, 2**40, 1.5, [], {}]
+    values += ["", True][field in ("host", "boot", "software", "job") :][:1]
+    for value in values:
+        reason = (
+            Job(fewest=1).come(**{"name": "w", field: value}, connection="x")[0].record["reason"]
+        )
+        assert reason.startswith(f"its hello makes no sense: its {field!r} is ")
+        assert reason.isprintable()
+        assert len(reason) < 200
 
 
 def test_one_too_many_may_try_again():
@@ -250,8 +269,10 @@ def test_after_the_end_nobody_becomes_a_member():
     assert job.come("w1") == [Drop("to w1")]
     job = Job()
     job.roster.most = 1
-    job.come("w0")
-    assert job.do(Shut()) == [Tell("to w0", {"type": "exit", "failed": False}), Drop("to w0")]
+    job.come("w0"), job.do(Started("pair", "w1"))
+    assert job.do(Shut()) == [
+        Tell("to w0", {"type": "exit", "failed": False}), Drop("to w0"), Drop("pair"),
+    ]  # fmt: skip
 
 
 # -- the wait for workers -------------------------------------------------------------------------
@@ -264,8 +285,8 @@ def ended(done):
 
 
 def test_a_wait_that_is_over_names_who_did_not_come():
-    job = Job(fewest=3, until=5)
-    job.do(Started("pair", "w9"))
+    job = Job(fewest=3, most=4, until=5)
+    job.do(Started("pair 10", "w10")), job.do(Started("pair 9", "w9"))
     job.come("w1"), job.come("w0")
     job.ready("w0")
     job.come("w2", software="other")
@@ -274,7 +295,7 @@ def test_a_wait_that_is_over_names_who_did_not_come():
     assert isinstance(cause, Missing)
     assert cause.missing == 1
     assert cause.text.startswith(
-        "1 of 3 workers did not join within 5 s: w9; joined: w0, w1; 'w2' was"
+        "1 of 3 workers did not join within 5 s: w9, w10; joined: w0, w1; 'w2' was"
     )
     assert {m.name for m in job.roster.members} == {"w0", "w1"}  # they hear the end by `Leave`
 
@@ -339,6 +360,8 @@ def test_an_elastic_generation_does_not_wait_where_all_have_come_that_are_expect
     job.do(gather(fewest=1, most=3, wait=50, until=200))
     job.come("w0")
     assert isinstance(job.ready("w0")[0], Welcome)
+    assert job.roster.expected == 0
+    assert isinstance(Job(fewest=1, most=2, wait=50).gathered("w0", "w1")[0], Welcome)
 
 
 def test_several_kinds_of_processor_are_told_of():
@@ -438,7 +461,10 @@ def test_a_member_on_loopback_among_others_elsewhere_is_refused():
     job.do(Form("coordinator", PeerAddress("10.0.0.1", 1), until=100.0))
     job.door("w0", PeerAddress("10.0.0.2", 2))
     cause = ended(job.door("w1"))
-    assert "'w1' of the group cannot be reached from other machines" in str(cause)
+    assert str(cause).startswith(
+        "'w1' of the group cannot be reached from other machines: the addresses are coordinator "
+        "10.0.0.1:1, w0 10.0.0.2:2, w1 127.0.0.1:7; "
+    )
     assert cause.missing == 1
 
 
@@ -567,18 +593,18 @@ def test_in_the_end_no_loss_is_reported():
     assert job.do(Leave(failed=True)) == [Drop("to w0")]  # to whom nothing can be said
 
 
-@pytest.mark.parametrize(("event", "at"), [(Tick(), 9.0), (GiveUp(), 0.0)])
+@pytest.mark.parametrize(("event", "at"), [(Tick(), 9.0), (GiveUp(), 0.0), (Left, 0.0)])
 def test_who_does_not_stop_is_not_awaited_for_ever(event, at):
     job = Job(fewest=1)
     job.running("w0")
     assert Stopped() not in job.do(Stop(until=9.0))
-    assert job.do(event, at) == [Stopped()]
+    assert job.do(event(job.members["w0"], GONE) if event is Left else event, at) == [Stopped()]
 
 
 def test_before_stages_run_there_is_nothing_to_stop():
     job = Job(fewest=1)
     job.gathered("w0")
-    assert Stopped() in job.do(Stop(until=9.0))
+    assert [type(each) for each in job.do(Stop(until=9.0))] == [End, Stopped]
     assert job.do(Leave(failed=False))[0] == Tell("to w0", {"type": "exit", "failed": False})
     assert job.do(Stop(until=9.0)) == [Stopped()]
 
@@ -605,6 +631,8 @@ def test_what_was_left_of_workers_started_here_is_dropped_with_their_generation(
     told, *dropped = job.do(Leave(failed=True))
     assert told == Tell("pair 0", {"type": "exit", "failed": True})
     assert dropped == [Drop("pair 0"), Drop("pair 1")]
+    job.do(gather(fewest=2))
+    assert job.do(Died("pair 1", GONE)) == []  # it does not end the next one
 
 
 # -- any order of events --------------------------------------------------------------------------
