@@ -115,6 +115,13 @@ async def say(connection, data):
         await asyncio.get_running_loop().sock_sendall(connection, data)
 
 
+def first_words():
+    """What a member says first by TCP, as TLS has it."""
+    engine = TlsEngine(SECRET.tls(called=False), False)
+    engine.shake_hands()
+    return engine.sealed()
+
+
 JUNK = {
     "HTTP": b"GET / HTTP/1.1\r\n\r\n",
     "zeros": b"\0" * 1000,
@@ -149,11 +156,9 @@ def test_junk_is_dropped(at_listener, by_tcp):
 
 def test_half_words_are_dropped(at_listener):
     """The other end has sent a part of what is expected, and has closed."""
-    caller = TlsEngine(SECRET.tls(called=False), False)
-    caller.shake_hands()
 
     async def main(listener, stack):
-        for by_tcp, word in ((True, caller.sealed()), (False, packed(LINK))):
+        for by_tcp, word in ((True, first_words()), (False, packed(LINK))):
             for cut in range(0, len(word), 7):
                 stranger = listener.dialled(stack, by_tcp)
                 await say(stranger, word[:cut])
@@ -165,9 +170,7 @@ def test_half_words_are_dropped(at_listener):
 
 def test_random_bytes_are_dropped(at_listener):
     draw = random.Random(4)
-    hello = TlsEngine(SECRET.tls(called=False), False)
-    hello.shake_hands()
-    hello = hello.sealed()
+    hello = first_words()
 
     async def main(listener, stack):
         for number in range(300):
@@ -225,8 +228,6 @@ def test_a_trusting_caller_learns_nothing_from_a_door(at_listener):
 def test_who_says_nothing_is_dropped_in_time(at_listener, monkeypatch, caplog):
     """Also who sends a byte now and then: the time is that of all of it."""
     monkeypatch.setattr(module, "_FIRST_RECORD_S", 0.3)
-    hello = TlsEngine(SECRET.tls(called=False), False)
-    hello.shake_hands()
 
     async def drip(stranger, data):
         for byte in data * 1000:
@@ -238,7 +239,7 @@ def test_who_says_nothing_is_dropped_in_time(at_listener, monkeypatch, caplog):
         shaken = Stream(silent[-1], "the listener")
         await shaken.encrypt(SECRET.tls(called=False), called=False)
         slow = [listener.dialled(stack, by_tcp) for by_tcp in (True, False)]
-        words = hello.sealed(), packed(LINK)
+        words = first_words(), packed(LINK)
         drips = [asyncio.ensure_future(drip(*each)) for each in zip(slow, words)]
         await asyncio.gather(*map(ended, (*silent, *slow)))
         for each in drips:
@@ -250,9 +251,7 @@ def test_who_says_nothing_is_dropped_in_time(at_listener, monkeypatch, caplog):
 
 def test_slow_callers_hold_nobody_up(at_listener):
     """Their words come byte by byte, and a member comes in meanwhile."""
-    hello = TlsEngine(SECRET.tls(called=False), False)
-    hello.shake_hands()
-    words = hello.sealed()
+    words = first_words()
 
     async def main(listener, stack):
         strangers = [listener.dialled(stack) for _ in range(20)]
@@ -343,7 +342,7 @@ def test_each_text_is_logged_once_a_second(at_listener, caplog):
 
 
 @pytest.mark.rights
-def test_a_process_of_another_user_is_dropped(caplog):
+def test_a_process_of_another_user_is_dropped(at_listener, caplog):
     """Where a folder should be open to others, against all care."""
 
     def call(path):
@@ -356,23 +355,14 @@ def test_a_process_of_another_user_is_dropped(caplog):
             except ConnectionError:  # what it says is not read
                 return 0
 
-    async def main(folder):
-        with listening_at(folder / "socket") as bound:
-            folder.chmod(0o755)
-            (folder / "socket").chmod(0o777)
-            child = forked_as_another_user(lambda: call(folder / "socket"))
-            came = []
+    async def main(listener, stack):
+        path = Path(listener.unix.getsockname())
+        path.parent.chmod(0o755)
+        path.chmod(0o777)
+        child = forked_as_another_user(lambda: call(path))
+        assert await asyncio.to_thread(exit_code, child) == 0
 
-            async def receive(stream, first):
-                came.append(first)
-
-            reception = Reception(SECRET, [bound], receive, logging.WARNING)
-            assert await asyncio.to_thread(exit_code, child) == 0
-            await reception.close()
-            assert came == []
-
-    with tempfile.TemporaryDirectory() as folder:
-        run(main(Path(folder)))
+    at_listener(main)
     assert "a process of this machine is of another user" in caplog.text
 
 
@@ -407,35 +397,28 @@ def test_who_is_accepted_at_the_very_end_is_dropped_too(at_listener):
     at_listener(main, is_open=False)
 
 
-def test_the_end_does_not_wait_for_who_was_received_meanwhile():
+def test_the_end_does_not_wait_for_who_was_received_meanwhile(at_listener):
     """A worker that becomes a member stays for as long as its control connection."""
 
-    async def main(folder):
-        with ExitStack() as stack:
-            bound = stack.enter_context(listening_at(folder / "socket"))
-            over = asyncio.Event()
+    async def main(listener, stack):
+        reception, over, ends = listener.reception, asyncio.Event(), []
+        first = reception._first
 
-            async def receive(stream, first):
-                await over.wait()
-                stream.close()
+        async def receive(stream, first):
+            await over.wait()
+            stream.close()
 
-            reception = Reception(SECRET, [bound], receive, logging.WARNING)
-            first, ends = reception._first, []
+        async def first_and_then_the_end(stream):
+            record = await first(stream)
+            ends.append(asyncio.ensure_future(reception.close()))
+            return record
 
-            async def first_and_then_the_end(stream):
-                record = await first(stream)
-                ends.append(asyncio.ensure_future(reception.close()))
-                return record
+        reception._receive, reception._first = receive, first_and_then_the_end
+        await say(listener.dialled(stack, by_tcp=False), packed(LINK))
+        while not ends:
+            await asyncio.sleep(0)
+        is_over, _ = await asyncio.wait(ends, timeout=LATEST_S)
+        over.set()
+        assert is_over, "the reception waits for the end of who was received"
 
-            reception._first = first_and_then_the_end
-            caller = stack.enter_context(socket.socket(socket.AF_UNIX))
-            caller.connect(bound.getsockname())
-            caller.sendall(packed(LINK))
-            while not ends:
-                await asyncio.sleep(0)
-            is_over, _ = await asyncio.wait(ends, timeout=LATEST_S)
-            over.set()
-            assert is_over, "the reception waits for the end of who was received"
-
-    with tempfile.TemporaryDirectory() as folder:
-        run(main(Path(folder)))
+    at_listener(main, is_open=False)

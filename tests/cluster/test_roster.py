@@ -1,5 +1,6 @@
 """What the roster decides: tables of events and instructions, and any order of events."""
 
+import logging
 import math
 from dataclasses import dataclass
 from datetime import timedelta
@@ -88,7 +89,7 @@ class Job:
 
     def __init__(self, **asked):
         self.roster = Roster(JOB, SOFTWARE, BOOT)
-        self.now, self.logged, self.members = 0.0, [], {}
+        self.now, self.logged, self.levels, self.members = 0.0, [], [], {}
         if asked:
             self.do(gather(**asked))
 
@@ -100,6 +101,7 @@ class Job:
         if not isinstance(event, Tick) and self.roster.phase in (Phase.GATHERING, Phase.FORMING):
             done += self.roster.handle(Tick(), self.now)
         self.logged += [each.text % each.arguments for each in done if isinstance(each, Log)]
+        self.levels += [each.level for each in done if isinstance(each, Log)]
         self.members |= {each.member.name: each.member for each in done if isinstance(each, Admit)}
         return [each for each in done if not isinstance(each, Log)]
 
@@ -198,6 +200,7 @@ def test_who_is_refused(changes, reason, passing):
     assert tell.record["passing"] is passing
     assert bool(job.roster.refused) is not passing
     assert "refused worker" in job.logged[0]
+    assert job.levels == [logging.WARNING]
     assert [m.name for m in job.roster.coming] == ["w0"]
 
 
@@ -224,6 +227,7 @@ def test_one_too_many_may_try_again():
         "reason": "the job has its 2 workers",
         "passing": True,
     }
+    assert job.levels == [logging.INFO]  # who has all that it needs has nothing to do
     job.left("w1")
     assert isinstance(job.come("w2")[0], Admit)
 
@@ -504,7 +508,7 @@ def test_a_member_that_is_silent_is_reported_and_replaced():
         assert job.do(Tick()) == []
     kill, report = job.do(Tick(), at=4.5)
     assert kill == Kill("w1")
-    assert report.loss.note == " (it has been silent for 4.5 s)"
+    assert report.loss == Loss("w1", job.members["w1"], None, " (it has been silent for 4.5 s)")
     assert job.do(Tick(), at=5) == []
 
 
@@ -526,7 +530,7 @@ def test_while_the_coordinator_itself_stood_still_nobody_counts_as_silent():
 def test_a_member_that_was_silent_and_then_goes_is_reported_once():
     job = Job(fewest=1, heartbeat_s=4)
     job.running("w0")
-    for second in (1.5, 3.0, 4.5):
+    for second in (2, 4, 6):
         done = job.do(Tick(), at=second)
     assert [type(each) for each in done] == [Kill, Report]
     assert job.left("w0") == []
@@ -615,6 +619,7 @@ def test_who_comes_while_a_generation_runs_is_in_the_next_one():
     assert isinstance(job.come("w1")[0], Admit)
     assert "is taken" in job.come("w1", connection="x")[0].record["reason"]
     assert "is taken" in job.come("w0", connection="x")[0].record["reason"]
+    assert job.levels[-2:] == [logging.INFO] * 2
     assert job.come("w2")[0].record["reason"] == "the job has its 2 workers"
     job.do(Leave(failed=True))
     assert [m.name for m in job.roster.coming] == ["w1"]
@@ -631,8 +636,9 @@ def test_what_was_left_of_workers_started_here_is_dropped_with_their_generation(
     told, *dropped = job.do(Leave(failed=True))
     assert told == Tell("pair 0", {"type": "exit", "failed": True})
     assert dropped == [Drop("pair 0"), Drop("pair 1")]
-    job.do(gather(fewest=2))
+    job.do(gather(fewest=2, until=5))
     assert job.do(Died("pair 1", GONE)) == []  # it does not end the next one
+    assert "did not join within 5 s; joined: none" in ended(job.do(Tick(), at=5)).text
 
 
 # -- any order of events --------------------------------------------------------------------------
