@@ -42,7 +42,7 @@ from pipedream_rt.cluster.listener import Listener
 from pipedream_rt.cluster.local import Local
 from pipedream_rt.cluster.peer_links import PeerLinks
 from pipedream_rt.cluster.peer_listeners import PeerAddress, listening_for_peers
-from pipedream_rt.cluster.roster import Member
+from pipedream_rt.cluster.roster import Member, Phase
 from pipedream_rt.errors import (
     MessageTimeout,
     PeerLost,
@@ -245,9 +245,12 @@ def test_a_worker_started_here_that_ends_before_it_is_ready_is_named_at_once(
 
 def test_a_worker_started_here_that_is_stopped_is_noticed_by_the_heartbeat(job):
     one = job(1, here=("w0",), heartbeat=0.3)
+    handle, events = one.listener.roster.handle, []
+    one.listener.roster.handle = lambda event, now: events.append(event) or handle(event, now)
     words = r"^worker 'w0' has been silent since it was started, for longer than the heartbeat of"
     with pytest.raises(WorkerLost, match=words):
         one.gather().result(LATEST_S)
+    assert len(events) < 20  # meanwhile it waits, and burns no processor time
 
 
 def test_who_comes_while_a_generation_runs_is_in_the_next_one(job):
@@ -270,7 +273,7 @@ def test_where_no_newcomers_are_wanted_nobody_joins_while_a_generation_runs(job)
     one = job(1)
     one.gathered("w0")
     with socket.create_connection(one.address, timeout=0.2) as late:
-        late.sendall(b"x")
+        late.sendall(b"GET / HTTP/1.1\r\n\r\n")  # which ends a connection that is accepted
         with pytest.raises(TimeoutError):
             late.recv(1)
 
@@ -302,7 +305,6 @@ def test_a_worker_joins_where_idle_strangers_are_more_than_descriptors(job, few_
         assert strangers.stdout.readline() == b"they stay\n"
         one.come("w0")
         gathering.result(LATEST_S)
-        strangers.stdin.close()
 
 
 # -- the wait is ended ----------------------------------------------------------------------------
@@ -337,6 +339,7 @@ def test_a_wait_that_is_ended_while_something_changes_is_over(job, turns):
         return gathering
 
     assert one.loop.run(end()).cancelled()
+    assert one.listener.roster.phase is Phase.ENDING  # whoever has come hears it
 
 
 class ByTest(AtAddress):
@@ -522,13 +525,18 @@ def test_what_blocks_while_all_join_is_awaited_with_an_eye_on_the_members(job):
         begun.set()
         assert free.wait(LATEST_S)
 
-    with ThreadPoolExecutor(1) as thread:
+    with ThreadPoolExecutor(1) as thread, contextlib.ExitStack() as last:
+        last.callback(free.set)
         joining = one.start(one.generation.all_joined(thread.submit(block), soon()))
         assert begun.wait(LATEST_S)
+        worker.send({"type": "joined", "nearby": []})
+        until(one.loop, lambda: one.members[0].met is not None)
+        for _ in range(9):
+            in_loop(one.loop, lambda: None)
+        assert one.listener.roster.phase is Phase.FORMING
         worker.close()
         with pytest.raises(WorkerLost, match="exit code 7"):
             joining.result(LATEST_S)
-        free.set()
 
 
 # -- the members are watched ----------------------------------------------------------------------

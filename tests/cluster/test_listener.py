@@ -190,6 +190,7 @@ def test_a_member_that_sends_what_it_may_not_send_is_gone(
 
 
 NESTED = b"\x81\xa4type" + b"\x91" * 1200 + b"\xc0"
+HTTP = b"GET / HTTP/1.1\r\n\r\n"
 FORGED = {"type": "hello", "version": "6\n[worker] ERROR \x1b[2J", "name": "\x1b[1m"}
 LINK = {
     "type": "link", "job": SECRET.job, "group": bytes(32), "generation": 1, "sender": 1,
@@ -205,7 +206,7 @@ def test_what_a_stranger_sends_ends_the_stranger_alone(loop, listener, calls, ca
         for each in (NESTED, FORGED, b"\x80", b"\xc1", NESTED[:900] * 4, LINK, [], "hello",
                      {"type": "stop"}, {"type": "failed", "text": "x" * LARGEST_AT_FIRST})
     ]  # fmt: skip
-    sent += [b"GET / HTTP/1.1\r\n\r\n", bytes(8), bytes(range(256)) * 16, b"\xff" * 5]
+    sent += [HTTP, bytes(8), bytes(range(256)) * 16, b"\xff" * 5]
     for junk in sent:
         if encrypted:
             stranger = calls()
@@ -248,6 +249,7 @@ def test_while_it_rests_callers_wait_in_the_queue_of_the_kernel(loop, listener, 
     loop.run(listener.rest())
     with socket.create_connection(listener.listeners[0].getsockname(), LATEST_S) as stranger:
         stranger.settimeout(0.1)
+        stranger.sendall(HTTP)
         with pytest.raises(TimeoutError):
             stranger.recv(1)
         ready(worker)
@@ -270,6 +272,7 @@ def test_who_has_come_is_sent_away_in_the_end(loop, listener, calls):
     in_loop(loop, listener.open)  # it stays closed
     with socket.create_connection(listener.listeners[0].getsockname(), LATEST_S) as late:
         late.settimeout(0.1)
+        late.sendall(HTTP)
         with pytest.raises(TimeoutError):
             late.recv(1)
 
