@@ -241,6 +241,9 @@ def test_a_worker_started_here_that_ends_before_it_is_ready_is_named_at_once(
         gathering.result(LATEST_S)
     assert (e.value.worker, e.value.stage) == ("w1", None)
     assert e.value.__cause__ is not None
+    if words:
+        with pytest.raises(PeerLost):
+            one.here["w1"].receive(soon())
 
 
 def test_a_worker_started_here_that_is_stopped_is_noticed_by_the_heartbeat(job):
@@ -731,6 +734,7 @@ def test_a_member_that_reads_nothing_does_not_keep_the_others_from_leaving(job, 
 
     in_loop(one.loop, fill)
     one.loop.run(one.generation.leave(failed=False))
+    assert one.members[0].connection.socket.fileno() == -1  # it had its time
     assert workers[1].receive(soon()) == {"type": "exit", "failed": False}
 
 
