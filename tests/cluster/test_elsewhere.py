@@ -27,6 +27,11 @@ def nodes(monkeypatch):
     return OnNodes()
 
 
+def test_what_is_no_address_is_refused():
+    with pytest.raises(ConfigError):
+        AtAddress("host:")
+
+
 def test_the_command_for_an_address_is_told_with_the_port_that_was_found():
     at = AtAddress("127.0.0.1:0")
     assert at.missing() == "start them with `pipedream-rt worker HOST:PORT --name NAME`"
@@ -39,28 +44,22 @@ def test_the_command_for_an_address_is_told_with_the_port_that_was_found():
     assert at.own(2) == []
 
 
-@pytest.mark.parametrize("address", ["nonsense", "host:", ":1", "host:99999", "host:-1"])
-def test_what_is_no_address_is_refused(address):
-    with pytest.raises(ConfigError):
-        AtAddress(address)
-
-
-def test_a_plan_that_needs_more_workers_than_the_nodes_have_is_refused(nodes):
+def test_an_elastic_plan_takes_as_many_as_there_are_on_the_nodes(nodes):
+    for most, found in ((8, 5), (5, 5), (4, 4)):
+        assignment = nodes.within(ProcessAssignment(fewest=3, most=most), "the work")
+        assert (assignment.fewest, assignment.most) == (3, found)
+    assert nodes.within(ProcessAssignment(fewest=5, most=8), "the work").fewest == 5
     with pytest.raises(ConfigError, match=r"the work: Slurm job 7 has started 5; raise the number"):
         nodes.within(ProcessAssignment(fewest=6, most=8), "the work")
 
 
-@pytest.mark.parametrize(("most", "found"), [(8, 5), (5, 5), (4, 4)])
-def test_an_elastic_plan_takes_as_many_as_there_are(nodes, most, found):
-    assignment = nodes.within(ProcessAssignment(fewest=3, most=most), "the work")
-    assert (assignment.fewest, assignment.most) == (3, found)
+def test_those_that_have_not_come_are_looked_for_at_the_engine(nodes):
+    assert nodes.missing() == "look at what the other processes of Slurm job 7 say"
 
 
-@pytest.mark.parametrize(
-    ("count", "own"), [(5, ["node-0-0", "node-0-1"]), (1, ["node-0-0"]), (0, [])]
-)
-def test_the_script_starts_the_workers_of_its_own_node_first(nodes, count, own):
-    assert nodes.own(count) == own
+def test_the_script_starts_the_workers_of_its_own_node_first(nodes):
+    own = ["node-0-0", "node-0-1"]
+    assert [nodes.own(count) for count in (5, 1, 0)] == [own, own[:1], []]
 
 
 def test_a_later_pipeline_of_a_script_has_the_secret_too(nodes, monkeypatch):
@@ -83,7 +82,3 @@ def test_the_socket_of_run_stays_open_for_the_next_pipeline(nodes, monkeypatch):
         with nodes.listening() as listener:
             socket.create_connection(listener.getsockname()).close()
     kept[fd].close()
-
-
-def test_those_that_have_not_come_are_looked_for_at_the_engine(nodes):
-    assert nodes.missing() == "look at what the other processes of Slurm job 7 say"

@@ -17,13 +17,6 @@ from pipedream_rt.job.process_assignment import ProcessAssignment
 pytestmark = pytest.mark.usefixtures("three_cores")
 
 
-def torchrun(monkeypatch, ranks, local):
-    """Be rank 0 of torchrun."""
-    for name, value in (("RANK", 0), ("WORLD_SIZE", ranks), ("LOCAL_WORLD_SIZE", local)):
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-
-
 def test_nothing_starts_after_a_close():
     made = Generations(pytest.fail)
     made.close()
@@ -70,53 +63,37 @@ def test_workers_that_make_no_sense_are_refused(workers):
         Generations(workers)
 
 
-@pytest.mark.parametrize(
-    ("workers", "here"),
-    [("local", True), (None, True), ("serial", False), ("host:1", False), (print, False)],
-)
-def test_who_starts_worker_processes_on_this_machine(workers, here):
-    assert starts_here(workers) == here
-    assert cores_for(workers) == (3 if here else 0)
+def torchrun(ranks, local):
+    """What the environment of rank 0 says."""
+    counts = {"RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(local)}
+    return {"MASTER_ADDR": "localhost", **counts}
 
 
-def test_what_has_started_the_script_decides_unless_workers_are_named(monkeypatch):
-    torchrun(monkeypatch, 2, 2)
-    assert not starts_here(None)
-    assert starts_here("local")
-    assert cores_for(None) == 3  # the ranks are on this machine too
-    torchrun(monkeypatch, 4, 2)
-    assert cores_for(None) == 0
-    monkeypatch.delenv("RANK")
-    monkeypatch.setenv("PIPEDREAM_RT_LISTEN_FD", "9")
-    assert not starts_here(None)
-    assert cores_for(None) == 0
+NODES, RUN = {"PIPEDREAM_RT_LISTEN_FD": "9"}, {"PIPEDREAM_RT_NPROC": "7"}
 
 
-def test_run_speaks_for_scripts_that_name_no_workers(monkeypatch):
-    assert workers_of_run(None) == 0
-    monkeypatch.setenv("PIPEDREAM_RT_NPROC", "5")
-    assert workers_of_run(None) == 5
-    assert workers_of_run("serial") == workers_of_run("local") == 0
-
-
-def test_of_workers_elsewhere_a_plan_does_not_know_the_number():
-    assert list(numbers_of_workers("host:1")) == []
-    assert list(numbers_of_workers(None)) == [1, 2, 3]
-
-
-def test_run_says_how_many_workers_there_are(monkeypatch):
-    monkeypatch.setenv("PIPEDREAM_RT_NPROC", "7")
-    assert list(numbers_of_workers(None)) == [1, 2, 3, 4, 5, 6, 7]  # on one machine
-    monkeypatch.setenv("PIPEDREAM_RT_LISTEN_FD", "9")
-    assert list(numbers_of_workers(None)) == [1, 2, 3, 4, 5, 6, 7]
-    assert list(numbers_of_workers("local")) == [1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "local", "numbers"), [(2, 2, [1, 2]), (5, 5, [4, 5]), (4, 2, [])]
-)
-def test_torchrun_says_how_many_workers_there_must_be(monkeypatch, ranks, local, numbers):
-    """Rank 0 starts one besides or none; of several machines the links are not known."""
-    torchrun(monkeypatch, ranks, local)
-    assert list(numbers_of_workers(None)) == numbers
-    assert list(numbers_of_workers("serial")) == [1, 2, 3]
+@pytest.mark.parametrize(("environment", "workers", "here", "cores", "of_run", "numbers"), [
+    ({}, "local", True, 3, 0, [1, 2, 3]),
+    ({}, None, True, 3, 0, [1, 2, 3]),
+    ({}, "serial", False, 0, 0, [1, 2, 3]),
+    ({}, "host:1", False, 0, 0, []),
+    ({}, print, False, 0, 0, []),
+    (torchrun(2, 2), "local", True, 3, 0, [1, 2, 3]),
+    (torchrun(2, 2), "serial", False, 0, 0, [1, 2, 3]),
+    (torchrun(2, 2), None, False, 3, 0, [1, 2]),  # rank 0 starts one besides, or none
+    (torchrun(5, 5), None, False, 3, 0, [4, 5]),
+    (torchrun(4, 2), None, False, 0, 0, []),  # of several machines the links are not known
+    (NODES, None, False, 0, 0, []),
+    (RUN, None, True, 3, 7, [1, 2, 3, 4, 5, 6, 7]),
+    (RUN, "serial", False, 0, 0, [1, 2, 3]),
+    (RUN | NODES, None, False, 0, 7, [1, 2, 3, 4, 5, 6, 7]),
+    (RUN | NODES, "local", True, 3, 0, [1, 2, 3]),
+])  # fmt: skip
+def test_what_has_started_the_script_decides_unless_workers_are_named(
+    monkeypatch, environment, workers, here, cores, of_run, numbers
+):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert (starts_here(workers), cores_for(workers)) == (here, cores)
+    assert workers_of_run(workers) == of_run
+    assert list(numbers_of_workers(workers)) == numbers

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import random
-import resource
 import socket
 import ssl
 import tempfile
@@ -19,7 +18,6 @@ from support.loops import run
 from support.rights import exit_code, forked_as_another_user
 
 from pipedream_rt.cluster import reception as module
-from pipedream_rt.cluster.listener import Listener
 from pipedream_rt.cluster.peer_listeners import listening_at
 from pipedream_rt.cluster.reception import Reception, most_strangers
 from pipedream_rt.cluster.records import HEAD, packed
@@ -117,6 +115,13 @@ async def say(connection, data):
         await asyncio.get_running_loop().sock_sendall(connection, data)
 
 
+def first_words():
+    """What a member says first by TCP, as TLS has it."""
+    engine = TlsEngine(SECRET.tls(called=False), False)
+    engine.shake_hands()
+    return engine.sealed()
+
+
 JUNK = {
     "HTTP": b"GET / HTTP/1.1\r\n\r\n",
     "zeros": b"\0" * 1000,
@@ -138,23 +143,22 @@ JUNK = {
 
 
 @pytest.mark.parametrize("by_tcp", [True, False], ids=["tcp", "unix"])
-@pytest.mark.parametrize("words", JUNK.values(), ids=JUNK)
-def test_junk_is_dropped(at_listener, by_tcp, words):
+def test_junk_is_dropped(at_listener, by_tcp):
     async def main(listener, stack):
-        stranger = listener.dialled(stack, by_tcp)
-        await say(stranger, words + bytes(70_000 if by_tcp else 0))
-        await ended(stranger)
+        for words in JUNK.values():
+            stranger = listener.dialled(stack, by_tcp)
+            await say(stranger, words + bytes(70_000 if by_tcp else 0))
+            await ended(stranger)
+            await listener.is_open(by_tcp)
 
     at_listener(main)
 
 
 def test_half_words_are_dropped(at_listener):
     """The other end has sent a part of what is expected, and has closed."""
-    caller = TlsEngine(SECRET.tls(called=False), False)
-    caller.shake_hands()
 
     async def main(listener, stack):
-        for by_tcp, word in ((True, caller.sealed()), (False, packed(LINK))):
+        for by_tcp, word in ((True, first_words()), (False, packed(LINK))):
             for cut in range(0, len(word), 7):
                 stranger = listener.dialled(stack, by_tcp)
                 await say(stranger, word[:cut])
@@ -166,9 +170,7 @@ def test_half_words_are_dropped(at_listener):
 
 def test_random_bytes_are_dropped(at_listener):
     draw = random.Random(4)
-    hello = TlsEngine(SECRET.tls(called=False), False)
-    hello.shake_hands()
-    hello = hello.sealed()
+    hello = first_words()
 
     async def main(listener, stack):
         for number in range(300):
@@ -226,8 +228,6 @@ def test_a_trusting_caller_learns_nothing_from_a_door(at_listener):
 def test_who_says_nothing_is_dropped_in_time(at_listener, monkeypatch, caplog):
     """Also who sends a byte now and then: the time is that of all of it."""
     monkeypatch.setattr(module, "_FIRST_RECORD_S", 0.3)
-    hello = TlsEngine(SECRET.tls(called=False), False)
-    hello.shake_hands()
 
     async def drip(stranger, data):
         for byte in data * 1000:
@@ -235,9 +235,11 @@ def test_who_says_nothing_is_dropped_in_time(at_listener, monkeypatch, caplog):
             await asyncio.sleep(0.02)
 
     async def main(listener, stack):
-        silent = [listener.dialled(stack, by_tcp) for by_tcp in (True, False)]
+        silent = [listener.dialled(stack, by_tcp) for by_tcp in (True, False, True)]
+        shaken = Stream(silent[-1], "the listener")
+        await shaken.encrypt(SECRET.tls(called=False), called=False)
         slow = [listener.dialled(stack, by_tcp) for by_tcp in (True, False)]
-        words = hello.sealed(), packed(LINK)
+        words = first_words(), packed(LINK)
         drips = [asyncio.ensure_future(drip(*each)) for each in zip(slow, words)]
         await asyncio.gather(*map(ended, (*silent, *slow)))
         for each in drips:
@@ -249,9 +251,7 @@ def test_who_says_nothing_is_dropped_in_time(at_listener, monkeypatch, caplog):
 
 def test_slow_callers_hold_nobody_up(at_listener):
     """Their words come byte by byte, and a member comes in meanwhile."""
-    hello = TlsEngine(SECRET.tls(called=False), False)
-    hello.shake_hands()
-    words = hello.sealed()
+    words = first_words()
 
     async def main(listener, stack):
         strangers = [listener.dialled(stack) for _ in range(20)]
@@ -264,38 +264,18 @@ def test_slow_callers_hold_nobody_up(at_listener):
     at_listener(main)
 
 
-def test_the_oldest_of_too_many_is_dropped(at_listener, monkeypatch):
+@pytest.mark.parametrize("by_tcp", [True, False], ids=["tcp", "unix"])
+def test_the_oldest_of_too_many_are_dropped(at_listener, monkeypatch, by_tcp):
     monkeypatch.setattr(module, "_MOST", 5)
 
     async def main(listener, stack):
-        by_age = [listener.dialled(stack, by_tcp) for by_tcp in (True, False) * 6]
-        gone = [asyncio.ensure_future(ended(stranger)) for stranger in by_age]
-        while sum(each.done() for each in gone) < 7:
-            await asyncio.wait(
-                [each for each in gone if not each.done()],
-                return_when=asyncio.FIRST_COMPLETED,
-                timeout=LATEST_S,
-            )
-        for each in gone:
-            each.cancel()
+        by_age = [listener.dialled(stack, by_tcp) for _ in range(12)]
+        await asyncio.gather(*map(ended, by_age[:7]))
+        for stranger in by_age[7:]:
+            with pytest.raises(BlockingIOError):
+                stranger.recv(1)
 
     at_listener(main)
-
-
-@pytest.fixture
-def few_descriptors():
-    """Leaves this process so many descriptors; None for as many as before."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-
-    def leave(count):
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-        if count is not None:
-            with socket.socket() as next_free:
-                limit = next_free.fileno() + count
-            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
-
-    yield leave
-    leave(None)
 
 
 @pytest.mark.parametrize("free", [64, 6])
@@ -323,6 +303,9 @@ def test_where_there_is_no_descriptor_at_all_it_tries_again(at_listener, few_des
         gone = asyncio.ensure_future(say_and_end(waiting))
         while "nobody can be accepted" not in caplog.text:
             await asyncio.sleep(0)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert [left_out for _, left_out in listener.reception._logged.values()] == [0]  # it waits
         few_descriptors(None)
         await gone
 
@@ -331,7 +314,8 @@ def test_where_there_is_no_descriptor_at_all_it_tries_again(at_listener, few_des
         await ended(stranger)
 
     at_listener(main)
-    assert "allow more open files, as by `ulimit -n 4096`" in caplog.text
+    words = "nobody can be accepted: too many open files; allow more open files, as by `ulimit"
+    assert words in caplog.text
 
 
 def test_the_limit_is_half_of_what_is_free(monkeypatch):
@@ -359,7 +343,7 @@ def test_each_text_is_logged_once_a_second(at_listener, caplog):
 
 
 @pytest.mark.rights
-def test_a_process_of_another_user_is_dropped(caplog):
+def test_a_process_of_another_user_is_dropped(at_listener, caplog):
     """Where a folder should be open to others, against all care."""
 
     def call(path):
@@ -372,23 +356,14 @@ def test_a_process_of_another_user_is_dropped(caplog):
             except ConnectionError:  # what it says is not read
                 return 0
 
-    async def main(folder):
-        with listening_at(folder / "socket") as bound:
-            folder.chmod(0o755)
-            (folder / "socket").chmod(0o777)
-            child = forked_as_another_user(lambda: call(folder / "socket"))
-            came = []
+    async def main(listener, stack):
+        path = Path(listener.unix.getsockname())
+        path.parent.chmod(0o755)
+        path.chmod(0o777)
+        child = forked_as_another_user(lambda: call(path))
+        assert await asyncio.to_thread(exit_code, child) == 0
 
-            async def receive(stream, first):
-                came.append(first)
-
-            reception = Reception(SECRET, [bound], receive, logging.WARNING)
-            assert await asyncio.to_thread(exit_code, child) == 0
-            await reception.close()
-            assert came == []
-
-    with tempfile.TemporaryDirectory() as folder:
-        run(main(Path(folder)))
+    at_listener(main)
     assert "a process of this machine is of another user" in caplog.text
 
 
@@ -423,63 +398,28 @@ def test_who_is_accepted_at_the_very_end_is_dropped_too(at_listener):
     at_listener(main, is_open=False)
 
 
-def test_the_end_does_not_wait_for_who_was_received_meanwhile():
+def test_the_end_does_not_wait_for_who_was_received_meanwhile(at_listener):
     """A worker that becomes a member stays for as long as its control connection."""
 
-    async def main(folder):
-        with ExitStack() as stack:
-            bound = stack.enter_context(listening_at(folder / "socket"))
-            over = asyncio.Event()
+    async def main(listener, stack):
+        reception, over, ends = listener.reception, asyncio.Event(), []
+        first = reception._first
 
-            async def receive(stream, first):
-                await over.wait()
-                stream.close()
+        async def receive(stream, first):
+            await over.wait()
+            stream.close()
 
-            reception = Reception(SECRET, [bound], receive, logging.WARNING)
-            first, ends = reception._first, []
+        async def first_and_then_the_end(stream):
+            record = await first(stream)
+            ends.append(asyncio.ensure_future(reception.close()))
+            return record
 
-            async def first_and_then_the_end(stream):
-                record = await first(stream)
-                ends.append(asyncio.ensure_future(reception.close()))
-                return record
+        reception._receive, reception._first = receive, first_and_then_the_end
+        await say(listener.dialled(stack, by_tcp=False), packed(LINK))
+        while not ends:
+            await asyncio.sleep(0)
+        is_over, _ = await asyncio.wait(ends, timeout=LATEST_S)
+        over.set()
+        assert is_over, "the reception waits for the end of who was received"
 
-            reception._first = first_and_then_the_end
-            caller = stack.enter_context(socket.socket(socket.AF_UNIX))
-            caller.connect(bound.getsockname())
-            caller.sendall(packed(LINK))
-            while not ends:
-                await asyncio.sleep(0)
-            is_over, _ = await asyncio.wait(ends, timeout=LATEST_S)
-            over.set()
-            assert is_over, "the reception waits for the end of who was received"
-
-    with tempfile.TemporaryDirectory() as folder:
-        run(main(Path(folder)))
-
-
-# -- at the port of a coordinator ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "record", [LINK, {"type": "stop"}, {"type": "beat", "doing": "", "rss": 1}]
-)
-def test_a_member_that_is_led_to_a_control_port_is_dropped(caplog, record):
-    """It has the certificate of the job, and wants another member."""
-
-    async def main():
-        with socket.create_server(("127.0.0.1", 0)) as port:
-            bound = Listener(SECRET, port)
-            bound.roster.most = 2
-            bound.open()
-            connection = socket.create_connection(port.getsockname())
-            caller = Stream(connection, "the member")
-            await caller.encrypt(SECRET.tls(called=False), called=False)
-            caller.send(record)
-            with pytest.raises(TransportError, match="closed the connection"):
-                await asyncio.wait_for(caller.read(), LATEST_S)
-            caller.close()
-            assert bound.roster.coming == []
-            await bound.close()
-
-    run(main())
-    assert f"is {record['type']!r}, where 'hello' was expected" in caplog.text
+    at_listener(main, is_open=False)

@@ -1,5 +1,6 @@
 """What the roster decides: tables of events and instructions, and any order of events."""
 
+import logging
 import math
 from dataclasses import dataclass
 from datetime import timedelta
@@ -88,7 +89,7 @@ class Job:
 
     def __init__(self, **asked):
         self.roster = Roster(JOB, SOFTWARE, BOOT)
-        self.now, self.logged, self.members = 0.0, [], {}
+        self.now, self.logged, self.levels, self.members = 0.0, [], [], {}
         if asked:
             self.do(gather(**asked))
 
@@ -100,6 +101,7 @@ class Job:
         if not isinstance(event, Tick) and self.roster.phase in (Phase.GATHERING, Phase.FORMING):
             done += self.roster.handle(Tick(), self.now)
         self.logged += [each.text % each.arguments for each in done if isinstance(each, Log)]
+        self.levels += [each.level for each in done if isinstance(each, Log)]
         self.members |= {each.member.name: each.member for each in done if isinstance(each, Admit)}
         return [each for each in done if not isinstance(each, Log)]
 
@@ -148,6 +150,7 @@ def test_a_life_from_the_first_hello_to_the_last_word():
     assert [m.slots for m in welcome.members] == [
         [WorkerSlot(0, "stage 0", (0,))], [WorkerSlot(1, "stage 1", (1,))],
     ]  # fmt: skip
+    assert [m.stage for m in welcome.members] == [0, 1]
     assert job.do(Form("coordinator", LOOPBACK, until=100.0)) == []
     assert job.door("w1") == []
     *told, meet = job.door("w0")
@@ -169,18 +172,20 @@ def test_a_life_from_the_first_hello_to_the_last_word():
     ]  # fmt: skip
     assert job.roster.phase is Phase.RESTING
     assert job.roster.members == []
+    assert job.logged == []
 
 
 # -- who may become a member ----------------------------------------------------------------------
 
 REFUSED = [
-    ({"version": VERSION + 1}, "it speaks protocol", False),
+    *[({"version": version}, "it speaks protocol ", False)
+      for version in (VERSION + 1, None, 1, "6", b"x", 1 << 60, "\n" * 100, {})],
     ({"name": "not a name"}, "its hello makes no sense: ", False),
     ({"pid": "seven"}, "its hello makes no sense: ", False),
     ({"job": "1" * 32}, "it belongs to another job", False),
     ({"software": "torch 1"}, "it has torch 1, and the script torch 2", False),
     ({"name": "w0"}, "the name 'w0' is taken by pid 7 on here", True),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("changes", "reason", "passing"), REFUSED)
@@ -190,10 +195,27 @@ def test_who_is_refused(changes, reason, passing):
     tell, drop = job.come(**{"name": "w1", **changes}, connection="x")
     assert tell.connection == drop.connection == "x"
     assert tell.record["reason"].startswith(reason)
+    assert tell.record["reason"].isprintable()
+    assert len(tell.record["reason"]) < 200
     assert tell.record["passing"] is passing
     assert bool(job.roster.refused) is not passing
     assert "refused worker" in job.logged[0]
+    assert job.levels == [logging.WARNING]
     assert [m.name for m in job.roster.coming] == ["w0"]
+
+
+@pytest.mark.parametrize("field", ["job", "name", "pid", "host", "boot", "software", "returns"])
+def test_a_field_of_another_type_or_length(field):
+    """The boot of a machine that does not say it is empty; so is a job that is not known."""
+    values = [None, "x\x1b[2J", "x" * 300, b"", b"x" * 33, -1, 2**40, 1.5, [], {}]
+    values += ["", True][field in ("host", "boot", "software", "job") :][:1]
+    for value in values:
+        reason = (
+            Job(fewest=1).come(**{"name": "w", field: value}, connection="x")[0].record["reason"]
+        )
+        assert reason.startswith(f"its hello makes no sense: its {field!r} is ")
+        assert reason.isprintable()
+        assert len(reason) < 200
 
 
 def test_one_too_many_may_try_again():
@@ -205,6 +227,7 @@ def test_one_too_many_may_try_again():
         "reason": "the job has its 2 workers",
         "passing": True,
     }
+    assert job.levels == [logging.INFO]  # who has all that it needs has nothing to do
     job.left("w1")
     assert isinstance(job.come("w2")[0], Admit)
 
@@ -250,8 +273,10 @@ def test_after_the_end_nobody_becomes_a_member():
     assert job.come("w1") == [Drop("to w1")]
     job = Job()
     job.roster.most = 1
-    job.come("w0")
-    assert job.do(Shut()) == [Tell("to w0", {"type": "exit", "failed": False}), Drop("to w0")]
+    job.come("w0"), job.do(Started("pair", "w1"))
+    assert job.do(Shut()) == [
+        Tell("to w0", {"type": "exit", "failed": False}), Drop("to w0"), Drop("pair"),
+    ]  # fmt: skip
 
 
 # -- the wait for workers -------------------------------------------------------------------------
@@ -264,8 +289,8 @@ def ended(done):
 
 
 def test_a_wait_that_is_over_names_who_did_not_come():
-    job = Job(fewest=3, until=5)
-    job.do(Started("pair", "w9"))
+    job = Job(fewest=3, most=4, until=5)
+    job.do(Started("pair 10", "w10")), job.do(Started("pair 9", "w9"))
     job.come("w1"), job.come("w0")
     job.ready("w0")
     job.come("w2", software="other")
@@ -274,7 +299,7 @@ def test_a_wait_that_is_over_names_who_did_not_come():
     assert isinstance(cause, Missing)
     assert cause.missing == 1
     assert cause.text.startswith(
-        "1 of 3 workers did not join within 5 s: w9; joined: w0, w1; 'w2' was"
+        "1 of 3 workers did not join within 5 s: w9, w10; joined: w0, w1; 'w2' was"
     )
     assert {m.name for m in job.roster.members} == {"w0", "w1"}  # they hear the end by `Leave`
 
@@ -339,6 +364,8 @@ def test_an_elastic_generation_does_not_wait_where_all_have_come_that_are_expect
     job.do(gather(fewest=1, most=3, wait=50, until=200))
     job.come("w0")
     assert isinstance(job.ready("w0")[0], Welcome)
+    assert job.roster.expected == 0
+    assert isinstance(Job(fewest=1, most=2, wait=50).gathered("w0", "w1")[0], Welcome)
 
 
 def test_several_kinds_of_processor_are_told_of():
@@ -438,7 +465,10 @@ def test_a_member_on_loopback_among_others_elsewhere_is_refused():
     job.do(Form("coordinator", PeerAddress("10.0.0.1", 1), until=100.0))
     job.door("w0", PeerAddress("10.0.0.2", 2))
     cause = ended(job.door("w1"))
-    assert "'w1' of the group cannot be reached from other machines" in str(cause)
+    assert str(cause).startswith(
+        "'w1' of the group cannot be reached from other machines: the addresses are coordinator "
+        "10.0.0.1:1, w0 10.0.0.2:2, w1 127.0.0.1:7; "
+    )
     assert cause.missing == 1
 
 
@@ -478,7 +508,7 @@ def test_a_member_that_is_silent_is_reported_and_replaced():
         assert job.do(Tick()) == []
     kill, report = job.do(Tick(), at=4.5)
     assert kill == Kill("w1")
-    assert report.loss.note == " (it has been silent for 4.5 s)"
+    assert report.loss == Loss("w1", job.members["w1"], None, " (it has been silent for 4.5 s)")
     assert job.do(Tick(), at=5) == []
 
 
@@ -500,7 +530,7 @@ def test_while_the_coordinator_itself_stood_still_nobody_counts_as_silent():
 def test_a_member_that_was_silent_and_then_goes_is_reported_once():
     job = Job(fewest=1, heartbeat_s=4)
     job.running("w0")
-    for second in (1.5, 3.0, 4.5):
+    for second in (2, 4, 6):
         done = job.do(Tick(), at=second)
     assert [type(each) for each in done] == [Kill, Report]
     assert job.left("w0") == []
@@ -567,18 +597,18 @@ def test_in_the_end_no_loss_is_reported():
     assert job.do(Leave(failed=True)) == [Drop("to w0")]  # to whom nothing can be said
 
 
-@pytest.mark.parametrize(("event", "at"), [(Tick(), 9.0), (GiveUp(), 0.0)])
+@pytest.mark.parametrize(("event", "at"), [(Tick(), 9.0), (GiveUp(), 0.0), (Left, 0.0)])
 def test_who_does_not_stop_is_not_awaited_for_ever(event, at):
     job = Job(fewest=1)
     job.running("w0")
     assert Stopped() not in job.do(Stop(until=9.0))
-    assert job.do(event, at) == [Stopped()]
+    assert job.do(event(job.members["w0"], GONE) if event is Left else event, at) == [Stopped()]
 
 
 def test_before_stages_run_there_is_nothing_to_stop():
     job = Job(fewest=1)
     job.gathered("w0")
-    assert Stopped() in job.do(Stop(until=9.0))
+    assert [type(each) for each in job.do(Stop(until=9.0))] == [End, Stopped]
     assert job.do(Leave(failed=False))[0] == Tell("to w0", {"type": "exit", "failed": False})
     assert job.do(Stop(until=9.0)) == [Stopped()]
 
@@ -589,6 +619,7 @@ def test_who_comes_while_a_generation_runs_is_in_the_next_one():
     assert isinstance(job.come("w1")[0], Admit)
     assert "is taken" in job.come("w1", connection="x")[0].record["reason"]
     assert "is taken" in job.come("w0", connection="x")[0].record["reason"]
+    assert job.levels[-2:] == [logging.INFO] * 2
     assert job.come("w2")[0].record["reason"] == "the job has its 2 workers"
     job.do(Leave(failed=True))
     assert [m.name for m in job.roster.coming] == ["w1"]
@@ -605,6 +636,9 @@ def test_what_was_left_of_workers_started_here_is_dropped_with_their_generation(
     told, *dropped = job.do(Leave(failed=True))
     assert told == Tell("pair 0", {"type": "exit", "failed": True})
     assert dropped == [Drop("pair 0"), Drop("pair 1")]
+    job.do(gather(fewest=2, until=5))
+    assert job.do(Died("pair 1", GONE)) == []  # it does not end the next one
+    assert "did not join within 5 s; joined: none" in ended(job.do(Tick(), at=5)).text
 
 
 # -- any order of events --------------------------------------------------------------------------

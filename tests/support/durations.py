@@ -44,8 +44,6 @@ SECONDS = {
     "tests/transport/test_shared.py": 20,
     "tests/job/test_script_values.py": 20,
     "tests/devices/test_waits.py": 20,
-    "tests/cluster/test_reception.py": 20,
-    "tests/cluster/test_generation.py": 20,
     "tests/coordinator/checkpointing/test_checkpointer.py": 20,
     "tests/properties/test_tensor_parallel.py": 20,
     "tests/schedules/test_channels.py": 20,
