@@ -6,10 +6,12 @@ returns instructions; it knows no socket, process, thread or clock. `listener.py
 
 A generation goes through these phases::
 
-    RESTING -- Gather --> GATHERING -- all are ready --> FORMING -- all have met --> FORMED
-       ^                      |                             |                          | Watch
+    RESTING -- Gather --> GATHERING -- all are ready --> WELCOMED -- all listen --> MEETING
+       ^                      |                             |                          | all met
        |                      | End: it cannot come         | End                      v
-       +------ Leave ------ ENDING <------------------------+--------- Close ------ RUNNING
+       +------ Leave ------ ENDING <------------------------+--- Close, End --------- FORMED
+                              ^                                                        | Watch
+                              +--------------------------------- Close ------------ RUNNING
 
 `Close`, `Stop`, `GiveUp` and `Leave` may come in every phase.
 
@@ -56,10 +58,15 @@ class Phase(Enum):
 
     RESTING = "there is none"
     GATHERING = "its workers join, and import torch"
-    FORMING = "its members meet each other"
+    WELCOMED = "its members listen for each other, and say where"
+    MEETING = "its members meet each other"
     FORMED = "all have met"
     RUNNING = "its members are watched"
     ENDING = "its members are to end: the loss of one is no failure any more"
+
+
+_WATCHED = (Phase.WELCOMED, Phase.MEETING, Phase.RUNNING)
+"""Phases in which something follows of the end of a member."""
 
 
 class WorkerSlot(NamedTuple):
@@ -405,7 +412,7 @@ class Roster:
         self._last_joined = 0.0
         self._ticked = 0.0
         self._own: Form | None = None
-        self._has_met = self._is_introduced = False
+        self._has_met = False  # the coordinator itself
         self._stop: Stop | None = None
         self._computes = False  # whether stages run in this generation
         self._gave_up = self._is_closed = False
@@ -459,8 +466,7 @@ class Roster:
                 # The last generation has ended: its workers come back under their names.
                 self.members, self.most = [], event.assignment.most
                 self._own, self._stop = None, None
-                self._has_met = self._is_introduced = self._computes = False
-                self._gave_up = self._is_closed = False
+                self._has_met = self._computes = self._gave_up = self._is_closed = False
                 self.phase = Phase.GATHERING
             case Form():
                 self._own, self._since = event, now
@@ -494,8 +500,10 @@ class Roster:
         match self.phase:
             case Phase.GATHERING:
                 return self._gathered(now)
-            case Phase.FORMING:
-                return self._formed(now)
+            case Phase.WELCOMED:
+                return self._late(now) or self._introduced(now)
+            case Phase.MEETING:
+                return self._late(now) or self._formed()
             case Phase.RUNNING:
                 return self._silent(now)
         return []
@@ -634,7 +642,7 @@ class Roster:
     def _reported(self, member: Member) -> list[Instruction]:
         """Return what follows of the end of a member of the generation."""
         error = member.ended
-        if error is None or self.phase not in (Phase.FORMING, Phase.RUNNING):
+        if error is None or self.phase not in _WATCHED:
             return []
         if self.phase is Phase.RUNNING:
             if member.silent:
@@ -694,7 +702,7 @@ class Roster:
         if count not in (assignment.most, self.expected) and not waited:
             return []
         self._take()
-        self.phase = Phase.FORMING
+        self.phase = Phase.WELCOMED
         said = self._assign(self._asked.plan, assignment)
         return [*said, Welcome(tuple(self.members))]
 
@@ -771,35 +779,45 @@ class Roster:
             )
         return said
 
-    def _formed(self, now: float) -> list[Instruction]:
-        """Go on with the forming of the group, or end a wait that is in vain."""
-        assert self._asked is not None
-        if now >= (self._asked if self._own is None else self._own).until:
-            return self._end(
-                RendezvousTimeout(
-                    f"all {len(self.members)} workers came, but the group did not form in "
-                    "time; can they reach each other and the coordinator on any port?"
-                )
+    def _late(self, now: float) -> list[Instruction]:
+        """End the forming of a group that takes too long."""
+        limit = self._own or self._asked
+        assert limit is not None
+        if now < limit.until:
+            return []
+        return self._end(
+            RendezvousTimeout(
+                f"all {len(self.members)} workers came, but the group did not form in "
+                "time; can they reach each other and the coordinator on any port?"
             )
-        if self._has_met and all(member.met is not None for member in self.members):
-            self.phase = Phase.FORMED
-            return [Start()]
-        if self._own is not None and not self._is_introduced:
-            for member in self.members:
-                quiet = member.peer_address is None and member.met is None
-                if quiet and now - self._since > self._asked.heartbeat_s:
-                    note = " (it has not answered its welcome within the heartbeat)"
-                    return self._end(Loss(member.name, member, None, note))
-            known = {m.name: m.peer_address for m in self.members if m.peer_address is not None}
-            if len(known) < len(self.members):
-                return []
-            addresses = {self._own.name: self._own.address, **known}
-            if problem := _unreachable(addresses):
-                return self._end(problem)
-            self._is_introduced = True
-            doors: Record = {"type": "doors", "by_name": addresses}
-            return [*self._told(self.members, doors), Meet(addresses)]
-        return []
+        )
+
+    def _introduced(self, now: float) -> list[Instruction]:
+        """Introduce the members to each other once all listen."""
+        if self._own is None:
+            return []
+        assert self._asked is not None
+        for member in self.members:
+            quiet = member.peer_address is None and member.met is None
+            if quiet and now - self._since > self._asked.heartbeat_s:
+                note = " (it has not answered its welcome within the heartbeat)"
+                return self._end(Loss(member.name, member, None, note))
+        known = {m.name: m.peer_address for m in self.members if m.peer_address is not None}
+        if len(known) < len(self.members):
+            return []
+        addresses = {self._own.name: self._own.address, **known}
+        if problem := _unreachable(addresses):
+            return self._end(problem)
+        self.phase = Phase.MEETING
+        doors: Record = {"type": "doors", "by_name": addresses}
+        return [*self._told(self.members, doors), Meet(addresses)]
+
+    def _formed(self) -> list[Instruction]:
+        """Say that the group is complete once all have met."""
+        if not self._has_met or any(member.met is None for member in self.members):
+            return []
+        self.phase = Phase.FORMED
+        return [Start()]
 
     def _watch(self, now: float) -> list[Instruction]:
         """Begin to report losses, unless nobody wants to hear of them any more."""
@@ -836,7 +854,7 @@ class Roster:
         match self.phase:
             case Phase.GATHERING:
                 return self._end(_closed_while_gathering())
-            case Phase.FORMING:
+            case Phase.WELCOMED | Phase.MEETING:
                 return self._end(PipelineClosed("the pipeline was closed while its workers joined"))
             case Phase.FORMED | Phase.RUNNING:
                 self.phase = Phase.ENDING

@@ -98,7 +98,11 @@ class Job:
         self.now = self.now if at is None else at
         done = self.roster.handle(event, self.now)
         # As the adapter does while something is awaited.
-        if not isinstance(event, Tick) and self.roster.phase in (Phase.GATHERING, Phase.FORMING):
+        if not isinstance(event, Tick) and self.roster.phase in (
+            Phase.GATHERING,
+            Phase.WELCOMED,
+            Phase.MEETING,
+        ):
             done += self.roster.handle(Tick(), self.now)
         self.logged += [each.text % each.arguments for each in done if isinstance(each, Log)]
         self.levels += [each.level for each in done if isinstance(each, Log)]
@@ -677,7 +681,7 @@ class AnyOrder(RuleBasedStateMachine):
     def handle(self, event, ticks=True):
         for each in self.roster.handle(event, self.now):
             self.carry_out(each)
-        if ticks and self.roster.phase in (Phase.GATHERING, Phase.FORMING):
+        if ticks and self.roster.phase in (Phase.GATHERING, Phase.WELCOMED, Phase.MEETING):
             self.handle(Tick(), ticks=False)
 
     def carry_out(self, each):
@@ -745,7 +749,9 @@ class AnyOrder(RuleBasedStateMachine):
                 self.wires.append(wire)
                 self.handle(Started(wire, wire.name))
 
-    @precondition(lambda self: self.begun and self.roster.phase is Phase.FORMING and not self.asked)
+    @precondition(
+        lambda self: self.begun and self.roster.phase is Phase.WELCOMED and not self.asked
+    )
     @rule()
     def forms(self):
         self.awaits = "start"
@@ -850,9 +856,9 @@ class AnyOrder(RuleBasedStateMachine):
         gone = [m for m in self.begun if m.ended is not None]
         if gone and self.roster.phase is Phase.RUNNING:
             assert all(m in self.reported for m in gone)
-        if self.roster.phase in (Phase.FORMING, Phase.FORMED, Phase.RUNNING):
+        if self.roster.phase in (Phase.WELCOMED, Phase.MEETING, Phase.FORMED, Phase.RUNNING):
             assert self.roster.members == self.begun
-        if gone and self.roster.phase is Phase.FORMING:
+        if gone and self.roster.phase in (Phase.WELCOMED, Phase.MEETING):
             raise AssertionError("a group goes on forming without one of its members")
 
     @invariant()
