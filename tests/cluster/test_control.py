@@ -56,6 +56,15 @@ def joined(loop, encrypted):
             worker.close()
 
 
+def test_an_end_by_reset_is_the_end_of_the_peer(ends):
+    """As of a process that was killed with records unread."""
+    ours, theirs = ends
+    ours.send(BEAT)
+    theirs.close()
+    with pytest.raises(PeerLost, match="w is gone"):
+        ours.receive(soon())
+
+
 @pytest.mark.threads
 @both
 def test_what_came_before_the_end_is_read_one_by_one(loop, encrypted):

@@ -171,6 +171,13 @@ def test_a_coordinator_that_never_listens(pauses):
     assert max(pauses) <= 0.05  # no longer than is left
 
 
+def test_an_attempt_in_vain_leaves_no_socket(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="No such file") as kept:  # the error holds the frame
+        dial._connected_at(str(tmp_path / "nobody"))
+    assert len(os.listdir("/proc/self/fd")) == before, kept
+
+
 def test_a_host_that_is_unknown_unless_it_is_known_to_exist(pauses):
     with pytest.raises(ConfigError, match="is no host"):
         dial.connect(DialOptions("no such host.invalid:1", 1))

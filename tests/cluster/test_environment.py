@@ -38,6 +38,19 @@ def test_a_secret_comes_out_of_its_pipe_as_it_went_in():
         read_secret(pipe_with(""))
 
 
+def test_standard_input_stays_open():
+    """Else the next file that is opened would be standard input."""
+    before = os.dup(0)
+    try:
+        os.dup2(fd := pipe_with(TOKEN), 0)
+        os.close(fd)
+        assert read_secret(0) == Secret(TOKEN)
+        os.fstat(0)
+    finally:
+        os.dup2(before, 0)
+        os.close(before)
+
+
 def test_a_secret_that_was_read_is_in_the_environment_no_more(monkeypatch):
     """No child inherits it; and a second pipeline of this process has it still."""
     monkeypatch.setenv(SECRET, TOKEN)

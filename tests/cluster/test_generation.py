@@ -558,6 +558,18 @@ def test_a_member_that_is_lost_is_reported_at_once(job):
     assert one.failures[0]() is error
 
 
+def test_a_fork_server_that_ends_is_replaced_before_a_worker_needs_it(job, monkeypatch):
+    one, replaced = job(1), threading.Event()
+    one.gathered("w0")
+    watched, of_server = os.pipe()
+    monkeypatch.setattr(one.local, "open_end_of_forks", lambda: watched)
+    monkeypatch.setattr(one.local, "replace_forks", replaced.set)
+    one.watch()
+    assert not replaced.is_set()
+    os.close(of_server)
+    assert replaced.wait(LATEST_S)
+
+
 def test_what_a_member_may_not_say_is_told_with_its_loss(job):
     one = job(1)
     (worker,) = one.gathered("w0")

@@ -208,6 +208,12 @@ def test_ranks_that_make_no_sense_are_refused_before_anything_waits(environment_
         torchrun.ranks_of_torchrun(spec_of())
 
 
+def test_a_rank_that_leaves_the_pipeline_to_rank_0_is_refused_alike(environment_of):
+    environment_of(**{**OF_RANKS, "RANK": "2", "LOCAL_WORLD_SIZE": "2"})
+    with pytest.raises(ConfigError, match="RANK is 2 and WORLD_SIZE 2"):
+        torchrun.become_worker(1, timedelta(seconds=0.5))
+
+
 @pytest.mark.threads
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_ranks_that_do_not_come_in_time_are_told_with_what_the_environment_says(

@@ -273,5 +273,4 @@ def _again(secret: Secret | None, tries: JoinAttempts) -> list[str]:
 def _end_by_signal(number: int, frame: FrameType | None) -> None:
     # A worker has nothing to save, and the coordinator sees at once that the connection ends.
     _log.info("ended by %s", signal.Signals(number).name)
-    logging.shutdown()
     os._exit(128 + number)

@@ -59,6 +59,8 @@ def test_no_log_is_no_reason_to_end(folder, caplog):
         ([], "give the HOST:PORT"),
         (["127.0.0.1:1", "--name", "a b"], "use letters, digits"),
         (["127.0.0.1:1", "--threads", "0"], "0 is not in the range"),
+        (["127.0.0.1:1", "--device", "cuda 1"], "give the name of a device, as cuda:1"),
+        (["127.0.0.1:1", "--bind", "no-such"], "this machine has the interfaces "),
     ],
 )
 def test_wrong_arguments(monkeypatch, arguments, words):
