@@ -21,7 +21,8 @@ warnings.warn("unheard")
 main = sys.modules["__main__"]
 facts = {
     "argv": sys.argv, "original": sys.orig_argv, "path": sys.path, "name": __name__,
-    "attributes": sorted(vars()), "file": vars().get("__file__"), "spec": getattr(__spec__, "name", None),
+    "attributes": sorted(vars()), "file": vars().get("__file__"),
+    "spec": getattr(__spec__, "name", None),
     "is main": vars(main) is globals(), "own": type(pickle.loads(pickle.dumps(Own()))) is Own,
     "folder": os.getcwd(), "environment": dict(os.environ), "input": sys.stdin.read(),
     "threads": [each.name for each in threading.enumerate()],
