@@ -3,12 +3,13 @@
 It computes nothing and has one thread, so a forked child is as an interpreter that has imported
 torch and the library. A child leaves the loop below and runs its script at the top of this program,
 so that what ends it, and what happens then, is up to the interpreter: `atexit`, threads that are
-waited for, exit codes, and the trace of an error, in which two lines of this file come first.
+waited for, exit codes, and the trace of an error.
 """
 
 import builtins
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib.machinery
 import io
@@ -226,34 +227,26 @@ def opened(number, like):
 
 
 class Executed(BaseException):
-    """The command line wants to be another program: a script, or a worker."""
+    """The command line has done nothing yet, and wants to be a script or a worker."""
 
 
-def execute(path, command, environment=None):
-    """Stand for `os.execv` and `os.execve` in the command line, which has done nothing yet."""
-    raise Executed(command, dict(os.environ if environment is None else environment))
-
-
-def after_command_line(command):
-    """Return the command to run; if it is that of the command line, what this becomes, if any."""
-    if COMMAND_LINE not in command:
-        return command
+def let_command_line_execute():
+    """Let this process become another program of Python without starting an interpreter."""
     real, path = (os.execv, os.execve), [*sys.path]
+
+    def execute(_, command, environment=None):
+        os.execv, os.execve = real  # a worker that has computed needs a new one
+        if environment is not None:
+            os.environ.clear()
+            os.environ.update(environment)
+        sys.path[:] = path
+        raise Executed(command)
+
     os.execv = os.execve = execute
-    try:
-        become(command)
-        return None
-    except Executed as executed:
-        command, environment = executed.args
-    os.execv, os.execve = real
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.path[:] = path
-    return command
 
 
-def become(command):
-    """Run the program of a command line of Python."""
+def program_of(command):
+    """Make this process that of a command line of Python; return the program, to be called."""
     sys.orig_argv[:] = command
     words = command[1:]
     while words[0] == "-W":
@@ -268,8 +261,7 @@ def become(command):
     if words[0] == "-m":
         sys.argv[:] = words[1:]
         sys.path.insert(0, os.getcwd())
-        runpy._run_module_as_main(words[1])
-        return
+        return functools.partial(runpy._run_module_as_main, words[1])
     if words[0] == "-c":
         sys.argv[:] = ["-c", *words[2:]]
         sys.path.insert(0, "")
@@ -284,7 +276,7 @@ def become(command):
             code = compile(file.read(), main.__file__, "exec")
     if os.environ.pop("PIPEDREAM_RT_PREPARE", ""):  # read when the library is imported
         import_module("pipedream_rt").prepare()
-    exec(code, vars(main))
+    return functools.partial(exec, code, vars(main))
 
 
 if __name__ == "__main__":
@@ -297,6 +289,15 @@ if __name__ == "__main__":
     if spare.pid == 0:
         request, fds = spare.request
     take_place(request, fds)
-    command = after_command_line(request["args"])
-    if command is not None:
-        become(command)
+    command = request["args"]
+    if COMMAND_LINE in command:
+        let_command_line_execute()
+    while command:
+        program, command = program_of(command), None
+        try:
+            program()
+        except Executed as executed:
+            (command,) = executed.args
+        except BaseException as error:  # in its trace this file does not come
+            error.__traceback__ = error.__traceback__.tb_next
+            raise
