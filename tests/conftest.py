@@ -17,6 +17,7 @@ import torch
 from support.device import differs, references, standin
 from support.durations import Durations, longest_first
 from support.family import family
+from support.forked import server as scripts
 from support.results import Results
 from support.rights import why_lacking
 from support.thinning import thinned_out
@@ -139,8 +140,11 @@ def end(pids: set[int]) -> None:
 
 
 def own_children() -> set[int]:
-    """Those of them that a test may have left behind: the fork server ends with this process."""
-    return children() - {fork_server().pid}
+    """Those of them that a test may have left behind, and scripts, which others have forked.
+
+    What forks workers ends with this process, and what forks scripts does with the session.
+    """
+    return children() - {fork_server().pid, scripts.pid} | scripts.running()
 
 
 def stack_of(thread: threading.Thread) -> str:
@@ -159,6 +163,13 @@ def signals_as_in_a_terminal():
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_more_scripts():
+    """End what forks scripts once nobody wants one."""
+    yield
+    scripts.close()
 
 
 @pytest.fixture(autouse=True)

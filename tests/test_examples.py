@@ -1,10 +1,10 @@
 """The examples that show how a habit of another library is done here run as they stand."""
 
 import re
-import subprocess
 import sys
 
 import pytest
+from support import forked
 from support.deadlines import LATEST_S
 from support.examples import EXAMPLES, run_example
 
@@ -61,7 +61,7 @@ def test_an_example_runs(name, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("name", WITH_PROCESSES)
 def test_an_example_runs_with_processes(name, tmp_path):
     options, told = WITH_PROCESSES[name]
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, EXAMPLES / name, *options], cwd=tmp_path, capture_output=True, text=True,
         timeout=LATEST_S,
     )  # fmt: skip

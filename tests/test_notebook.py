@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch.nn.functional as F
+from support import forked
 from support.deadlines import LATEST_S
 from support.models import mlp, regression
 from support.pinned import Flat as Pipeline
@@ -182,7 +183,6 @@ def test_what_is_registered_is_there():
 def test_in_a_real_shell(tmp_path):
     """A cell is run, run again, and shown, by IPython itself."""
     pytest.importorskip("IPython", reason="IPython is not installed")
-    import subprocess
     import sys
 
     script = tmp_path / "cells.py"
@@ -208,7 +208,7 @@ def test_in_a_real_shell(tmp_path):
         "shell.user_ns['pipe'].close()\n"
     )
     environment = {**os.environ, "IPYTHONDIR": str(tmp_path)}
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-W", "ignore", script], env=environment, capture_output=True, text=True,
         timeout=LATEST_S,
     )  # fmt: skip

@@ -7,13 +7,13 @@ import importlib
 import json
 import os
 import signal
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.table import Table
+from support import forked
 from support.deadlines import LATEST_S
 
 from benchmarks.__main__ import BENCHMARKS
@@ -153,7 +153,7 @@ def test_a_table_can_be_made_of_what_is_kept_and_of_nothing(name):
 
 def loss_of(script, w, *words):
     command = [sys.executable, "-W", "ignore", HERE / script, w.to_json(), *words]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=LATEST_S)
+    done = forked.run(command, check=True, capture_output=True, text=True, timeout=LATEST_S)
     return json.loads(done.stdout.splitlines()[-1])["loss"]
 
 
@@ -178,7 +178,7 @@ def test_a_workload_that_makes_no_sense_is_refused():
 def test_a_wire_that_is_emulated_at_the_receiver():
     """Without root, and with a codec: an update takes no less than its bytes do on the wire."""
     words = ("emulated", "ours", "async-1f1b", "--codec", "int8 with feedback", "--updates", "1")
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, HERE / "wire.py", *words], capture_output=True, text=True,
         timeout=LATEST_S,
     )  # fmt: skip

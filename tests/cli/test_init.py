@@ -2,11 +2,11 @@
 
 import ast
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support import forked
 from support.deadlines import LATEST_S
 
 from pipedream_rt import Observe
@@ -57,7 +57,7 @@ def test_a_script_that_is_filled_in_trains_and_reports(call, module):
         text,
     )
     path.write_text(text)
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "train.py"], capture_output=True, text=True, timeout=LATEST_S
     )
     assert done.returncode == 0, done.stderr
@@ -67,7 +67,7 @@ def test_a_script_that_is_filled_in_trains_and_reports(call, module):
 
 def test_a_script_that_is_not_filled_in_says_so(call, module):
     call("init", "my_net:Net")
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "train.py"], capture_output=True, text=True, timeout=LATEST_S
     )
     assert done.returncode == 1

@@ -3,10 +3,10 @@
 import os
 import shutil
 import stat
-import subprocess
 import sys
 
 import pytest
+from support import forked
 from support.deadlines import LATEST_S
 
 from pipedream_rt.planning import files
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.processes
 def run(*words, cwd):
     command = [sys.executable, "-m", "pipedream_rt.cli.main", *map(str, words)]
     command[1:3] = ["-c", "from pipedream_rt.cli import main; main()"]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=LATEST_S)
+    return forked.run(command, cwd=cwd, capture_output=True, text=True, timeout=LATEST_S)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 import pytest
 import torch
-from support import pinned, script
+from support import forked, pinned, script
 from support.deadlines import LATEST_S
 from support.models import mlp, regression
 from torch import nn
@@ -41,10 +41,8 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def output_of(command, code=0, timeout=LATEST_S):
-    done = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, timeout=timeout, cwd="/"
-    )
+def output_of(command, code=0, timeout=LATEST_S, run=forked.run):
+    done = run(list(map(str, command)), capture_output=True, text=True, timeout=timeout, cwd="/")
     assert done.returncode == code, (done.stdout, done.stderr)
     return done.stdout, done.stderr
 
@@ -113,7 +111,8 @@ def test_a_script_that_never_closes_its_pipeline_ends_all_the_same(tmp_path, wor
 
 
 def test_run_starts_workers_for_one_pipeline_after_another(digest):
-    out, err = output_of([*COMMAND, "run", "--nproc-per-node", 2, SCRIPT, "--pipelines", 2])
+    command = [*COMMAND, "run", "--nproc-per-node", 2, SCRIPT, "--pipelines", 2]
+    out, err = output_of(command, run=subprocess.run)  # as a user types it
     assert out.count("ready worker-0 worker-1") == 2
     assert digest_of(out) == digest
     assert err == ""
@@ -131,7 +130,7 @@ def test_run_without_a_number_of_workers_leaves_them_to_the_script(digest, tmp_p
 def test_run_gives_the_exit_code_of_the_script(tmp_path):
     script = tmp_path / "exits.py"
     script.write_text("import sys; sys.exit(5)")
-    output_of([*COMMAND, "run", "--nproc-per-node", 1, script], code=5)
+    output_of([*COMMAND, "run", "--nproc-per-node", 1, script], code=5, run=subprocess.run)
 
 
 @pytest.mark.thinned(2)
@@ -144,7 +143,8 @@ def test_under_torchrun_the_ranks_are_used(digest, ranks, monkeypatch):
     if ranks == 2:
         monkeypatch.delenv("PIPEDREAM_RT_SECRET")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks]
-    out, err = output_of([*torchrun, "--master-port", free_port(), SCRIPT])
+    command = [*torchrun, "--master-port", free_port(), SCRIPT]
+    out, err = output_of(command, run=subprocess.run)  # torchrun starts interpreters
     assert "tensorpipe" not in err
     assert digest_of(out) == digest
     names = "worker-0 rank-1" if ranks == 2 else "rank-1 rank-2"
@@ -154,7 +154,7 @@ def test_under_torchrun_the_ranks_are_used(digest, ranks, monkeypatch):
 def test_workers_elsewhere_join_by_address_also_before_the_coordinator(digest):
     address = f"127.0.0.1:{free_port()}"
     workers = [
-        subprocess.Popen([*COMMAND, "worker", address, "--name", name], stderr=subprocess.PIPE)
+        forked.Popen([*COMMAND, "worker", address, "--name", name], stderr=subprocess.PIPE)
         for name in ("w10", "w9")
     ]
     out, _ = output_of([sys.executable, SCRIPT, "--workers", address])
@@ -186,7 +186,7 @@ def test_a_worker_with_another_torch_is_refused_before_it_imports_it(tmp_path):
 
 def started(command, **kwargs):
     """A running script, after its pipeline is ready."""
-    process = subprocess.Popen(
+    process = forked.Popen(
         list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs
     )
     timer = threading.Timer(LATEST_S, process.kill)
@@ -249,7 +249,7 @@ def test_another_worker_takes_the_place_of_one_that_was_started_elsewhere():
 
     def start(name):
         command = [*COMMAND, "worker", address, "--persist", "--name", name]
-        workers.append(subprocess.Popen(command, stderr=subprocess.DEVNULL, env=before))
+        workers.append(forked.Popen(command, stderr=subprocess.DEVNULL, env=before))
 
     def train(where):
         losses = []

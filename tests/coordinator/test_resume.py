@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from support import forked
 from support.deadlines import LATEST_S
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("environment")]
@@ -18,7 +19,7 @@ SCRIPT = Path(__file__).parent.parent / "support" / "resumable.py"
 
 def lines_until(command, stop_after, environment):
     """Run a script; kill it when it has printed so many lines of losses. None: let it end."""
-    process = subprocess.Popen(
+    process = forked.Popen(
         list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=environment,
     )  # fmt: skip

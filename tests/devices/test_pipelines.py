@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support import forked
 from support.casts import MEMORY, Cast, Plain, train
 from support.deadlines import LATEST_S
 from support.device import standin
@@ -545,7 +546,7 @@ def test_workers_elsewhere_have_a_device_of_their_own(tmp_path):
     devices = ["standin:1", "standin:0", "cpu", "standin:7"]
     command = [sys.executable, "-m", "pipedream_rt.workers", address]
     started = [
-        subprocess.Popen([*command, "--name", f"w{n}", "--device", device])
+        forked.Popen([*command, "--name", f"w{n}", "--device", device])
         for n, device in enumerate(devices[:3])
     ]
     try:
@@ -586,7 +587,7 @@ def test_a_script_ends_cleanly_right_after_a_backward_of_its_own():
         "print(p.submit(torch.ones(4, 6), torch.ones(4, 6)).result().loss)\n"
     )
     for _ in range(3):
-        done = subprocess.run([sys.executable, "-W", "ignore", "-c", body], timeout=LATEST_S)
+        done = forked.run([sys.executable, "-W", "ignore", "-c", body], timeout=LATEST_S)
         assert done.returncode == 0
 
 
@@ -619,7 +620,7 @@ def test_a_script_ends_cleanly_right_after_a_backward_of_its_own():
 def test_a_case_of_the_benchmark(case, told):
     root = Path(pipedream_rt.__file__).parent.parent
     command = [sys.executable, "-W", "ignore", root / "benchmarks/devices.py", *case.split()]
-    done = subprocess.run(
+    done = forked.run(
         [*command, "--size", "tiny"], capture_output=True, text=True, timeout=LATEST_S, check=True
     )
     found = json.loads(done.stdout.splitlines()[-1])
@@ -810,7 +811,7 @@ def test_threads_of_a_worker_are_on_its_device(tmp_path):
         "device.close()\n"
         "print(seen)\n"
     )
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-W", "ignore", script], capture_output=True, text=True, timeout=LATEST_S
     )
     assert done.stdout.strip() == "[1, 1]", done.stdout + done.stderr

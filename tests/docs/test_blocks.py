@@ -9,12 +9,12 @@ import importlib
 import re
 import secrets
 import socket
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from support import forked
 from support.deadlines import LATEST_S
 
 from pipedream_rt import ConfigError
@@ -70,7 +70,7 @@ def workers(count, monkeypatch):
     monkeypatch.setenv("PIPEDREAM_RT_SECRET", secrets.token_hex(32))
     monkeypatch.setattr(sys, "argv", ["train.py", address])
     command = [sys.executable, "-m", "pipedream_rt.workers", address, "--name"]
-    started = [subprocess.Popen([*command, f"node{i}"], cwd=ROOT) for i in range(count)]
+    started = [forked.Popen([*command, f"node{i}"], cwd=ROOT) for i in range(count)]
     try:
         yield
         assert [each.wait(LATEST_S) for each in started] == [0] * count

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from support import forked
 from support.callers import asked, calling, hello, soon
 from support.nodes import COMMAND, own_environment
 from support.slurm import until
@@ -42,7 +43,7 @@ def started():
                 *DOCTOR, "--nnodes", str(size), "--node-rank", str(rank),
                 "--rdzv-endpoint", f"127.0.0.1:{port}", *options,
             ]  # fmt: skip
-            child = Child(command, own_environment(PIPEDREAM_RT_SECRET=secret))
+            child = Child(command, own_environment(PIPEDREAM_RT_SECRET=secret), forked.Popen)
             children.callback(child.close)
             return child
 

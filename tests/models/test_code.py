@@ -3,13 +3,13 @@
 import functools
 import importlib
 import pickle
-import subprocess
 import sys
 import textwrap
 import types
 
 import pytest
 import torch
+from support import forked
 from support.pinned import Pipeline
 from torch import nn
 
@@ -131,7 +131,7 @@ def test_equal_code_is_equal_in_another_process(module):
         "from pipedream_rt.models.code import code_of\n"
         "sys.stdout.buffer.write(pickle.dumps(code_of([m.Layer(), m.loss])))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    done = forked.run([sys.executable, "-c", code], capture_output=True, check=True)
     there = pickle.loads(done.stdout)
     here = code_of([module.Layer(), module.loss])
     assert here == there

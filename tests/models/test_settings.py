@@ -1,10 +1,10 @@
 """The settings of torch that go to the workers, and what around a pipeline would not reach them."""
 
-import subprocess
 import sys
 
 import pytest
 import torch
+from support import forked
 from support.deadlines import LATEST_S
 from torch.overrides import TorchFunctionMode
 
@@ -30,7 +30,7 @@ def as_it_was():
 
 def test_what_kernels_of_a_gpu_go_by_is_applied_too():
     """By the names that the script has used: to mix the old and the new is an error in torch."""
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-c", _ANOTHER_PROCESS], capture_output=True, text=True, timeout=LATEST_S
     )
     assert done.stdout.split() == ["old", "new", "half"], done.stdout + done.stderr

@@ -2,7 +2,6 @@
 
 import functools
 import pickle
-import subprocess
 import sys
 import types
 
@@ -10,6 +9,7 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+from support import forked
 from support.deadlines import LATEST_S
 from torch import nn
 
@@ -159,7 +159,7 @@ def test_what_functools_wraps_in_a_script_travels():
     expected = script.used(10)
     written, _ = shipping.dumps(script.used)
     code = "import sys, pickle; print(pickle.loads(bytes.fromhex(sys.argv[1]))(10))"
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-c", code, written.hex()], capture_output=True, text=True,
         timeout=LATEST_S,
     )  # fmt: skip

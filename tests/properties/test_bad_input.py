@@ -1,7 +1,6 @@
 """Every wrong input is a clear error, before anything is lost; every failure ends everything."""
 
 import dataclasses
-import subprocess
 import sys
 import threading
 from datetime import timedelta
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from support import forked
 from support.deadlines import LATEST_S
 from support.models import Raises, mlp, regression
 from support.pinned import Pipeline
@@ -450,7 +450,7 @@ def test_a_model_that_is_spread_over_processes_is_refused(tmp_path):
         "    print(error)\n"
         "dist.destroy_process_group()\n"
     )
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-W", "ignore", script], capture_output=True, text=True, timeout=LATEST_S
     )
     assert "0.weight is a DTensor" in done.stdout, done.stdout + done.stderr

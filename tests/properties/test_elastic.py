@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from support import elastic
+from support import elastic, forked
 from support.models import batches, kitchen_sink
 from support.nodes import calls_to, own_environment
 from support.pinned import Flat as Pipeline
@@ -99,7 +99,9 @@ class Job:
         self._children = children
 
     def start(self, *words):
-        child = Child([sys.executable, *words], own_environment(PIPEDREAM_RT_SECRET=SECRET))
+        child = Child(
+            [sys.executable, *words], own_environment(PIPEDREAM_RT_SECRET=SECRET), forked.Popen
+        )
         self._children.callback(child.close)
         return child
 

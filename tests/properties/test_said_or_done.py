@@ -8,11 +8,11 @@ import collections
 import copy
 import itertools
 import random
-import subprocess
 import sys
 
 import pytest
 import torch
+from support import forked
 from support.both import SGD, assert_same, batches, layers, piped, plain
 from support.deadlines import LATEST_S
 from support.pinned import Flat as Pipeline
@@ -294,7 +294,7 @@ if __name__ == "__main__":
 def test_operators_of_a_script_reach_its_workers(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, script], capture_output=True, text=True, timeout=LATEST_S, check=False
     )
     assert done.stdout.strip() == "True", done.stderr

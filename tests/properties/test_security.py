@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from support import forked
 from support.callers import OTHER as OTHER_JOB
 from support.callers import SECRET as JOB
 from support.callers import asked, calling, control_plane, framed, hello, in_loop, soon
@@ -317,7 +318,7 @@ def test_what_listens_while_workers_that_join_by_themselves_train(tmp_path, way)
     with ExitStack() as children:
 
         def start(*command):
-            child = Child(command, own_environment(PIPEDREAM_RT_SECRET=SECRET))
+            child = Child(command, own_environment(PIPEDREAM_RT_SECRET=SECRET), forked.Popen)
             children.callback(child.close)
             return child
 
@@ -421,7 +422,7 @@ def test_a_stranger_on_this_machine_while_workers_join_at_a_port(tmp_path, envir
 
         def start(name):
             command = [*COMMAND, "worker", address, "--persist", "--name", name]
-            children.callback(Child(command, before).close)
+            children.callback(Child(command, before, forked.Popen).close)
 
         rogue = Rogue(tmp_path / "rogue")
         for name in "abc":
@@ -492,7 +493,7 @@ def test_a_rogue_cannot_join(environment):
             strangers[-1].sendall(junk)
         strangers[1].close()  # the others stay
         right = [*command, "--name", "right"]
-        workers.append(subprocess.Popen(right, stderr=subprocess.DEVNULL, env=before))
+        workers.append(forked.Popen(right, stderr=subprocess.DEVNULL, env=before))
 
     workers, strangers = [], []
     thread = threading.Thread(target=then_the_right_one)

@@ -1,18 +1,17 @@
 """A stage of which another process has half, by layers that hold their shards as parameters."""
 
-import subprocess
 import sys
 
 import pytest
 import torch
-from support import halved
+from support import forked, halved
 from support.deadlines import LATEST_S
 
 
 @pytest.mark.processes
 def test_a_stage_on_two_processes_has_the_bits_of_one_program(tmp_path):
     """Which has the same halves: rows are added up over two processes there as well."""
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-W", "ignore", halved.__file__, tmp_path], capture_output=True, text=True,
         timeout=LATEST_S,
     )  # fmt: skip

@@ -8,6 +8,7 @@ import sys
 import threading
 
 import pytest
+from support import forked
 from support.deadlines import LATEST_S
 
 from pipedream_rt.errors import ConfigError
@@ -95,7 +96,8 @@ def test_without_loopback_a_run_goes_on_without_torch_rpc(how, monkeypatch):
 def run(arguments, *before):
     """Run the program; `before` is a command in front of it."""
     command = [*before, sys.executable, "-c", PROGRAM, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=LATEST_S, check=False)
+    start = subprocess.run if before else forked.run
+    return start(command, capture_output=True, text=True, timeout=LATEST_S, check=False)
 
 
 def test_too_few_threads_are_told_of(monkeypatch):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from support import forked
 from support.inside import kill, pids
 from support.nodes import COMMAND
 from support.oracle import assert_same
@@ -273,7 +274,7 @@ def test_workers_that_were_started_elsewhere_on_this_machine_share_too(monkeypat
 
         def start(name):
             command = [*COMMAND, "worker", address, "--name", name, "--persist"]
-            worker = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment)
+            worker = forked.Popen(command, stderr=subprocess.DEVNULL, env=environment)
             opened.callback(worker.wait)
             opened.callback(worker.kill)
             return worker

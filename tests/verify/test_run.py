@@ -4,13 +4,13 @@ import logging
 import os
 import random
 import signal
-import subprocess
 import sys
 from contextvars import ContextVar
 
 import numpy as np
 import pytest
 import torch
+from support import forked
 from support.deadlines import LATEST_S
 from support.late import Late, too_late
 from support.models import batches as token_batches
@@ -410,7 +410,7 @@ def test_workers_that_go_by_another_global_are_found(tmp_path):
     (tmp_path / "scaled_by_a_global.py").write_text(MODULE)
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, script], capture_output=True, text=True, timeout=LATEST_S, check=False
     )
     three, same = done.stdout.splitlines()

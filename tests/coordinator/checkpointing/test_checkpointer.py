@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from click.testing import CliRunner
+from support import forked
 from support.deadlines import LATEST_S
 from support.inside import cluster
 from support.models import mlp, regression
@@ -212,7 +213,7 @@ if __name__ == "__main__":
 
 def start(folder, workers, what):
     path = str(Path(__file__).parents[2])
-    return subprocess.Popen(
+    return forked.Popen(
         [sys.executable, "-c", SCRIPT, str(folder), workers, what],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": path},

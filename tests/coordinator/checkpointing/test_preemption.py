@@ -10,6 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.nn.functional as F
+from support import forked
 from support.deadlines import LATEST_S
 from support.models import mlp, regression
 from support.pinned import Pipeline
@@ -80,7 +81,7 @@ print("it goes on")
 
 def test_sigterm_right_after_a_close_on_another_thread_ends_the_script():
     """Also where both come to the main thread as one."""
-    ended = subprocess.run(
+    ended = forked.run(
         [sys.executable, "-c", CLOSED_ELSEWHERE], capture_output=True, text=True, timeout=LATEST_S
     )
     assert (ended.returncode, ended.stdout) == (-signal.SIGTERM, ""), ended.stderr
@@ -185,7 +186,7 @@ if __name__ == "__main__":
 def run_script(tmp_path, *arguments):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
-    return subprocess.Popen(
+    return forked.Popen(
         [sys.executable, str(path), *map(str, arguments)], text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
