@@ -71,19 +71,21 @@ def plain(divides, parts, factor):
 
 
 CASES = {
-    "a mean of each": (False, [4, 4], None, 0.5),
-    "unequal parts": (False, [4, 1, 3], None, 1 / 3),
-    "told": (True, [4, 1, 3], 8, 1.0),
-    "told, and takes a mean": (False, [4, 3], 7, 1.0),
+    "a mean of each": (False, [4, 4], None, 0.5, 2),
+    "unequal parts": (False, [4, 1, 3], None, 1 / 3, 3),
+    "told": (True, [4, 1, 3], 8, 1.0, 3),
+    "told, and takes a mean": (False, [4, 3], 7, 1.0, 2),
+    "fewer parts at the end": (False, [4, 3], None, 0.5, 4),
 }
+"""Whether the model divides, the samples of each part, what is told, the factor, and how many."""
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("stages", [1, 2])
 def test_with_a_micro_batch_for_each_part_the_bits_are_those_of_plain_accumulation(name, stages):
-    divides, sizes, told, factor = CASES[name]
+    divides, sizes, told, factor, of = CASES[name]
     parts = parts_of(sizes, told)
-    weights, norms = trained(divides, parts, len(parts), factor, len(parts), stages)
+    weights, norms = trained(divides, parts, of, factor, of, stages)
     expected, of_plain = plain(divides, parts, factor)
     assert norms == of_plain
     assert_same(weights, expected)
@@ -92,19 +94,12 @@ def test_with_a_micro_batch_for_each_part_the_bits_are_those_of_plain_accumulati
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("more", [1, 4])
 def test_parts_that_are_cut_further_weigh_the_same(name, more):
-    divides, sizes, told, factor = CASES[name]
+    divides, sizes, told, factor, of = CASES[name]
     parts = parts_of(sizes, told)
-    weights, norms = trained(divides, parts, len(parts), factor, len(parts) + more)
+    weights, norms = trained(divides, parts, of, factor, of + more)
     expected, of_plain = plain(divides, parts, factor)
     assert norms == pytest.approx(of_plain, rel=1e-4)
     torch.testing.assert_close(weights, expected)
-
-
-def test_a_short_mini_batch_has_empty_micro_batches_at_its_end():
-    parts = parts_of([4, 3])
-    weights, _ = trained(False, parts, 4, 0.5, 4)
-    expected, _ = plain(False, parts, 0.5)
-    assert_same(weights, expected)
 
 
 @pytest.mark.parametrize(
