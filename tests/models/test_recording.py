@@ -258,9 +258,8 @@ def by_tensor(self, x):
 )
 def test_what_changes_from_call_to_call_is_refused_with_its_line(make):
     model = make()
-    with pytest.raises(
-        ConfigError, match=r"twice with the same inputs.*such as a counter"
-    ) as error:
+    words = r"twice with the same inputs.*such as a counter"
+    with pytest.raises(ConfigError, match=words) as error:
         refuse_changing(recorded(model, X), recorded(model, X))
     assert re.search(r"test_recording\.py:\d+ in (forward|by_)", str(error.value))
 
@@ -306,8 +305,6 @@ def test_an_index_of_integers_does_not_make_a_shape_that_depends_on_values():
 def test_casts_and_constants_of_numpy_are_steps_that_reach_a_worker(between):
     program = recorded(Base(between), X)
     assert all(step.target == "a" or pickle.dumps(step.target) for step in program.steps)
-    given = between(Base(), torch.randn(3, 4))
-    assert [tuple(t.shape) for t in [given]] == [(3, 4)]
 
 
 @pytest.mark.parametrize(
@@ -430,9 +427,8 @@ def test_an_object_may_be_passed_to_a_layer_unless_it_takes_something_along():
         return recorded(model, X)
 
     assert len(with_bag(lambda x: Bag(3)).steps) == 3
-    with pytest.raises(
-        ConfigError, match="a Bag is passed on that holds tensors which the forward"
-    ):
+    words = "a Bag is passed on that holds tensors which the forward"
+    with pytest.raises(ConfigError, match=words):
         with_bag(Bag)
     with pytest.raises(ConfigError, match="layer 'c' changes the Bag that it is given"):
         with_bag(lambda x: Bag(), fills=5)
