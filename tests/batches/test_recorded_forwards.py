@@ -162,6 +162,8 @@ def test_what_is_read_parts_the_programs_for_any_sizes_too(caplog):
     assert whole[-1] == masked(50, True)
     assert padded[-1] == masked(50, False)
     assert padded[-1] != whole[-1]
+    for n in range(15, 24):  # in turn
+        masked(n, True), masked(n, False)
     [kind] = forwards._kinds.values()
     assert len(kind.found) == 2
 
