@@ -4,6 +4,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.both import opened, plain
+from support.models import regression
 from support.pinned import Flat as Pipeline
 from torch import nn
 from torch.nn import functional as F
@@ -115,30 +117,19 @@ class Scaled(nn.Linear):
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3])
 def test_a_list_that_is_marked_trains_as_in_plain_pytorch(micro_batches):
-    generator = torch.Generator().manual_seed(0)
-    data = [
-        (torch.randn(6, 4, generator=generator), torch.randn(6, 4, generator=generator))
-        for _ in range(3)
-    ]
+    data = regression(3, samples=6, width=4)
     lengths = [0.5, 1.0, 1.5, 2.0, 0.25, 3.0]
     model = nn.Sequential(Scaled(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    with Pipeline(
-        model, stages=2, loss_fn=F.mse_loss, optimizer=(torch.optim.SGD, {"lr": 0.1}),
-        schedule="1f1b", micro_batches=micro_batches, workers="serial",
-    ) as pipe:  # fmt: skip
+    with opened(model, micro_batches=micro_batches) as pipe:
         for _ in pipe.train_epoch(((x, Along(lengths)), y) for x, y in data):
             pass
         found = pipe.state_dict()
         mean = pipe.evaluate((((x, Along(lengths)), y) for x, y in data))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x, y in data:
-        optimizer.zero_grad()
-        F.mse_loss(model((x, lengths)), y).backward()
-        optimizer.step()
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(found[name], value)
-    plain = sum(F.mse_loss(model((x, lengths)), y).item() for x, y in data) / 3
-    assert mean == pytest.approx(plain)
+    _, expected = plain(model, data=[((x, lengths), y) for x, y in data])
+    torch.testing.assert_close(found, expected)
+    model.load_state_dict(expected)
+    losses = [F.mse_loss(model((x, lengths)), y).item() for x, y in data]
+    assert mean == pytest.approx(sum(losses) / 3)
 
 
 class TimeFirst(nn.Linear):
@@ -164,10 +155,7 @@ def test_where_time_comes_first_evaluate_asks_what_counts():
 def test_a_short_last_mini_batch_leaves_no_sample_alone_to_batch_norm(last):
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 3))
     data = [(torch.randn(n, 6), torch.randint(3, (n,))) for n in (16, last)]
-    with Pipeline(
-        model, stages=4, loss_fn=F.cross_entropy, optimizer=(torch.optim.SGD, {"lr": 0.1}),
-        schedule="1f1b", micro_batches=4, workers="serial",
-    ) as pipe:  # fmt: skip
+    with opened(model, F.cross_entropy, stages=4, micro_batches=4) as pipe:
         assert len(list(pipe.train_epoch(data))) == 2
 
 

@@ -91,18 +91,6 @@ def test_a_model_may_bring_its_example(inputs, is_one):
     assert default_example(Bare()) is None
 
 
-class Shared(nn.Module):
-    """Its last layer has the weight of the first, which is called twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.two, self.three = (nn.Linear(4, 4) for _ in range(3))
-        self.three.weight = self.one.weight
-
-    def forward(self, x):
-        return self.three(self.two(self.one(self.one(x))))
-
-
 def test_a_cache_grows_by_the_positions_of_a_forward():
     """Where a layer has keys already; a first forward gives it some."""
 

@@ -4,7 +4,7 @@ import collections
 
 import pytest
 import torch
-from support.pinned import Flat as Pipeline
+from support.both import opened
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -311,10 +311,7 @@ class Net(nn.Module):
 
 def test_an_example_takes_no_rows_out_of_a_stream():
     loader, seen = torch.utils.data.DataLoader(Rows(), batch_size=4), []
-    with Pipeline(
-        Net(), stages=2, example=loader, loss_fn=F.cross_entropy, workers="serial",
-        optimizer=(torch.optim.SGD, {"lr": 0.1}), schedule="1f1b",
-    ) as pipe:  # fmt: skip
+    with opened(Net(), F.cross_entropy, example=loader) as pipe:
         for _ in pipe.train_epoch(loader, prepare=lambda item: seen.append(item[0][:, 0]) or item):
             pass
     assert torch.cat(seen).tolist() == list(range(24))

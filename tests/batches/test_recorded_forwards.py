@@ -45,8 +45,12 @@ def forwards_of(model=None, example=EXAMPLE, own_loss=False, **options):
     return made
 
 
-def follow(forwards, *args, mode=Mode.TRAIN, training=None, **kwargs):
-    return forwards.follow(flat_copy((args, kwargs)), mode, training).program
+def followed(forwards, *args, mode=Mode.TRAIN, training=None, **kwargs):
+    return forwards.follow(flat_copy((args, kwargs)), mode, training)
+
+
+def follow(forwards, *args, **options):
+    return followed(forwards, *args, **options).program
 
 
 def test_a_program_is_recorded_once_for_each_signature():
@@ -126,17 +130,14 @@ def test_the_program_that_was_followed_longest_ago_is_forgotten(monkeypatch):
 
 def test_after_the_first_few_sizes_one_program_serves_all():
     forwards = forwards_of()
-    followed = [
-        forwards.follow(flat_copy(((torch.ones(n, 4), torch.ones(n, 4)), {})), Mode.TRAIN, None)
-        for n in range(3, 9)
-    ]
-    numbers = [(each.program, each.numbers) for each in followed]
+    each = [followed(forwards, torch.ones(n, 4), torch.ones(n, 4)) for n in range(3, 9)]
+    numbers = [(found.program, found.numbers) for found in each]
     # The fourth is that for any sizes; it is looked at again at the first and second that follow.
     assert numbers[:3] == [(1, ()), (2, ()), (3, ())]
     assert numbers[3:] == [(5, ()), (6, ()), (4, (8,))]
     # Sizes that are no symbols, and 1, which torch treats apart, have programs of their own.
     for other in (torch.ones(1, 4), torch.ones(9, 4, dtype=torch.float64)):
-        assert forwards.follow(flat_copy(((other,), {})), Mode.TRAIN, None).numbers == ()
+        assert followed(forwards, other).numbers == ()
 
 
 class Masked(Net):
@@ -149,18 +150,22 @@ def test_what_is_read_parts_the_programs_for_any_sizes_too(caplog):
     """As where the first mini-batches have no padding, and later ones do."""
     forwards = forwards_of(Masked(), Batch((X, torch.ones(2, dtype=torch.bool)), {}, None))
 
-    def followed(samples, whole):
+    def masked(samples, whole):
         mask = torch.ones(samples, dtype=torch.bool)
         mask[-1] = whole
-        found = forwards.follow(flat_copy(((torch.ones(samples, 4), mask), {})), Mode.TRAIN, None)
+        found = followed(forwards, torch.ones(samples, 4), mask)
         return found.program if found.numbers or not whole else -1
 
-    whole = [followed(n, True) for n in range(3, 9)]
-    padded = [followed(n, False) for n in range(3, 15)]
+    whole = [masked(n, True) for n in range(3, 9)]
+    padded = [masked(n, False) for n in range(3, 15)]
     assert not [each for each in caplog.records if each.levelname == "WARNING"]
-    assert whole[-1] == followed(50, True)
-    assert padded[-1] == followed(50, False)
+    assert whole[-1] == masked(50, True)
+    assert padded[-1] == masked(50, False)
     assert padded[-1] != whole[-1]
+    for n in range(15, 24):  # in turn
+        masked(n, True), masked(n, False)
+    [kind] = forwards._kinds.values()
+    assert len(kind.found) == 2
 
 
 class AsksForTheClass(Net):
@@ -183,24 +188,6 @@ def test_a_forward_that_takes_a_symbol_for_no_number_is_found_out(caplog):
     assert forwards.unused() == []
 
 
-class Reads(Net):
-    def forward(self, x, mask):
-        x = self.b(self.a(x))
-        return x if mask.all() else x * mask
-
-
-def test_what_other_values_lead_to_is_no_other_way(caplog):
-    """As padding that comes in later mini-batches; each way has a program for any sizes."""
-    full, part = torch.ones(64, 4), torch.arange(256.0).view(64, 4)
-    forwards = forwards_of(Reads(), Batch((X, full[:2]), {}, None))
-    for n in range(3, 12):
-        for mask in (full, part)[: 1 + (n > 6)]:
-            follow(forwards, torch.ones(n, 4), mask[:n])
-    assert "takes another way" not in caplog.text
-    [kind] = forwards._kinds.values()
-    assert len(kind.found) == 2
-
-
 def test_kinds_of_inputs_are_forgotten_too(monkeypatch):
     monkeypatch.setattr(recorded_forwards, "_MOST", 3)
     forwards = forwards_of()
@@ -220,10 +207,9 @@ class Own(Net):
 def test_a_model_that_computes_its_loss_says_over_how_many_labels():
     labels = torch.tensor([1, -100])
     forwards = forwards_of(Own(), Batch((X, labels), {}, None), own_loss=True)
-    found = forwards.follow(flat_copy(((X, labels), {})), Mode.TRAIN, None)
+    found = followed(forwards, X, labels)
     assert (found.program, int(found.labels), found.only_labels) == (0, 1, True)
-    both = forwards.follow(flat_copy(((X, labels.abs() % 4), {})), Mode.TRAIN, None)
-    assert int(both.labels) == 2
+    assert int(followed(forwards, X, labels.abs() % 4).labels) == 2
     with pytest.raises(ConfigError, match="what it returns has none: give it the inputs"):
         follow(forwards, X)
     assert follow(forwards, X, mode=Mode.INFER) == 1

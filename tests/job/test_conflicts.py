@@ -67,9 +67,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(CONFLICTS)))
-def test_a_row_says_why_not_and_what_to_do(number):
-    row, case = CONFLICTS[number], CASES[number]
+@pytest.mark.parametrize(("row", "case"), [*zip(CONFLICTS, CASES, strict=True)])
+def test_a_row_says_why_not_and_what_to_do(row, case):
     facts = Facts(**case)
     assert row.holds(facts)
     with pytest.raises(ConfigError) as e:
@@ -78,10 +77,6 @@ def test_a_row_says_why_not_and_what_to_do(number):
     assert instead == row.instead
     assert why.endswith(";")
     assert "{" not in why
-
-
-def test_each_row_has_a_case():
-    assert len(CASES) == len(CONFLICTS)
 
 
 def test_nothing_is_refused_where_there_is_nothing():

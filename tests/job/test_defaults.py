@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from support.models import mlp, regression
+from support.models import Counts, mlp, regression
 from support.pinned import Flat as Pipeline
 from torch import nn
 
@@ -58,20 +58,8 @@ def test_batch_norm_sees_as_many_samples_as_can_be():
     assert chosen(UNKNOWN, modules=[model]) == ("1f1b", 4)
 
 
-class Warms(nn.Linear):
-    """Grows in, counted by itself."""
-
-    def __init__(self):
-        super().__init__(2, 2)
-        self.count = 0
-
-    def forward(self, x):
-        self.count += 1
-        return super().forward(x) * min(1.0, self.count / 10)
-
-
 def test_layers_that_count_for_themselves_see_as_few_micro_batches():
-    assert chosen(UNKNOWN, modules=[nn.Sequential(nn.Sequential(Warms()))]) == ("1f1b", 4)
+    assert chosen(UNKNOWN, modules=[nn.Sequential(nn.Sequential(Counts(2, 2)))]) == ("1f1b", 4)
 
 
 def test_what_is_named_stays():

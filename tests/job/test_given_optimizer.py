@@ -50,21 +50,6 @@ def test_the_first_rule_that_fits_counts_and_the_rest_has_the_defaults():
 
 
 @pytest.mark.parametrize(
-    ("rules", "words"),
-    [
-        ([("*.weights", {})], r"the rule '\*.weights' fits no parameter"),
-        ([("*", {}), ("*.bias", {})], r"'\*.bias' fits no parameter that earlier rules have left"),
-        (["*.bias"], "is a pair of a pattern"),
-        ([("*.bias", 0.1)], "is a pair of a pattern"),
-        ([(3, {})], "3 is neither a pattern"),
-    ],
-)
-def test_rules_that_make_no_sense_are_refused(rules, words):
-    with pytest.raises(ConfigError, match=words):
-        parts((ADAM, {}, rules))
-
-
-@pytest.mark.parametrize(
     ("argument", "words"),
     [
         ("adam", r"optimizer must be \(class, dict"),
@@ -79,6 +64,14 @@ def test_rules_that_make_no_sense_are_refused(rules, words):
         ((nn.Linear, {}), "no subclass of torch.optim.Optimizer"),
         ((torch.optim.LBFGS, {}), "LBFGS evaluates the model several times"),
         (SGD(nn.Linear(1, 1).parameters()), "not one of the model's"),
+        ((ADAM, {}, [("*.weights", {})]), r"the rule '\*.weights' fits no parameter"),
+        (
+            (ADAM, {}, [("*", {}), ("*.bias", {})]),
+            r"'\*.bias' fits no parameter that earlier rules have left",
+        ),
+        ((ADAM, {}, ["*.bias"]), "is a pair of a pattern"),
+        ((ADAM, {}, [("*.bias", 0.1)]), "is a pair of a pattern"),
+        ((ADAM, {}, [(3, {})]), "3 is neither a pattern"),
     ],
 )
 def test_what_is_no_optimizer_of_the_model_is_refused(argument, words):

@@ -1,6 +1,5 @@
 """A job is prepared before anything runs: nothing starts, nothing is written, and all is proved."""
 
-import inspect
 import os
 import threading
 
@@ -10,13 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import pipedream_rt
-from pipedream_rt import (
-    Checkpoints,
-    Clip,
-    ConfigError,
-    Layout,
-    Training,
-)
+from pipedream_rt import Checkpoints, Clip, ConfigError, Layout, Training
 from pipedream_rt.job.job import prepare
 from pipedream_rt.job.options import Options
 from pipedream_rt.job.unsplit_model import UnsplitModel
@@ -95,8 +88,3 @@ def test_a_refused_pipeline_leaves_nothing_and_counts_no_trace(tmp_path, monkeyp
     ):  # fmt: skip
         pass
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "t.trace"]
-
-
-def test_the_face_has_seventeen_parameters():
-    _, *names = inspect.signature(pipedream_rt.Pipeline.__init__).parameters
-    assert len(names) == 17

@@ -1,16 +1,17 @@
 """Sequences in a sequence, and layers of a sequence that are cut inside."""
 
-import copy
-
 import pytest
 import torch
+from support.both import assert_same as both_same
+from support.both import opened, plain
 from support.oracle import assert_same
-from support.pinned import Flat as Pipeline
 from support.whole import ResNet
 from torch import nn
 from torch.nn import functional as F
 
 from pipedream_rt import CheckpointError, ConfigError
+
+ADAMW = (torch.optim.AdamW, {"lr": 0.01})
 
 
 def nested():
@@ -30,17 +31,21 @@ def data(count=4):
     ]
 
 
-def open_pipe(model, stages, **options):
-    return Pipeline(
-        model, stages=stages, workers="serial", loss_fn=F.cross_entropy, schedule="1f1b",
-        micro_batches=2, optimizer=(torch.optim.AdamW, {"lr": 0.01}), **options,
-    )  # fmt: skip
+def open_pipe(model, stages, micro_batches=2, **options):
+    options = {"stages": stages, "micro_batches": micro_batches, "optimizer": ADAMW, **options}
+    return opened(model, F.cross_entropy, **options)
 
 
-def trained(model, stages, **options):
+def trained(model, stages, batches=None, **options):
     with open_pipe(model, stages, **options) as pipe:
-        losses = [result.loss for result in pipe.train_epoch(data())]
+        losses = [result.loss for result in pipe.train_epoch(batches or data())]
         return losses, pipe.state_dict(), list(pipe.plan.layers)
+
+
+def plainly(model, batches):
+    return plain(
+        model, F.cross_entropy, lambda m: torch.optim.AdamW(m.parameters(), lr=0.01), data=batches
+    )
 
 
 def test_it_trains_as_one_stage_wherever_it_is_cut():
@@ -57,18 +62,8 @@ def test_it_trains_as_one_stage_wherever_it_is_cut():
 def test_without_dropout_it_is_plain_pytorch_that_trains():
     model = nested()
     model[0][0][2].p = 0.0
-    plain = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
-    for x, y in data():
-        F.cross_entropy(plain(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    options = {"workers": "serial", "loss_fn": F.cross_entropy, "schedule": "1f1b"}
-    with Pipeline(
-        model, stages=4, micro_batches=1, optimizer=(torch.optim.AdamW, {"lr": 0.01}), **options
-    ) as pipe:
-        list(pipe.train_epoch(data()))
-        assert_same(pipe.state_dict(), plain.state_dict())
+    expected = plainly(model, data())
+    both_same(trained(model, 4, micro_batches=1), expected)
 
 
 def test_a_checkpoint_goes_on_at_another_number_of_stages(tmp_path):
@@ -189,18 +184,8 @@ def test_a_resnet_in_front_of_a_head_trains_as_plain_pytorch():
     torch.manual_seed(0)
     model = nn.Sequential(ResNet(classes=8), nn.ReLU(inplace=True), nn.Linear(8, 5))
     batches = [(torch.randn(4, 3, 16, 16), torch.randint(5, (4,))) for _ in range(2)]
-    plain = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
-    for x, y in batches:
-        F.cross_entropy(plain(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    with Pipeline(
-        model, stages=4, example=batches[0], loss_fn=F.cross_entropy, schedule="1f1b",
-        micro_batches=1, workers="serial", optimizer=(torch.optim.SGD, {"lr": 0.05}),
-    ) as pipe:  # fmt: skip
-        list(pipe.train_epoch(batches))
-        assert_same(pipe.state_dict(), plain.state_dict())
+    expected = plainly(model, batches)
+    both_same(trained(model, 4, batches, example=batches[0], micro_batches=1), expected)
 
 
 class Remembers(nn.Linear):

@@ -47,30 +47,14 @@ def net(root=loss, shared=False, clock=None, fixed=(), read=()):
     return made, model, parcel
 
 
-def set_beta():
-    OWN.BETA = 2.0
-
-
-def set_attribute():
-    OWN.CONF.beta = 2.0
-
-
-def set_entry():
-    OWN.MEMO["a"] = 2.0
-
-
-def set_element():
-    OWN.LIST[0] = 2.0
-
-
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (set_beta, "'BETA' of the module own_values"),
-        (set_attribute, "'beta' of 'CONF' of the module"),
-        (set_entry, "'a' of 'MEMO' of the module"),
-        (set_element, "0 of 'LIST' of the module"),
+        (lambda: setattr(OWN, "BETA", 2.0), "'BETA' of the module own_values"),
+        (lambda: setattr(OWN.CONF, "beta", 2.0), "'beta' of 'CONF' of the module"),
+        (lambda: OWN.MEMO.update(a=2.0), "'a' of 'MEMO' of the module"),
+        (lambda: OWN.LIST.__setitem__(0, 2.0), "0 of 'LIST' of the module"),
     ],
 )
 def test_what_workers_have_by_name_may_not_change(change, words, shared):

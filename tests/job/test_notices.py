@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from support.models import Counts
 from torch import nn
 
 from pipedream_rt.corrections import ErrorFeedback, Extrapolation
@@ -150,25 +151,15 @@ def test_batch_norm_sees_micro_batches():
     assert about_micro_batches({"0": nn.GroupNorm(1, 2)}, samples=30, per_update=4) == []
 
 
-class Counts(nn.Linear):
-    def __init__(self):
-        super().__init__(2, 2)
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return super().forward(x) * self.calls
-
-
 def test_state_that_each_micro_batch_moves_is_told_of():
-    (said,) = about_micro_batches({"1": Counts()}, 32, 8)
+    (said,) = about_micro_batches({"1": Counts(2, 2)}, 32, 8)
     assert "the forward of layer 1 changes 'calls', 8 times per update" in said
     assert 'micro_batches=1, schedule="gpipe" gives it whole mini-batches' in said
-    assert about_micro_batches({"1": Counts()}, 32, 1) == []
+    assert about_micro_batches({"1": Counts(2, 2)}, 32, 1) == []
 
 
 def test_the_script_is_told_that_state_is_on_the_stages():
-    (said,) = about_state(UnsplitModel(nn.Sequential(nn.ReLU(), Counts(), Counts())))
+    (said,) = about_state(UnsplitModel(nn.Sequential(nn.ReLU(), Counts(2, 2), Counts(2, 2))))
     assert said.startswith("the forward of layer 1 changes 'calls' (and so do 1 more) on its stage")
     assert about_state(UnsplitModel(nn.Sequential(nn.BatchNorm1d(2)))) == []
 

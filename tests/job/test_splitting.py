@@ -64,11 +64,8 @@ def test_points_are_names_or_numbers_of_layers_in_the_order_of_their_calls():
 
 
 def test_stages_of_a_number_have_about_as_many_parameters():
-    found = split(Skips(), 2)
-    assert [len([n for n in names if n[:4] in ("laye", "head")]) for names in found.layers] == [
-        2,
-        2,
-    ]
+    called = [[n for n in names if n[:4] in ("laye", "head")] for names in split(Skips(), 2).layers]
+    assert list(map(len, called)) == [2, 2]
 
 
 class Convolutions(nn.Module):
@@ -268,12 +265,5 @@ def test_units_are_named_once_in_the_order_of_the_model():
     model.again = model.layers[1]
     layers = {"head": model.head, **{f"layers.{i}": each for i, each in enumerate(model.layers)}}
     assert units_of(model, layers) == [
-        "scale",
-        "shift",
-        "head",
-        "layers.0",
-        "layers.1",
-        "layers.2",
-        "spare.weight",
-        "spare.bias",
-    ]
+        "scale", "shift", "head", "layers.0", "layers.1", "layers.2", "spare.weight", "spare.bias",
+    ]  # fmt: skip

@@ -27,14 +27,9 @@ def sequential():
 
 
 STATE = [
-    "embed.weight",
-    "embed.bias",
-    "norm.weight",
-    "norm.bias",
-    "norm.running_mean",
-    "norm.running_var",
-    "norm.num_batches_tracked",
-]
+    "embed.weight", "embed.bias", "norm.weight", "norm.bias", "norm.running_mean",
+    "norm.running_var", "norm.num_batches_tracked",
+]  # fmt: skip
 
 
 def shapes_of(model, **changes):
@@ -102,11 +97,6 @@ def test_a_state_dict_comes_in_the_order_of_the_model():
 # -- what does not fit ------------------------------------------------------------------------
 
 
-def test_a_state_dict_that_fits_is_taken():
-    model = sequential()
-    UnsplitModel(model).require_fit(model.state_dict())
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -131,13 +121,10 @@ def test_a_state_dict_that_does_not_fit_is_refused_with_everything_that_is_wrong
         UnsplitModel(model).require_fit(state)
 
 
-def test_saved_weights_of_the_same_model_fit():
+def test_what_the_model_has_itself_fits_and_buffers_may_have_grown_or_be_new():
     model = sequential()
+    UnsplitModel(model).require_fit(model.state_dict())
     assert UnsplitModel(model).first_misfit(shapes_of(model)) == ""
-
-
-def test_buffers_may_have_grown_or_be_new():
-    model = sequential()
     grown = {"norm.running_mean": (9,), "head.seen": (4,), "norm.running_var": None}
     assert UnsplitModel(model).first_misfit(shapes_of(model, **grown)) == ""
 

@@ -2,12 +2,12 @@
 
 import logging
 import numbers
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support.deadlines import LATEST_S
+from support.between import Forward
 from torch import nn
 
 from pipedream_rt.models.any_sizes import any_sizes
@@ -17,23 +17,11 @@ from pipedream_rt.models.recording import record
 from pipedream_rt.torch_private import SymbolicShapes
 
 
-class Model(nn.Module):
-    """A model whose forward is a function of its inputs and two layers."""
-
-    def __init__(self, does):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-        self.positions = nn.Parameter(torch.randn(64, 4))
-        self.does = does
-
-    def forward(self, *args):
-        return self.does(self, *args)
-
-
 def learned(does, *several):
     """What is learned of a forward from several lists of inputs, and the recorded programs."""
     torch.manual_seed(0)
-    model = Model(does)
+    model = Forward(does)
+    model.positions = nn.Parameter(torch.randn(64, 4))
     layers = find_layers(model)
 
     def recorded(inputs, symbols=None):
@@ -46,11 +34,11 @@ def learned(does, *several):
 def between(self, x):
     """Views, a mask, a slice of a parameter, and sizes computed of sizes."""
     samples, length, _ = x.shape
-    h = self.layers[0](x) + self.positions[:length]
+    h = self.a(x) + self.positions[:length]
     mask = torch.tril(torch.ones(length, length, dtype=torch.bool))
     q = h.view(samples, length, 2, 2).transpose(1, 2)
     h = F.scaled_dot_product_attention(q, q, q, attn_mask=mask).transpose(1, 2)
-    h = self.layers[1](h.reshape(samples * length, 4)) / length
+    h = self.b(h.reshape(samples * length, 4)) / length
     return torch.cat([h, h.new_zeros(length // 2 + 1, 4)])
 
 
@@ -72,8 +60,8 @@ def test_one_program_for_all_sizes_is_the_program_that_is_recorded_for_each():
 
 def test_what_a_forward_decides_by_a_size_is_a_condition():
     def by_size(self, x):
-        h = self.layers[0](x)
-        return self.layers[1](h) if x.shape[0] > 10 else h
+        h = self.a(x)
+        return self.b(h) if x.shape[0] > 10 else h
 
     made, recorded = learned(by_size, x_of(3, 4), x_of(5, 4), x_of(4, 4))
     assert made.numbers([(10, 4)]) is not None
@@ -103,7 +91,7 @@ def test_a_size_that_python_takes_is_as_recorded(uses):
 
     def forward(self, x):
         value = uses(x)
-        return self.layers[0](x) * (sum(value) if isinstance(value, list) else value)
+        return self.a(x) * (sum(value) if isinstance(value, list) else value)
 
     made, _ = learned(forward, x_of(3, 4), x_of(5, 4))
     assert made is None
@@ -112,7 +100,7 @@ def test_a_size_that_python_takes_is_as_recorded(uses):
 def test_values_that_were_read_are_guards_of_it_too():
     def pooled(self, x, batch):
         count = int(batch.max()) + 1
-        return self.layers[1](x.new_zeros(count, 4).index_add(0, batch, self.layers[0](x)))
+        return self.b(x.new_zeros(count, 4).index_add(0, batch, self.a(x)))
 
     def graph(nodes, graphs):
         return [torch.randn(nodes, 4), torch.arange(nodes) % graphs]
@@ -136,7 +124,7 @@ def test_a_forward_that_asks_for_the_class_of_a_size_is_found_out_and_nothing_sa
     caplog.set_level(logging.INFO)
 
     def by_class(self, x):
-        return self.layers[0](x) if type(x.shape[0]) is int else self.layers[1](x)
+        return self.a(x) if type(x.shape[0]) is int else self.b(x)
 
     assert learned(by_class, x_of(3, 4), x_of(5, 4))[0] is None
     assert not [each for each in caplog.records if each.levelno >= logging.INFO]
@@ -146,7 +134,7 @@ def test_a_forward_that_asks_for_the_class_of_a_size_is_found_out_and_nothing_sa
 def test_to_the_code_of_a_forward_a_size_is_an_int(kind):
     def by_class(self, x):
         longer = isinstance(x.shape[0], kind) and x.shape[0] > 7
-        return self.layers[0](x) if longer else self.layers[1](x)
+        return self.a(x) if longer else self.b(x)
 
     made, recorded = learned(by_class, x_of(3, 4), x_of(5, 4))
     assert made.agrees_with([(6, 4)], recorded(x_of(6, 4)))
@@ -154,25 +142,23 @@ def test_to_the_code_of_a_forward_a_size_is_an_int(kind):
     assert "__getattribute__" not in vars(torch.SymInt)
 
 
-def test_numbers_that_cannot_be_computed_or_sent_are_none():
-    def divided(self, x):
-        return self.layers[0](x) + 24 // (x.shape[0] - 2)
-
-    made, _ = learned(divided, x_of(3, 4), x_of(5, 4))
-    assert made.numbers([(8, 4)]) is not None
-    assert made.numbers([(2, 4)]) is None  # it divides by zero, as the forward will say
-
-    def large(self, x):
-        return self.layers[0](x) + 2 ** x.shape[0]
-
-    made, _ = learned(large, x_of(3, 4), x_of(5, 4))
-    assert made.numbers([(62, 4)]) is not None
-    assert made.numbers([(63, 4)]) is None
+@pytest.mark.parametrize(
+    ("forward", "there", "none"),
+    [
+        (lambda self, x: self.a(x) + 24 // (x.shape[0] - 2), 8, 2),  # the forward will say so
+        (lambda self, x: self.a(x) + 2 ** x.shape[0], 62, 63),
+    ],
+    ids=["divided by zero", "too large"],
+)
+def test_numbers_that_cannot_be_computed_or_sent_are_none(forward, there, none):
+    made, _ = learned(forward, x_of(3, 4), x_of(5, 4))
+    assert made.numbers([(there, 4)]) is not None
+    assert made.numbers([(none, 4)]) is None
 
 
 def test_a_condition_on_a_fraction_teaches_nothing():
     def by_fraction(self, x):  # 5 * 0.1 * 3 is 1.5, and 5 * (0.1 * 3), as torch has it, is more
-        return self.layers[0](x) if x.shape[0] * 0.1 * 3.0 != 1.5 else self.layers[1](x)
+        return self.a(x) if x.shape[0] * 0.1 * 3.0 != 1.5 else self.b(x)
 
     assert learned(by_fraction, x_of(3, 4), x_of(4, 4))[0] is None
 
@@ -189,14 +175,7 @@ def test_examples_of_equal_shapes_teach_nothing():
 def test_what_is_patched_for_a_recording_is_as_before_also_with_several_threads():
     """Two pipelines in threads of one script may learn at once."""
     before = torch._subclasses.FakeTensor
-
-    def learns():
-        found.append(learned(between, x_of(3, 5, 4), x_of(3, 8, 4))[0])
-
-    found, threads = [], [threading.Thread(target=learns) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LATEST_S)
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda _: learned(between, x_of(3, 5, 4), x_of(3, 8, 4)), range(3)))
     assert torch._subclasses.FakeTensor is before
     assert "__getattribute__" not in vars(torch.SymInt)

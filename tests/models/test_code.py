@@ -329,9 +329,8 @@ def test_workers_refuse_to_compute_with_another_method(module, monkeypatch):
         pipe.flush()
     with monkeypatch.context() as context:
         context.setattr(module.Layer, "forward", lambda self, x: self.linear(x))
-        with pytest.raises(
-            StageFailed, match=r"other code than the script of code_\w*\.Layer\.for"
-        ):
+        words = r"other code than the script of code_\w*\.Layer\.for"
+        with pytest.raises(StageFailed, match=words):
             opened()
     with opened():
         pass

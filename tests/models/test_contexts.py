@@ -6,6 +6,7 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
+from support.between import Forward, X, recorded
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
@@ -13,70 +14,46 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipedream_rt.errors import ConfigError
-from pipedream_rt.models.cut import find_layers
-from pipedream_rt.models.recording import record
-
-X = torch.randn(3, 4)
 
 KEPT = {
-    "torch.autograd.grad_mode.no_grad": torch.no_grad,
-    "torch.autograd.grad_mode.set_grad_enabled": lambda: torch.set_grad_enabled(False),
-    "torch.amp.autocast_mode.autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "torch.autograd.grad_mode.no_grad": (),
+    "torch.autograd.grad_mode.set_grad_enabled": (False,),
+    "torch.amp.autocast_mode.autocast": ("cpu", torch.bfloat16),
 }
-"""A program has them beside the steps under them."""
+"""With the arguments of each. A program has them beside the steps under them."""
 
 REFUSED = {
-    "torch.autograd.grad_mode.inference_mode": torch.inference_mode,
-    "torch.autograd.graph.saved_tensors_hooks": lambda: torch.autograd.graph.saved_tensors_hooks(
-        lambda t: t, lambda t: t
-    ),
-    "torch.autograd.graph.save_on_cpu": torch.autograd.graph.save_on_cpu,
-    "torch.autograd.graph.disable_saved_tensors_hooks": lambda: (
-        torch.autograd.graph.disable_saved_tensors_hooks("no")
-    ),
-    "torch.autograd.graph.allow_mutation_on_saved_tensors": (
-        torch.autograd.graph.allow_mutation_on_saved_tensors
-    ),
-    "torch.autograd.forward_ad.dual_level": torch.autograd.forward_ad.dual_level,
-    "torch.autograd.anomaly_mode.detect_anomaly": torch.autograd.anomaly_mode.detect_anomaly,
-    "torch.autograd.anomaly_mode.set_detect_anomaly": lambda: torch.autograd.set_detect_anomaly(
-        True
-    ),
-    "torch.nn.attention.sdpa_kernel": lambda: sdpa_kernel(SDPBackend.MATH),
-    "torch.nn.utils.parametrize.cached": parametrize.cached,
-    "torch.backends.nnpack.flags": lambda: torch.backends.nnpack.flags(enabled=False),
-    "torch.utils.flop_counter.FlopCounterMode": lambda: importlib.import_module(
-        "torch.utils.flop_counter"
-    ).FlopCounterMode(display=False),
-    "torch.utils._python_dispatch.TorchDispatchMode": lambda: Ours(),
+    "torch.autograd.grad_mode.inference_mode": (),
+    "torch.autograd.graph.saved_tensors_hooks": (lambda t: t, lambda t: t),
+    "torch.autograd.graph.save_on_cpu": (),
+    "torch.autograd.graph.disable_saved_tensors_hooks": ("no",),
+    "torch.autograd.graph.allow_mutation_on_saved_tensors": (),
+    "torch.autograd.forward_ad.dual_level": (),
+    "torch.autograd.anomaly_mode.detect_anomaly": (),
+    "torch.autograd.anomaly_mode.set_detect_anomaly": (True,),
+    "torch.nn.attention.sdpa_kernel": (SDPBackend.MATH,),
+    "torch.nn.utils.parametrize.cached": (),
+    "torch.backends.nnpack.flags": (False,),
+    "torch.utils.flop_counter.FlopCounterMode": (None, 2, False),
+    "torch.utils._python_dispatch.TorchDispatchMode": (),
 }
 """A program cannot keep them."""
 
 if hasattr(torch.autograd.graph, "node_creation_hook"):  # since torch 2.14
-    REFUSED["torch.autograd.graph.node_creation_hook"] = lambda: (
-        torch.autograd.graph.node_creation_hook(lambda node: None)
-    )
+    REFUSED["torch.autograd.graph.node_creation_hook"] = (lambda node: None,)
 
 NO_EFFECT = {
-    "torch.autograd.grad_mode.enable_grad": torch.enable_grad,
-    "torch.autograd.grad_mode.set_multithreading_enabled": lambda: (
-        torch.autograd.grad_mode.set_multithreading_enabled(False)
-    ),
-    "torch.autograd.profiler.record_function": lambda: torch.autograd.profiler.record_function(""),
-    "torch.autograd.profiler.profile": torch.autograd.profiler.profile,
-    "torch.profiler.profiler.profile": torch.profiler.profile,
-    "torch.random.fork_rng": lambda: torch.random.fork_rng(devices=[]),
-    "torch.jit._fuser.optimized_execution": lambda: torch.jit.optimized_execution(False),
-    "torch.sparse.check_sparse_tensor_invariants": torch.sparse.check_sparse_tensor_invariants,
-    "torch.utils.checkpoint.set_checkpoint_early_stop": lambda: (
-        torch.utils.checkpoint.set_checkpoint_early_stop(False)
-    ),
-    "torch.utils.checkpoint.set_checkpoint_debug_enabled": lambda: (
-        torch.utils.checkpoint.set_checkpoint_debug_enabled(False)
-    ),
-    "torch.utils.module_tracker.ModuleTracker": lambda: importlib.import_module(
-        "torch.utils.module_tracker"
-    ).ModuleTracker(),
+    "torch.autograd.grad_mode.enable_grad": (),
+    "torch.autograd.grad_mode.set_multithreading_enabled": (False,),
+    "torch.autograd.profiler.record_function": ("",),
+    "torch.autograd.profiler.profile": (),
+    "torch.profiler.profiler.profile": (),
+    "torch.random.fork_rng": ([],),
+    "torch.jit._fuser.optimized_execution": (False,),
+    "torch.sparse.check_sparse_tensor_invariants": (),
+    "torch.utils.checkpoint.set_checkpoint_early_stop": (False,),
+    "torch.utils.checkpoint.set_checkpoint_debug_enabled": (False,),
+    "torch.utils.module_tracker.ModuleTracker": (),
 }
 """They change nothing of what dense operators compute on a CPU, beside what is on already."""
 
@@ -109,6 +86,14 @@ class Ours(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def entering(name):
+    """What enters the context of this name, with its arguments."""
+    module, _, attribute = name.rpartition(".")
+    context = getattr(importlib.import_module(module), attribute)
+    arguments = {**KEPT, **REFUSED, **NO_EFFECT}[name]
+    return lambda: Ours() if context is TorchDispatchMode else context(*arguments)
+
+
 class Tripled(TorchFunctionMode):
     """A mode of a user's that changes what a function is given."""
 
@@ -130,10 +115,6 @@ class Model(nn.Module):
         with self.enter():
             x = torch.tanh(x) if self.around == "a function" else self.b(x)
         return self.c(x)
-
-
-def recorded(model, x=X):
-    return record(model, find_layers(model), (x,), {})
 
 
 def contexts():
@@ -162,7 +143,7 @@ both = pytest.mark.parametrize("around", ["a function", "a layer"])
 @both
 @pytest.mark.parametrize("name", KEPT)
 def test_some_are_kept(name, around):
-    steps = recorded(Model(KEPT[name], around)).steps
+    steps = recorded(Model(entering(name), around), X).steps
     assert [step.around.grad is not None or step.around.autocast is not None for step in steps] == [
         False, True, False,
     ]  # fmt: skip
@@ -173,7 +154,7 @@ def test_some_are_kept(name, around):
 @pytest.mark.parametrize("name", REFUSED)
 def test_others_are_refused_by_name_with_the_line(name, around):
     with pytest.raises(ConfigError, match=r"while .* is on.*nn\.Module of their own") as caught:
-        recorded(Model(REFUSED[name], around))
+        recorded(Model(entering(name), around), X)
     assert f"{__file__}:" in str(caught.value)
     word = name.rsplit(".", 1)[-1]
     said = {
@@ -192,44 +173,39 @@ def test_others_are_refused_by_name_with_the_line(name, around):
 @pytest.mark.filterwarnings("ignore:.*checkpoint:UserWarning")
 @pytest.mark.parametrize("name", NO_EFFECT)
 def test_the_rest_changes_nothing(name, around):
-    plain = recorded(Model(torch.enable_grad, around))
-    assert str(recorded(Model(NO_EFFECT[name], around))) == str(plain)
+    plain = recorded(Model(torch.enable_grad, around), X)
+    assert str(recorded(Model(entering(name), around), X)) == str(plain)
 
 
 def test_a_context_that_was_there_before_is_that_of_all_stages():
     with parametrize.cached():
-        assert len(recorded(Model(torch.enable_grad, "a function")).steps) == 3
+        assert len(recorded(Model(torch.enable_grad, "a function"), X).steps) == 3
 
 
 def test_a_default_device_is_recorded_with_what_it_makes_and_reaches_no_layer():
     def meta():
         return torch.device("meta")
 
-    assert len(recorded(Model(meta, "a function")).steps) == 3
+    assert len(recorded(Model(meta, "a function"), X).steps) == 3
     with pytest.raises(ConfigError, match="get_default_device"):
-        recorded(Model(meta, "a layer"))
+        recorded(Model(meta, "a layer"), X)
 
 
 def test_a_mode_of_functions_is_recorded_with_what_it_does_and_reaches_no_layer():
-    assert [step.name for step in recorded(Model(Tripled, "a function")).steps] == [
+    assert [step.name for step in recorded(Model(Tripled, "a function"), X).steps] == [
         "a", "(tanh 1)", "(mul 2)", "c",
     ]  # fmt: skip
     with pytest.raises(ConfigError, match="layer 'b' is called while the mode Tripled is on"):
-        recorded(Model(Tripled, "a layer"))
+        recorded(Model(Tripled, "a layer"), X)
 
 
 def test_a_layer_takes_no_other_weights():
-    class Given(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x):
-            weights = {"weight": self.a.weight * 2, "bias": self.a.bias}
-            return torch.func.functional_call(self.b, weights, (self.a(x),))
+    def given(self, x):
+        weights = {"weight": self.a.weight * 2, "bias": self.a.bias}
+        return torch.func.functional_call(self.b, weights, (self.a(x),))
 
     with pytest.raises(ConfigError, match=r"another tensor in the place of 'b\.weight'"):
-        recorded(Given())
+        recorded(Forward(given), X)
 
 
 def test_layers_may_enter_what_they_like():
@@ -240,4 +216,4 @@ def test_layers_may_enter_what_they_like():
 
     model = Model(torch.enable_grad, "a layer")
     model.b = Inside()
-    assert [step.name for step in recorded(model).steps] == ["a", "b", "c"]
+    assert [step.name for step in recorded(model, X).steps] == ["a", "b", "c"]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.between import Base, X, recorded
+from support.between import Base, Forward, X, recorded
 from support.skips import unet
 from torch import nn
 
@@ -44,10 +44,14 @@ def test_split_points():
         first_layer("c", program, {**modules, "c": nn.ReLU()})
 
 
-def stages(model, *args, at, **kwargs):
-    program = recorded(model, *args, **kwargs)
+def cut_at(model, *args, at, ways=None):
     homes = {name: stage for stage, name in enumerate(at, 1)}
-    return cut(program, homes, len(at) + 1).stages
+    return cut(recorded(model, *args), homes, len(at) + 1, ways), homes
+
+
+def stages(model, *args, at):
+    found, _ = cut_at(model, *args, at=at)
+    return found.stages
 
 
 def test_what_comes_of_inputs_alone_is_computed_where_it_is_needed():
@@ -68,31 +72,12 @@ def test_what_comes_of_inputs_alone_is_computed_where_it_is_needed():
 def test_a_value_of_several_stages_goes_from_one_to_the_next():
     """0 makes it, 1 and 2 use it; 1 sends it on."""
 
-    class Skips(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-
-        def forward(self, x):
-            x = self.layers[0](x)
-            y = self.layers[1](x)
-            z = self.layers[2](y) + x
-            return self.layers[3](z) + x
-
-    found = stages(Skips(), X, at=["layers.1", "layers.2", "layers.3"])
-    assert [s.gives for s in found] == [{1: (1,)}, {2: (1, 2)}, {3: (1, 4)}, {}]
-
-
-class InPlace(nn.Module):
-    """Changes a value in place of which another stage has a copy."""
-
-    def __init__(self, forward):
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
-        self._forward = forward
-
     def forward(self, x):
-        return self._forward(self, x)
+        x = self.a(x)
+        return self.c(self.b(x)) + x
+
+    found = stages(Forward(forward), X, at=["b", "c"])
+    assert [s.gives for s in found] == [{1: (1,)}, {2: (1, 2)}, {}]
 
 
 def changes_input(self, x):
@@ -120,8 +105,8 @@ def changes_own(self, x):
 @pytest.mark.parametrize("forward", [changes_input, changes_view])
 def test_a_change_in_place_that_another_stage_would_not_see_is_refused(forward):
     with pytest.raises(ConfigError, match=r"changes in place on stage 1 what .*\(\w+ \d+\)"):
-        stages(InPlace(forward), X, at=["b", "c"])
-    stages(InPlace(forward), X, at=[])
+        stages(Forward(forward), X, at=["b", "c"])
+    stages(Forward(forward), X, at=[])
 
 
 def fills_input(self, x):
@@ -133,7 +118,7 @@ def fills_input(self, x):
 @pytest.mark.parametrize("forward", [changes_own, fills_input])
 def test_other_changes_in_place_are_fine(forward):
     """Of what the stage has made; or of an input by what every stage can compute."""
-    stages(InPlace(forward), X, at=["b", "c"])
+    stages(Forward(forward), X, at=["b", "c"])
 
 
 def test_only_a_heavy_element_of_a_list_is_opened():
@@ -168,40 +153,34 @@ def test_a_module_that_stands_twice_is_one_layer():
 
 
 def skips(at, ways=None):
-    class Skips(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-            self.shift = nn.Parameter(torch.zeros(4))
+    def forward(self, x):
+        first = self.a(x)
+        return self.c(self.b(first.relu())) + first + self.shift + x
 
-        def forward(self, x):
-            first = self.layers[0](x)
-            return self.layers[2](self.layers[1](first.relu())) + first + self.shift + x
-
-    program = recorded(Skips(), X)
-    homes = {name: stage for stage, name in enumerate(at, 1)}
-    return cut(program, homes, len(at) + 1, ways), homes
+    model = Forward(forward)
+    model.shift = nn.Parameter(torch.zeros(4))
+    return cut_at(model, X, at=at, ways=ways)
 
 
 def test_a_cut_knows_its_links_its_entries_and_who_uses_what():
-    found, homes = skips(["layers.1", "layers.2"])
+    found, homes = skips(["b", "c"])
     assert found.links == {(0, 1), (0, 2), (1, 2)}
     assert found.entries == {0, 2}
-    assert found.used == [{"layers.0"}, {"layers.1"}, {"layers.2", "shift"}]
-    assert homes == {"layers.0": 0, "layers.1": 1, "layers.2": 2}
+    assert found.used == [{"a"}, {"b"}, {"c", "shift"}]
+    assert homes == {"a": 0, "b": 1, "c": 2}
     assert [program.output is None for program in found.stages] == [True, True, False]
 
 
 def test_a_value_takes_the_edges_that_there_are():
     """Once the stages have started: each hands on what has no way of its own, inputs too."""
-    found, _ = skips(["layers.1", "layers.2"], Routes({(0, 1), (1, 2)}, {0}))
+    found, _ = skips(["b", "c"], Routes({(0, 1), (1, 2)}, {0}))
     assert found.links == {(0, 1), (1, 2)}
     assert found.entries == {0}
     assert [len(to) for program in found.stages for to in program.gives.values()] == [3, 3]
 
 
 def test_a_stage_without_steps_sends_an_empty_message_on():
-    found, _ = skips(["layers.1", "layers.2", "nothing"])
+    found, _ = skips(["b", "c", "nothing"])
     assert found.stages[3].takes[2]
     program = recorded(Base(), X)
     empty = cut(program, {"a": 1, "b": 1}, 2).stages[0]

@@ -3,8 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from support.between import recorded
-from torch import nn
+from support.between import Forward, recorded
 
 from pipedream_rt.models.label_counts import is_mean, label_count_of
 
@@ -12,17 +11,9 @@ X = torch.randn(2, 3, 4)
 LABELS = torch.tensor([[0, -100, 2], [3, 1, -100]])
 
 
-class WithLoss(nn.Module):
-    def __init__(self, loss):
-        super().__init__()
-        self.a, self.loss = nn.Linear(4, 4), loss
-
-    def forward(self, x, labels):
-        return self.loss(self.a(x), labels)
-
-
 def count(loss, labels=LABELS):
-    found = label_count_of(recorded(WithLoss(loss), X, LABELS))
+    model = Forward(lambda self, x, labels: loss(self.a(x), labels))
+    found = label_count_of(recorded(model, X, LABELS))
     return None if found is None else found.of([X, labels])
 
 

@@ -6,17 +6,14 @@ import socket
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from support.both import opened
 from support.oracle import assert_same
-from support.pinned import Pipeline
 from torch import nn
 
 from pipedream_rt import StageFailed, without_values
 from pipedream_rt.errors import ConfigError, PipelineError
 from pipedream_rt.models.pretrained import find_pretrained
-
-SGD = (torch.optim.SGD, {"lr": 0.1})
 
 
 class Scaled(nn.Module):
@@ -60,11 +57,6 @@ def saved(folder, state, shards=1):
         index |= dict.fromkeys(part, name)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     return folder
-
-
-def opened(module, **kwargs):
-    kwargs = {"stages": 2, "workers": "serial", "schedule": "1f1b", **kwargs}
-    return Pipeline(module, loss_fn=F.mse_loss, optimizer=SGD, **kwargs)
 
 
 @pytest.mark.threads
@@ -112,60 +104,64 @@ def test_a_prefix_of_the_base_model_may_be_there_or_not(tmp_path):
     assert find_pretrained(folder, whole.base).places["weight"][1] == "base.weight"
 
 
-def without(state, name):
-    return {key: value for key, value in state.items() if key != name}
+@pytest.mark.parametrize(
+    ("words", "change"),
+    [
+        ("there is no 3.bias", {"3.bias": None}),
+        (r"3.bias has the shape \(3,\), the model \(2,\)", {"3.bias": torch.ones(3)}),
+        (r"3.bias has the dtype I8, the model F32", {"3.bias": torch.ones(2).char()}),
+        (
+            r"3.bias has the dtype F8_E4M3, the model F32",
+            {"3.bias": torch.ones(2).to(torch.float8_e4m3fn)},
+        ),
+        (r"there is no 1.gain", {"1.gain": None}),
+        (r"there is no 2.running_mean", {"2.running_mean": None}),
+    ],
+)
+def test_a_folder_of_another_model_is_refused(tmp_path, words, change):
+    state = {k: v for k, v in {**model().state_dict(), **change}.items() if v is not None}
+    with pytest.raises(ConfigError, match=words):
+        opened(model(values=False), weights=saved(tmp_path, state))
 
 
-def test_a_folder_of_another_model_is_refused(tmp_path):
-    state = model().state_dict()
-    cases = {
-        "there is no 3.bias": without(state, "3.bias"),
-        r"3.bias has the shape \(3,\), the model \(2,\)": {**state, "3.bias": torch.ones(3)},
-        r"3.bias has the dtype I8, the model F32": {**state, "3.bias": torch.ones(2).char()},
-        r"3.bias has the dtype F8_E4M3, the model F32": {
-            **state,
-            "3.bias": torch.ones(2).to(torch.float8_e4m3fn),
-        },
-        r"there is no 1.gain": without(state, "1.gain"),
-        r"there is no 2.running_mean": without(state, "2.running_mean"),
-    }
-    for number, (text, kept) in enumerate(cases.items()):
-        with pytest.raises(ConfigError, match=text):
-            opened(model(values=False), weights=saved(tmp_path / str(number), kept))
+def test_where_nothing_has_the_weights_it_is_said_what_to_give(tmp_path):
     with pytest.raises(ConfigError, match=r"neither model\.safetensors nor"):
         opened(model(), weights=tmp_path)
     with pytest.raises(ConfigError, match=r"give Layout\(weights=...\), the folder"):
         opened(model(values=False))
     with torch.device("meta"):
         bare = model()
-    with pytest.raises(
-        ConfigError, match=r"no 1.halved.*build the model in pipedream_rt.without_v"
-    ):
-        opened(bare, weights=saved(tmp_path / "bare", state))
+    words = r"no 1.halved.*build the model in pipedream_rt.without_v"
+    with pytest.raises(ConfigError, match=words):
+        opened(bare, weights=saved(tmp_path, model().state_dict()))
     for wrong in (5, ""):
         with pytest.raises(ConfigError, match="weights must be a folder"):
             opened(model(), weights=wrong)
-    header = b'{"0.weight": {"dtype": "F32", "shape": [1e999, 4], "data_offsets": [0, 4]}}'
-    for data in (b"[" * 100_000, header):
-        (tmp_path / "odd").mkdir(exist_ok=True)
-        path = tmp_path / "odd" / "model.safetensors"
-        path.write_bytes(len(data).to_bytes(8, "little") + data)
-        with pytest.raises(ConfigError, match="cannot be read"):
-            opened(model(), weights=tmp_path / "odd")
-    (tmp_path / "bad").mkdir()
-    (tmp_path / "bad" / "model.safetensors").write_bytes(b"nothing of this kind")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        opened(model(), weights=tmp_path / "bad")
-    for wrong in (
-        "{",
-        "[]",
-        '{"weight_map": {"a": "../a.safetensors"}}',
-        '{"weight_map": {"a": 1}}',
-    ):
-        (tmp_path / "index").mkdir(exist_ok=True)
-        (tmp_path / "index" / "model.safetensors.index.json").write_text(wrong)
-        with pytest.raises(ConfigError, match=r"cannot be used|names the file"):
-            opened(model(), weights=tmp_path / "index")
+
+
+HEADER = b'{"0.weight": {"dtype": "F32", "shape": [1e999, 4], "data_offsets": [0, 4]}}'
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        *(
+            ("model.safetensors", len(header).to_bytes(8, "little") + header, "cannot be read")
+            for header in (b"[" * 100_000, HEADER)
+        ),
+        ("model.safetensors", b"nothing of this kind", "cannot be read"),
+        (INDEX, b"{", "cannot be used"),
+        (INDEX, b"[]", "cannot be used"),
+        (INDEX, b'{"weight_map": {"a": "../a.safetensors"}}', "names the file"),
+        (INDEX, b'{"weight_map": {"a": 1}}', "names the file"),
+    ],
+    ids=["deep", "infinite", "no header", "no end", "a list", "outside", "a number"],
+)
+def test_a_file_with_anything_in_it_is_refused(tmp_path, name, content, words):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=words):
+        opened(model(), weights=tmp_path)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "a.shard"])
@@ -174,8 +170,7 @@ def test_what_is_no_ordinary_file_is_not_read(tmp_path, monkeypatch, name, kind)
     """A pipe would wait for ever, and a device has no end."""
     if name == "a.shard":
         name = "a.safetensors"
-        index = {"weight_map": {"0.weight": name}}
-        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"0.weight": name}}))
     place = tmp_path / name
     monkeypatch.chdir(tmp_path)  # the path of a socket is short
     with socket.socket(socket.AF_UNIX) as unix:

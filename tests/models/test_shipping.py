@@ -1,6 +1,5 @@
 """What is pickled for a worker can be read where the script is not."""
 
-import functools
 import pickle
 import sys
 import types
@@ -11,24 +10,29 @@ import pytest
 import torch
 from support import forked
 from support.deadlines import LATEST_S
-from torch import nn
 
 from pipedream_rt.models import shipping
 
 
-def test_classes_of_a_script_that_multiprocessing_has_spawned_travel(monkeypatch):
-    """There the script is called ``__mp_main__``, a name that no worker can import."""
+def unpacked(monkeypatch, code, name):
+    """What a script that multiprocessing has spawned defines, where that cannot be imported.
+
+    There the script is called ``__mp_main__``, a name that no worker can import.
+    """
     script = types.ModuleType("__mp_main__")
     monkeypatch.setitem(sys.modules, "__mp_main__", script)
-    exec("class Layer(nn.Module):\n    width = 3\n", vars(script) | {"nn": nn}, found := {})
-    layer = found["Layer"]
-    layer.__module__, script.Layer = "__mp_main__", layer
+    exec(code, vars(script))
     try:
-        written, _ = shipping.dumps(layer())
+        written, _ = shipping.dumps(vars(script)[name])
     finally:
         cloudpickle.unregister_pickle_by_value(script)
     monkeypatch.delitem(sys.modules, "__mp_main__")
-    assert cloudpickle.loads(written).width == 3
+    return cloudpickle.loads(written)
+
+
+def test_classes_of_a_script_that_multiprocessing_has_spawned_travel(monkeypatch):
+    code = "from torch import nn\nclass Layer(nn.Module):\n    width = 3\nlayer = Layer()\n"
+    assert unpacked(monkeypatch, code, "layer").width == 3
 
 
 @pytest.mark.parametrize(
@@ -90,20 +94,8 @@ def test_no_copies_are_made_of_too_much(monkeypatch):
 
 
 def test_a_cached_function_of_a_script_travels_with_an_empty_cache(monkeypatch):
-    script = types.ModuleType("__mp_main__")
-    monkeypatch.setitem(sys.modules, "__mp_main__", script)
-    code = "@functools.lru_cache(maxsize=3)\ndef table(n):\n    return 1 / n\n"
-    exec(code, vars(script) | {"functools": functools}, found := {})
-    table = found["table"]
-    table.__wrapped__.__module__ = table.__module__ = "__mp_main__"
-    script.table = table
-    assert table(2) == 0.5
-    try:
-        written, _ = shipping.dumps(table)
-    finally:
-        cloudpickle.unregister_pickle_by_value(script)
-    monkeypatch.delitem(sys.modules, "__mp_main__")
-    made = cloudpickle.loads(written)
+    code = "import functools\n@functools.lru_cache(maxsize=3)\ndef table(n):\n    return 1 / n\n"
+    made = unpacked(monkeypatch, f"{code}assert table(2) == 0.5\n", "table")
     assert made.cache_info()[2:] == (3, 0)
     assert made(4) == 0.25
 

@@ -76,17 +76,43 @@ def test_impossible_splits_are_refused(stages, words):
         split_points(layers(), stages)
 
 
-def test_other_models_are_refused():
-    with pytest.raises(ConfigError, match=r"the model is a Linear; .*nn.Sequential"):
-        elements_of(nn.Linear(1, 1))
-    with pytest.raises(ConfigError, match="no layers"):
-        elements_of([])
-    with pytest.raises(
-        ConfigError, match=r"layer 1 is a int; a layer is an nn.Module or a function"
-    ):
-        elements_of([nn.ReLU(), 3])
-    with pytest.raises(ConfigError, match=r"layer 0 is the class ReLU; give .* ReLU\(...\)"):
-        elements_of([nn.ReLU])
+def hooked(made):
+    made.register_forward_hook(lambda *_: None)
+    return made
+
+
+LINEAR = nn.Linear(4, 4)
+HOLDERS = {
+    "a method": LINEAR.forward,
+    "a global": lambda x: LINEAR(x),
+    "a default": lambda x, layer=LINEAR: layer(x),
+    "a partial": functools.partial(nn.functional.linear, weight=LINEAR.weight),
+}
+"""Functions with weights, which nobody would train."""
+
+
+def with_buffer(made):
+    made.register_buffer("scale", None)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (nn.Linear(1, 1), r"the model is a Linear; .*nn.Sequential"),
+        ([], "no layers"),
+        ([nn.ReLU(), 3], r"layer 1 is a int; a layer is an nn.Module or a function"),
+        ([nn.ReLU], r"layer 0 is the class ReLU; give .* ReLU\(...\)"),
+        *(([nn.ReLU(), f], "layer 1 is a function that holds weights") for f in HOLDERS.values()),
+        (
+            hooked(with_buffer(nn.Sequential(nn.Linear(1, 1)))),
+            "has parameters or buffers and hooks of its own",
+        ),
+    ],
+)
+def test_what_has_no_layers_or_would_lose_something_is_refused(model, words):
+    with pytest.raises(ConfigError, match=words):
+        elements_of(model)
 
 
 @pytest.mark.parametrize(
@@ -149,14 +175,6 @@ def test_a_sequence_that_is_called_in_a_way_of_its_own_is_none():
     assert not is_sequence(plain)
 
 
-def test_what_a_cut_would_lose_is_refused():
-    hooked = nn.Sequential(nn.Linear(1, 1))
-    hooked.register_forward_hook(lambda *_: None)
-    hooked.register_buffer("scale", None)
-    with pytest.raises(ConfigError, match="has parameters or buffers and hooks of its own"):
-        elements_of(hooked)
-
-
 def test_a_layer_may_stand_there_twice():
     relu = nn.ReLU()
     twice = elements_of(nn.Sequential(nn.Linear(1, 1), relu, nn.Linear(1, 1), relu))
@@ -173,12 +191,6 @@ class Frozen(Body):
         return super().train(False)
 
 
-def hooked():
-    made = Body()
-    made.register_forward_hook(lambda *_: None)
-    return made
-
-
 def with_own(name):
     made = Body()
     setattr(made, name, lambda x: x)
@@ -193,7 +205,7 @@ def test_sequences_in_a_sequence_are_opened():
 
 @pytest.mark.parametrize(
     "made",
-    [Frozen(), hooked(), with_own("forward"), with_own("train"), Residual(nn.ReLU()),
+    [Frozen(), hooked(Body()), with_own("forward"), with_own("train"), Residual(nn.ReLU()),
      nn.Sequential(), Listed([nn.ReLU()])],
 )  # fmt: skip
 def test_what_would_be_missed_when_it_is_opened_stays_whole(made):
@@ -230,21 +242,3 @@ def test_weights_of_several_stages_are_tied_to_the_first_of_them():
     names = {id(first[0].weight): "c.0.weight"}  # where the model has registered it first
     assert ties_of(named, names) == (Tie("c.0.weight", (0, 1, 2)),)
     assert ties_of(named[:1], names) == ()
-
-
-LINEAR = nn.Linear(4, 4)
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        LINEAR.forward,
-        lambda x: LINEAR(x),
-        lambda x, layer=LINEAR: layer(x),
-        functools.partial(nn.functional.linear, weight=LINEAR.weight),
-    ],
-    ids=["method", "global", "default", "partial"],
-)
-def test_a_function_that_holds_weights_is_no_layer_as_nobody_would_train_them(function):
-    with pytest.raises(ConfigError, match="layer 1 is a function that holds weights"):
-        elements_of([nn.Linear(4, 4), function])

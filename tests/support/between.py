@@ -1,4 +1,4 @@
-"""A model of two layers, between which something happens, and its recorded forward."""
+"""Models of two or three layers, between which something happens, and their recorded forwards."""
 
 import torch
 from torch import nn
@@ -19,6 +19,18 @@ class Base(nn.Module):
 
     def forward(self, x, **options):
         return self.b(self.between(self, self.a(x), **options))
+
+
+class Forward(nn.Module):
+    """Three layers, of which the forward is up to the test."""
+
+    def __init__(self, does):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+        self.does = does
+
+    def forward(self, *args, **kwargs):
+        return self.does(self, *args, **kwargs)
 
 
 def recorded(model, *args, **kwargs):

@@ -33,13 +33,19 @@ def plain(model, loss_fn=F.mse_loss, optimizer=None, clip=None, data=None):
     return losses, model.state_dict()
 
 
-def piped(model, loss_fn=F.mse_loss, optimizer=SGD, workers="serial", stages=2, **options):
+def opened(model, loss_fn=F.mse_loss, **options):
+    """A pipeline that flushes, which is as plain PyTorch where the options do not say otherwise."""
+    options = {
+        "stages": 2, "optimizer": SGD, "schedule": "1f1b", "micro_batches": 1, "workers": "serial",
+        **options,
+    }  # fmt: skip
+    return Pipeline(model, loss_fn=loss_fn, **options)
+
+
+def piped(model, loss_fn=F.mse_loss, **options):
     """The same on a pipeline that flushes."""
     data = batches()
-    with Pipeline(
-        model, stages=stages, example=data[0], loss_fn=loss_fn, optimizer=optimizer,
-        schedule="1f1b", micro_batches=1, workers=workers, **options,
-    ) as pipe:  # fmt: skip
+    with opened(model, loss_fn, example=data[0], **options) as pipe:
         return [r.loss for r in pipe.train_epoch(data)], pipe.state_dict()
 
 

@@ -88,6 +88,18 @@ def regression(count, samples=4, width=8):
     ]
 
 
+class Counts(nn.Linear):
+    """A layer that counts its calls."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
 class Raises(nn.Module):
     """A layer that raises in the forward or backward of one micro-batch, its ``at``-th call."""
 

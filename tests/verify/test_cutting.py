@@ -4,50 +4,19 @@ from contextvars import ContextVar
 
 import pytest
 import torch
+from support.models import Counts
+from support.verified import (
+    Balanced,
+    LooksAround,
+    Noise,
+    NoisyForward,
+    cut_for,
+    job_of,
+    training_of,
+)
 from torch import nn
-from torch.nn import functional as F
 
-from pipedream_rt.batches.items import Batch
-from pipedream_rt.batches.micro_batches import Cutter
-from pipedream_rt.job.job import prepare
-from pipedream_rt.job.options import Options
-from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.verify.cutting import Cutting, noise_of, whole_and_parts
-from pipedream_rt.verify.plain import PlainTraining, copies_of
-from pipedream_rt.verify.twin import names_by_stage
-
-BATCH = Batch((torch.arange(16.0).view(4, 4).sin(),), {}, torch.ones(4, 4))
-
-
-def job_of(model, loss_fn=F.mse_loss):
-    options = {"optimizer": (torch.optim.SGD, {"lr": 0.1}), "stages": 2, "schedule": "1f1b"}
-    given = Options(loss_fn=loss_fn, micro_batches=2, workers="serial", **options)
-    return prepare(UnsplitModel(model, loss_fn), given)
-
-
-def training_of(job):
-    return PlainTraining(job, copies_of(job, None), job.reading.optimizer, names_by_stage(job))
-
-
-def cut_for(job):
-    return Cutter(job.reading.forwards, job.reading.weighing, job.plan.per_update).cut(BATCH, True)
-
-
-class Noise(nn.Linear):
-    """Draws in its backward, in eval mode too."""
-
-    def forward(self, x):
-        output = super().forward(x)
-        output.register_hook(lambda gradient: gradient + torch.randn_like(gradient))
-        return output
-
-
-class Counts(nn.Linear):
-    calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return super().forward(x)
 
 
 class Codebook(nn.Linear):
@@ -60,34 +29,6 @@ class Codebook(nn.Linear):
         if self.training:
             self.codes.copy_(0.9 * self.codes + 0.1 * x.detach().mean(0))
         return output
-
-
-class Inject(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, extra):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, torch.ones(())
-
-
-class Balanced(nn.Linear):
-    """Asks for the gradient of another loss besides."""
-
-    def forward(self, x):
-        output = super().forward(x)
-        return Inject.apply(output, self.weight.sum()) if self.training else output
-
-
-class NoisyForward(nn.Linear):
-    def forward(self, x):
-        return super().forward(x) + torch.rand(())
-
-
-class LooksAround(nn.Linear):
-    def forward(self, x):
-        return super().forward(F.dropout(x - x.mean(0), 0.1, self.training))
 
 
 class KeyBias(nn.Linear):

@@ -7,13 +7,17 @@ from typing import ClassVar
 
 import pytest
 import torch
+from support.models import batches as token_batches
+from support.models import kitchen_sink
 from support.pinned import Flat as Pipeline
+from support.verified import Balanced, LooksAround
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from pipedream_rt import Clip, Layout, Training, Whole
+from pipedream_rt import Clip, ConfigError, Layout, Training, Whole
+from pipedream_rt.codecs import BFloat16
 
 DATA = [torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(i)).unbind() for i in range(3)]
 CLASSES = [(x, torch.arange(8) % 4) for x, _ in DATA]
@@ -25,6 +29,10 @@ ADAM = (torch.optim.AdamW, {"lr": 0.01})
 
 def linear(*layers):
     return nn.Sequential(nn.Linear(8, 8), *layers, nn.Linear(8, 8))
+
+
+def beside(kind):
+    return {"model": lambda: linear(kind(8, 8))}
 
 
 # -- models ---------------------------------------------------------------------------------------
@@ -91,6 +99,18 @@ class Skip(nn.Module):
     def forward(self, x):
         y = torch.tanh(self.one(x))
         return self.three(self.two(y) + x) + y
+
+
+class Between(nn.Module):
+    """Dropout between its layers, and a layer that is called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.drop, self.two = nn.Linear(8, 8), nn.Dropout(0.3), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = F.dropout(torch.tanh(self.drop(self.one(x))), 0.2, self.training)
+        return self.two(self.drop(x))
 
 
 class TwoOutputs(nn.Module):
@@ -246,6 +266,19 @@ class Temperature(nn.Module):
         return F.cross_entropy(output * self.scale.exp(), target)
 
 
+class Margin(nn.Module):
+    """Has a weight, and a buffer that it changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, output, target):
+        self.seen += 1
+        return ((output - target) ** 2 * self.weight).mean()
+
+
 class MovingMean(nn.Module):
     def __init__(self):
         super().__init__()
@@ -362,7 +395,6 @@ INNOCENT = {
     "tied, clipped": {"model": tied, "training": Training(clip=Clip(norm=0.1), verify=False)},
     "shared attention": {"model": shared},
     "LSTM cells": {"model": lambda: Cells(nn.LSTMCell)},
-    "GRU cells": {"model": lambda: Cells(nn.GRUCell)},
     "RNN cells, one micro-batch": {"model": lambda: Cells(nn.RNNCell), "micro_batches": 1},
     "LSTM": {"model": lambda: Recurrent(nn.LSTM), "data": TOKENS},
     "RNN": {"model": lambda: Recurrent(nn.RNN), "data": TOKENS},
@@ -375,26 +407,30 @@ INNOCENT = {
     "weight norm": {"model": lambda: linear(parametrizations.weight_norm(nn.Linear(8, 8)))},
     "orthogonal": {"model": lambda: linear(parametrizations.orthogonal(nn.Linear(8, 8)))},
     "hooks": {"model": lambda: linear(WithHooks())},
-    "an autograd function": {"model": lambda: linear(HalvedBackward(8, 8))},
+    "an autograd function": beside(HalvedBackward),
     "checkpointed": {"model": lambda: linear(Checkpointed(reentrant=False))},
     "checkpointed, reentrant": {"model": lambda: linear(Checkpointed(reentrant=True))},
     "computed again": {"training": Training(recompute=True, verify=False)},
     "a residual": {"model": Skip},
+    "dropout between layers": {"model": Between},
+    "layers of many kinds": {
+        "model": kitchen_sink, "data": token_batches(3), "loss_fn": F.cross_entropy, "stages": 4,
+    },
     "several outputs": {"model": TwoOutputs, "loss_fn": dict_loss},
     "its own loss": {
         "model": OwnLoss, "loss_fn": None, "data": [{"x": x, "labels": y} for x, y in DATA],
     },
     "frozen": {"model": frozen},
     "an embedding": {"model": embedding, "data": TOKENS},
-    "complex numbers": {"model": lambda: linear(Complex(8, 8))},
+    "complex numbers": beside(Complex),
     "complex weights": {"model": lambda: linear(ComplexWeight())},
     "double precision": {"model": lambda: linear(Double())},
-    "weights kept in bounds": {"model": lambda: linear(Clipped(8, 8))},
-    "a count in a class": {"model": lambda: linear(CountsInItsClass(8, 8))},
-    "a list in a class": {"model": lambda: linear(ListsInItsClass(8, 8)), "micro_batches": 1},
-    "a generator of the script": {"model": lambda: linear(DrawsByGenerator(8, 8))},
-    "a generator of Python": {"model": lambda: linear(DrawsByDice(8, 8))},
-    "a warm-up in an attribute": {"model": lambda: linear(WarmsUp(8, 8)), "micro_batches": 1},
+    "weights kept in bounds": beside(Clipped),
+    "a count in a class": beside(CountsInItsClass),
+    "a list in a class": {**beside(ListsInItsClass), "micro_batches": 1},
+    "a generator of the script": beside(DrawsByGenerator),
+    "a generator of Python": beside(DrawsByDice),
+    "a warm-up in an attribute": {**beside(WarmsUp), "micro_batches": 1},
     "a table": {
         "model": lambda: [WithTable(8, 8), nn.Linear(8, 8)],
         "data": [((x, Whole(torch.ones(8, 8))), y) for x, y in DATA],
@@ -407,9 +443,13 @@ INNOCENT = {
     "noise on gradients": {"optimizer": (Noisy, {"lr": 0.1})},
     "noise by a generator": {"optimizer": (NoisyByGenerator, {"lr": 0.1})},
     "noise by Python": {"optimizer": (NoisyByPython, {"lr": 0.1})},
+    "clipped by the norm of a stage": {
+        "training": Training(clip=Clip(norm=0.1, over="stage"), verify=False),
+    },
     "clipped by value": {"training": Training(clip=Clip(value=0.01), verify=False)},
     "bfloat16": {"training": Training(autocast=torch.bfloat16, verify=False)},
     "a temperature": {"loss_fn": Temperature, "data": CLASSES},
+    "a margin": {"loss_fn": Margin},
     "smoothed labels": {"loss_fn": smoothed, "data": CLASSES},
     "masked labels": {
         "loss_fn": masked, "data": MASKED,
@@ -423,11 +463,15 @@ INNOCENT = {
     "async-1f1b": {"schedule": "async-1f1b"},
     "async-1f1b, tied": {"schedule": "async-1f1b", "model": tied},
     "async-1f1b, a count in a class": {
-        "schedule": "async-1f1b", "model": lambda: linear(CountsInItsClass(8, 8)),
+        "schedule": "async-1f1b", **beside(CountsInItsClass),
     },
     "async-1f1b, a generator": {
-        "schedule": "async-1f1b", "model": lambda: linear(DrawsByGenerator(8, 8)),
+        "schedule": "async-1f1b", **beside(DrawsByGenerator),
     },
+    "async-1f1b, dropout between layers": {"schedule": "async-1f1b", "model": Between},
+    "2bw": {"schedule": "2bw"},
+    "2bw, dropout between layers": {"schedule": "2bw", "model": Between},
+    "zero-bubble, tied": {"schedule": "zero-bubble", "model": tied},
     "an average of weights": {"training": Training(ema=0.9)},
     "scaled losses": {"training": Training(autocast=torch.float16)},
     "interleaved": {
@@ -435,9 +479,10 @@ INNOCENT = {
         "stages": 4, "schedule": "interleaved-1f1b",
     },
     "replicas": {"layout": Layout(replicas=2)},
+    "a codec": {"layout": Layout(codecs=BFloat16())},
 }  # fmt: skip
 
-_MADE = (smoothed, Temperature, MovingMean, closure_loss)
+_MADE = (smoothed, Temperature, Margin, MovingMean, closure_loss)
 
 
 def opened(options, verify=False):
@@ -447,7 +492,7 @@ def opened(options, verify=False):
     DICE.seed(1)
     GENERATOR.manual_seed(1)
     COUNT.set(0)
-    CountsInItsClass.calls = 0
+    CountsInItsClass.calls = CountsSteps.steps = 0
     ListsInItsClass.seen.clear()
     HISTORY.update(calls=0, mean=torch.zeros(()))
     options = {
@@ -474,15 +519,15 @@ def run(options, asks=False, verify=False):
 @pytest.mark.parametrize("name", INNOCENT)
 def test_an_innocent_program_is_the_same_and_has_the_bits_of_one_without_it(name):
     _, *expected = run(INNOCENT[name])
-    found, *trained = run(INNOCENT[name], asks=True)
+    found, *trained = run(INNOCENT[name], asks=True, verify=True)
     assert found, str(found)
     assert trained == expected
-    _, *trained = run(INNOCENT[name], verify=True)
-    assert trained == expected
+    if name in ("plain", "tied"):  # of which the second adds in another order
+        assert ("rounding" in str(found)) == (name == "tied")
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["tied", "a count in a class", "a loss with a closure", "LARC"])
+@pytest.mark.parametrize("name", ["tied", "a count in a class", "a loss with a closure", "2bw"])
 def test_it_is_the_same_where_stages_are_processes(name):
     options = {**INNOCENT[name], "workers": "local"}
     _, *expected = run(options)
@@ -524,37 +569,21 @@ class ScaledBackward(nn.Linear):
         return Scaled.apply(super().forward(x))
 
 
-class LooksAround(nn.Linear):
-    def forward(self, x):
-        return super().forward(x - x.mean(0))
-
-
 class ClampsGradients(nn.Linear):
-    def __init__(self):
-        super().__init__(8, 8)
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
         self.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
 
 
-class Inject(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, extra):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, torch.ones(())
-
-
-class Balanced(nn.Linear):
-    def forward(self, x):
-        output = super().forward(x)
-        return Inject.apply(output, output.square().mean()) if self.training else output
-
-
 class CountsSteps(torch.optim.SGD):
+    """Counts in its class, which serial stages share with the script."""
+
+    steps = 0
+
     def step(self, closure=None):
+        CountsSteps.steps += 1
         for group in self.param_groups:
-            group["lr"] = 0.1 / counted()
+            group["lr"] = 0.1 / CountsSteps.steps
         return super().step(closure)
 
 
@@ -566,6 +595,10 @@ class WholeNorm(torch.optim.SGD):
         return super().step(closure)
 
 
+def loss_that_draws(output, target):
+    return F.mse_loss(output, target) * random.uniform(0.5, 1.5)
+
+
 def loss_that_counts(output, target):
     return F.mse_loss(output, target) * counted()
 
@@ -575,34 +608,54 @@ def loss_over_pairs(output, target):
 
 
 GUILTY = {
-    "a count outside": ({"model": lambda: linear(CountsOutside(8, 8))}, "the output of layer 1"),
-    "Python's random": ({"model": lambda: linear(DrawsByPython(8, 8))}, "the output of layer 1"),
-    "a loss that counts": ({"loss_fn": loss_that_counts}, "the loss, micro-batch 0"),
-    "a backward": ({"model": lambda: linear(ScaledBackward(8, 8))}, "the gradient of 0.weight, m"),
-    "steps that count": ({"optimizer": (CountsSteps, {"lr": 0.1})}, "after the update"),
-    "a norm of all": ({"optimizer": (WholeNorm, {"lr": 0.1})}, "after the update"),
-    "looking around": ({"model": lambda: linear(LooksAround(8, 8))}, "the loss of two"),
-    "clamped gradients": ({"model": lambda: linear(ClampsGradients())}, "the gradient of 1.weight"),
-    "gradients put in": ({"model": lambda: linear(Balanced(8, 8))}, "the gradient of"),
+    "a count outside": (beside(CountsOutside), "the output of layer 1", "Its input is"),
+    "Python's random": (
+        beside(DrawsByPython), "the output of layer 1, micro-batch 0 of mini-batch 0", "Its input",
+    ),
+    "a loss that counts": ({"loss_fn": loss_that_counts}, "the loss, micro-batch 0", "is the loss"),
+    "a loss that draws": ({"loss_fn": loss_that_draws}, "the loss, micro-batch 0", "is the loss"),
+    "a backward": (beside(ScaledBackward), "the gradient of 0.weight, m", "it is in the backward"),
+    "steps that count": (
+        {"optimizer": (CountsSteps, {"lr": 0.1})}, "after the update", "step of the optimizer",
+    ),
+    "a norm of all": (
+        {"optimizer": (WholeNorm, {"lr": 0.1})}, "after the update", "step of the optimizer",
+    ),
+    "looking around": (
+        beside(LooksAround), "the loss of two micro-batches as one", "depend on each other",
+    ),
+    "clamped gradients": (
+        beside(ClampsGradients), "the gradient of 1.weight", "a hook that clamps or norms",
+    ),
+    "gradients put in": (beside(Balanced), "the gradient of", "a hook that clamps or norms"),
     "a table that is cut": (
         {
             "model": lambda: [WithTable(8, 8), nn.Linear(8, 8)],
             "data": [((x, torch.randn(8, 8)), y) for x, y in DATA],
         },
-        "the loss of two",
+        "the loss of two", "depend on each other",
     ),
     "pairs of samples": (
         {"loss_fn": loss_over_pairs, "training": Training(check_loss=0, verify=False)},
-        "the loss of two",
+        "the loss of two", "depend on each other",
     ),
 }  # fmt: skip
+"""With where they part, and the cause that is named."""
 
 
 @pytest.mark.parametrize("name", GUILTY)
 def test_a_guilty_program_is_not_the_same_and_the_place_is_right(name):
-    options, place = GUILTY[name]
+    options, place, cause = GUILTY[name]
     pipe, data = opened(options)
     with pipe:
         found = pipe.verify(data)
     assert not found
     assert place in found.parted
+    assert cause in found.cause
+    assert found.difference > 1e-4
+    assert found.parted in str(found)
+
+
+def test_a_guilty_program_is_refused_at_its_first_mini_batch():
+    with pytest.raises(ConfigError, match="the first mini-batch is not what plain PyTorch"):
+        run(GUILTY["steps that count"][0], verify=True)

@@ -6,13 +6,11 @@ import random
 import numpy as np
 import pytest
 import torch
-from support.models import mlp
+from support.verified import job_of
 from torch.nn import functional as F
 
 from pipedream_rt import ConfigError
-from pipedream_rt.job.job import prepare
-from pipedream_rt.job.options import Layout, Options
-from pipedream_rt.job.unsplit_model import UnsplitModel
+from pipedream_rt.job.options import Layout
 from pipedream_rt.verify import isolation
 from pipedream_rt.verify.isolation import Shared
 
@@ -69,14 +67,9 @@ def loss_fn(output, target):
     return F.mse_loss(output, target)
 
 
-def job_of(loss_fn, **options):
-    given = {"optimizer": (torch.optim.SGD, {}), "stages": 2, "workers": "serial", **options}
-    return prepare(UnsplitModel(mlp(), loss_fn), Options(loss_fn=loss_fn, **given))
-
-
 @pytest.mark.parametrize("error", [None, ZeroDivisionError], ids=["ended", "raised"])
 def test_what_the_block_changes_and_draws_is_as_before(error):
-    job, before, version = job_of(loss_fn), state(), COUNTS["mean"]._version
+    job, before, version = job_of(None, loss_fn), state(), COUNTS["mean"]._version
     mean, of = COUNTS["mean"], COUNTS["of"]
     with Shared(job).apart():
         expected = draw()
@@ -98,7 +91,7 @@ def test_what_the_block_changes_and_draws_is_as_before(error):
 
 def test_the_block_computes_with_gradients_and_threads_as_a_worker_does():
     threads = torch.get_num_threads()
-    job = job_of(F.mse_loss, layout=Layout(threads=threads + 1))
+    job = job_of(layout=Layout(threads=threads + 1))
     with torch.inference_mode(), Shared(job).apart():
         assert torch.is_grad_enabled()
         assert not torch.is_inference_mode_enabled()
@@ -116,13 +109,13 @@ def takes(output, target):
 def test_what_cannot_be_put_back_is_refused(monkeypatch):
     with (
         pytest.raises(ConfigError, match="from such an iterator or file cannot be put back"),
-        Shared(job_of(takes)).apart(),
+        Shared(job_of(None, takes)).apart(),
     ):
         raise AssertionError("the block has begun")
     monkeypatch.setattr(isolation, "LIMIT", 15)  # two tensors of 8 bytes each, and an array
     with (
         pytest.raises(ConfigError, match="too much to copy them so that they can be put back"),
-        Shared(job_of(loss_fn)).apart(),
+        Shared(job_of(None, loss_fn)).apart(),
     ):
         raise AssertionError("the block has begun")
     assert next(TAKEN) == 0
@@ -140,19 +133,19 @@ def test_a_file_is_wound_back_if_it_can_be(tmp_path):
     path.write_text("1\n2\n3\n")
     with path.open() as file:
         FILES[:] = [file]
-        with Shared(job_of(reads)).apart():
+        with Shared(job_of(None, reads)).apart():
             assert file.readline() == "1\n"
         assert file.readline() == "1\n"
         next(file)  # while it is iterated over, its place is unknown
         with (
             pytest.raises(ConfigError, match="from such an iterator or file cannot be put back"),
-            Shared(job_of(reads)).apart(),
+            Shared(job_of(None, reads)).apart(),
         ):
             raise AssertionError("the block has begun")
 
 
 def test_what_is_kept_can_be_put_back_more_than_once():
-    job, before = job_of(loss_fn), state()
+    job, before = job_of(None, loss_fn), state()
     shared = Shared(job)
     with shared.apart():
         kept = shared.keep()

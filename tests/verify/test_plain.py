@@ -2,42 +2,26 @@
 
 import pytest
 import torch
+from support.models import Counts, NoisySGD
+from support.verified import (
+    BATCH,
+    SGD,
+    Noise,
+    NoisyForward,
+    cut_for,
+    job_of,
+    linear,
+    training_of,
+)
 from torch import nn
 from torch.nn import functional as F
 
 from pipedream_rt import Clip, ConfigError, LayerSpec, Training
 from pipedream_rt.batches.items import Batch
-from pipedream_rt.batches.micro_batches import Cutter
-from pipedream_rt.job.job import prepare
-from pipedream_rt.job.options import Options
-from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.stage.runner import layer_seed
 from pipedream_rt.verify.compare import Place
 from pipedream_rt.verify.cutting import whole_and_parts
-from pipedream_rt.verify.plain import PlainTraining, Tap, copies_of, inputs_of
-from pipedream_rt.verify.twin import names_by_stage
-
-SGD = (torch.optim.SGD, {"lr": 0.1})
-BATCH = Batch((torch.arange(16.0).view(4, 4) / 16,), {}, torch.ones(4, 4))
-
-
-def linear():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-
-
-def job_of(model=None, loss_fn=F.mse_loss, **options):
-    given = {"optimizer": SGD, "stages": 2, "workers": "serial", "schedule": "1f1b", **options}
-    model = UnsplitModel(model or linear(), loss_fn)
-    return prepare(model, Options(loss_fn=loss_fn, micro_batches=2, **given))
-
-
-def training_of(job):
-    return PlainTraining(job, copies_of(job, None), job.reading.optimizer, names_by_stage(job))
-
-
-def cut_for(job, batch=BATCH):
-    return Cutter(job.reading.forwards, job.reading.weighing, job.plan.per_update).cut(batch, True)
+from pipedream_rt.verify.plain import Tap, copies_of, inputs_of
 
 
 def no_hyper(job):
@@ -176,19 +160,6 @@ def test_a_layer_draws_from_the_seed_that_its_stage_gives_it():
     assert torch.equal(seen[place._replace(kind="output")], expected)
 
 
-class Noise(nn.Linear):
-    def forward(self, x):
-        output = super().forward(x)
-        output.register_hook(lambda gradient: gradient + torch.randn_like(gradient))
-        return output
-
-
-class NoisySGD(torch.optim.SGD):
-    def step(self, closure=None):
-        torch.rand(1)
-        super().step()
-
-
 @pytest.mark.parametrize(
     ("model", "optimizer", "note", "left_out"),
     [
@@ -221,16 +192,14 @@ def test_it_steps_with_other_gradients_and_takes_other_weights():
 def test_of_a_large_model_some_parameters_are_stepped():
     job = job_of()
     budget = 4 * 4 * 4 + 4 * 4  # of all there are twice as many bytes
-    plain = PlainTraining(
-        job, copies_of(job, None), job.reading.optimizer, names_by_stage(job), budget
-    )
+    plain = training_of(job, budget)
     assert plain.stepped == {"0.bias", "2.bias"}
     plain.drop_gradients()
     seen = plain.step(0, cut_for(job), {}, no_hyper(job))
     for kind in ("gradient", "state"):
         assert {place.name for place in seen if place.kind == kind} == plain.stepped
     job = job_of(training=Training(clip=Clip(norm=1.0)))
-    plain = PlainTraining(job, copies_of(job, None), job.reading.optimizer, names_by_stage(job), 1)
+    plain = training_of(job, 1)
     assert len(plain.stepped) == 1  # the smallest, which takes more
     plain.drop_gradients()  # so that the norm is not known
     seen = plain.step(0, cut_for(job), {}, no_hyper(job))
@@ -242,19 +211,6 @@ def test_what_is_late_is_left_out():
     seen = training_of(job).step(0, cut_for(job), {}, no_hyper(job), late=lambda: True)
     assert [place for place in seen if place.kind == "loss"] == [Place(0, 0, "loss")]
     assert {"gradient", "state"}.isdisjoint(place.kind for place in seen)
-
-
-class Counts(nn.Linear):
-    calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return super().forward(x)
-
-
-class NoisyForward(nn.Linear):
-    def forward(self, x):
-        return super().forward(x) + torch.rand(())
 
 
 class Trains(nn.Linear):

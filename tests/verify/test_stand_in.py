@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.models import mlp, regression
 from support.outside import train_by_hand, train_outputs
+from support.verified import LooksAround
 from torch import nn
 from torch.nn import functional as F
 
@@ -86,16 +87,8 @@ def test_workers_that_compute_something_else_are_refused_at_the_first_update(mon
         train(pipe, regression(1, samples=4), F.mse_loss)
 
 
-class Centred(nn.Linear):
-    """Lets samples depend on each other."""
-
-    def forward(self, x):
-        x = super().forward(x)
-        return x - x.mean(0)
-
-
 def test_samples_that_depend_on_each_other_are_refused_where_nobody_asked_for_micro_batches(said):
-    model = nn.Sequential(nn.Linear(8, 8), Centred(8, 8))
+    model = nn.Sequential(nn.Linear(8, 8), LooksAround(8, 8))
     options = {"stages": 2, "optimizer": ADAM, "workers": "serial"}
     parts = pytest.raises(ConfigError, match="a layer lets samples depend on each other")
     with Pipeline(model, **options) as pipe, parts:
