@@ -7,6 +7,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.plans import in_script
 from support.shapes import replicated, schedules
 from support.written import Late
 
@@ -277,11 +278,6 @@ def test_what_is_proved_of_a_written_schedule_is_what_happens(seed):
         accepted += 1
         assert ends(plan, length, draw.random())
     assert accepted > 5
-
-
-def in_script(name, stages=3, **options):
-    """A plan whose loss the script computes."""
-    return dataclasses.replace(plan_for(name, num_stages=stages, **options), loss_in_script=True)
 
 
 def test_the_gradient_of_an_output_waits_for_all_outputs_of_its_mini_batch():
