@@ -7,7 +7,6 @@ import torch
 from support.stages import specs_of, value
 from torch import nn
 
-from pipedream_rt.errors import ConfigError
 from pipedream_rt.stage.runner import Runner
 
 
@@ -109,12 +108,3 @@ def test_where_it_stands_is_known_while_a_step_is_done_and_after_it_failed():
     step, given = broken.at
     assert step.name == "1"
     assert given.shape == (2, 4)
-
-
-def test_a_loss_must_have_one_element():
-    runner = runner_of(nn.Sequential(nn.Linear(4, 4)), loss_fn=lambda output, target: output)
-    with pytest.raises(ConfigError, match=r"one element, it returned \(2, 4\)"):
-        runner.loss(X, value(X))
-    whole = runner_of(nn.Sequential(nn.Linear(4, 4)), loss_fn=nn.MSELoss())
-    loss, parts = whole.loss(X, value(X))
-    assert (loss.item(), parts) == (0.0, {})

@@ -78,7 +78,7 @@ class Worker:
         return self
 
     def run(self):
-        """Do all that can be done with what has arrived; return what was sent, as text."""
+        """Do all that can be done with what has arrived; return what was sent, as one text."""
         end = PipelineClosed("the end")
         self.inbox.close(end)
         with pytest.raises(PipelineClosed) as e:
@@ -86,7 +86,7 @@ class Worker:
         assert e.value is end
         self.loop.close()
         assert not self.inbox._waiting, "came, and was never needed"
-        return self.lines()
+        return ", ".join(self.lines())
 
     def stops_with(self, error, match=None):
         """Require that it stops with an error, and return that."""
