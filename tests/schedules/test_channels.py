@@ -145,7 +145,9 @@ def test_what_is_given_is_needed_and_a_flush_leaves_nothing_on_the_way(plan, upd
     cuts = data.draw(st.sets(st.integers(1, 5), max_size=2))
     flushes = sorted(k * cut for cut in cuts if cut < updates)
     prove(plan, plan.name)
+    check(plan, updates * k)
     check(plan, updates * k, flushes=flushes, credits=plan.credits())
+    check(plan, updates * k, credits=1)
     sent, taken = {}, {}
     for _, address, action in Execution(plan, updates * k, flushes=flushes, credits=plan.credits()):
         for edge, number, peek in plan.needs(action, address):

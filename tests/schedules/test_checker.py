@@ -5,7 +5,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.judge import legal
 from support.plans import Listed, Unbounded, in_script, listed
-from support.shapes import replicated, schedules
+from support.shapes import schedules
 
 from pipedream_rt.errors import ScheduleError
 from pipedream_rt.schedules import Action, Kind, check, plan_for
@@ -137,18 +137,6 @@ def test_the_judge_accepts_what_is_built_in(schedule):
         plain(orders, shape.workers), shape.workers, shape.num_stages, shape.per_update,
         micro_batches,
     )  # fmt: skip
-
-
-@settings(max_examples=200)
-@given(replicated(most=4), st.integers(1, 12), st.data())
-def test_replicas_obey_the_rules_in_any_numbers(plan, updates, data):
-    """With and without a limit of credits, and with flushes on the way."""
-    k = plan.per_update
-    cuts = data.draw(st.sets(st.integers(1, 11), max_size=2))
-    flushes = sorted(k * cut for cut in cuts if cut < updates)
-    check(plan, updates * k)
-    check(plan, updates * k, flushes=flushes, credits=plan.credits())
-    check(plan, updates * k, credits=1)
 
 
 REPLICAS = plan_for("1f1b", num_stages=1, replicas=[2], per_update=2)
