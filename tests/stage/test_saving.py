@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 from support.messages import head
-from support.models import Recomputes
+from support.models import Of, Recomputes, tied
 from support.oracle import assert_same
 from support.stages import a_stage, value
 from torch import nn
@@ -46,18 +46,6 @@ class Counts(nn.Module):
         self.calls = calls.clone()
 
 
-class Tied(nn.Module):
-    """Two names for one weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.b.weight = self.a.weight
-
-    def forward(self, x):
-        return self.b(self.a(x))
-
-
 class Replaces(nn.Module):
     """A backward puts another tensor in the place of a buffer."""
 
@@ -86,7 +74,8 @@ class Noted(nn.Module):
 
 
 def layers():
-    return [Tied(), nn.BatchNorm1d(4), nn.Dropout(0.2), Counts()]
+    twice = Of(lambda x, a, b: b(a(x)), *tied(4))  # two names for one weight
+    return [twice, nn.BatchNorm1d(4), nn.Dropout(0.2), Counts()]
 
 
 class Run:

@@ -4,8 +4,7 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
-from support.models import Blocks, RunsBackwardInside
+from support.models import Blocks, Of, RunsBackwardInside, tied
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -112,19 +111,6 @@ def in_halves(module, inputs=1, before=False):
 
 def chain():
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 4))
-
-
-class Of(nn.Module):
-    """Computes its output of its input and of its parts, layers or weights."""
-
-    def __init__(self, function, *parts):
-        super().__init__()
-        self.function, self.names = function, [f"part{i}" for i in range(len(parts))]
-        for name, part in zip(self.names, parts):
-            setattr(self, name, part)
-
-    def forward(self, x):
-        return self.function(x, *(getattr(self, name) for name in self.names))
 
 
 def linear():
@@ -234,9 +220,8 @@ CUT = {
     ),
     "function": lambda: Between(Doubles),
     "lstm": lambda: Of(lambda x, lstm: lstm(x)[0], nn.LSTM(4, 4, 2)),
-    "a weight twice, each time by its own transposition": lambda: Of(
-        lambda x, w: F.linear(F.linear(x, w).tanh(), w), weight()
-    ),
+    # Each time by its own transposition.
+    "a weight twice": lambda: Of(lambda x, a, b: b(a(x).tanh()), *tied(4)),
     "weight norm": lambda: nn.utils.parametrizations.weight_norm(linear()),
     "no weights": nn.Identity,
     "a scalar, as the loss": lambda: Of(lambda x, layer: layer(x).square().mean(), linear()),
@@ -344,13 +329,9 @@ class Scales(torch.autograd.Function):
         return gradient * w, (gradient * x).sum(0)
 
 
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.before, self.w = nn.Linear(4, 4), nn.Parameter(torch.full((4,), 2.0))
-
-    def forward(self, x):
-        return Scales.apply(self.before(x), self.w)
+def scaled():
+    twos = nn.Parameter(torch.full((4,), 2.0))
+    return Of(lambda x, before, w: Scales.apply(before(x), w), linear(), twos)
 
 
 WHOLE = {
@@ -359,7 +340,7 @@ WHOLE = {
     ),
     "a weight on the path and off it": lambda: Of(lambda x, w: (x @ w, w.exp()), weight()),
     "a weight that is an output": lambda: Of(lambda x, w: (x @ (v := w * 2), v), weight()),
-    "function with a weight": Scaled,
+    "function with a weight": scaled,
     "reentrant checkpoint": lambda: Of(
         lambda x, before, inside: checkpoint(inside, before(x), use_reentrant=True),
         *(linear(), inner()),
@@ -379,7 +360,7 @@ def test_what_cannot_be_cut_is_computed_in_the_first_half_and_added_in_the_secon
 
 def test_a_function_with_a_weight_runs_once():
     """It need not bear to run twice."""
-    split = Graph(Scaled()).split()
+    split = Graph(scaled()).split()
     Scales.ran = 0
     split.first_half()
     split.second_half()
