@@ -8,7 +8,6 @@ from support.one_worker import (
     TWO,
     Worker,
     activation,
-    command,
     flush,
     gradient,
     line,
@@ -18,7 +17,7 @@ from support.one_worker import (
 )
 
 from pipedream_rt.messages.head import Mode
-from pipedream_rt.messages.message import Activation, CommandName, Gradient, Passed
+from pipedream_rt.messages.message import Activation, Gradient, Passed
 from pipedream_rt.messages.tree import unflatten
 
 
@@ -50,17 +49,15 @@ def test_a_loss_tells_which_versions_were_read():
     ).run()
     losses = [m.payload for m in worker.sent if line(m).startswith("loss")]
     assert [[passed[:2] for passed in loss.trail] for loss in losses] == [
-        [(0, 0), (1, 0)],
-        [(0, 0), (1, 1)],
-        [(0, 1), (1, 2)],
-    ]
+        [(0, 0), (1, 0)], [(0, 0), (1, 1)], [(0, 1), (1, 2)]
+    ]  # fmt: skip
     assert all(type(loss.loss) is float and loss.structure == [] for loss in losses)
 
 
 def test_a_gradient_that_is_none_is_not_sent_and_none_is_taken_for_it():
     """The message comes all the same: who waits for it must not wait for ever."""
     worker = Worker(THREE, 1)
-    worker.put(activation(1, 0), activation(1, 1), gradient(1, 0, present=False)).run()
+    worker.feed("activation 0-1").put(gradient(1, 0, present=False)).run()
     (message,) = [m for m in worker.sent if line(m) == "gradient 0 1>0"]
     assert message.payload == Gradient(present=[False])
     assert message.tensors == ()
@@ -103,10 +100,6 @@ def test_what_was_replied_does_not_change_with_the_next_update():
     """It is a copy; a transport may take its time to send it."""
     worker = Worker(ONE)
     before = worker.state()["0.weight"].clone()
-    worker.put(
-        command(0, 0, CommandName.STATE),
-        activation(0, 0, position=1),
-        target(0, 1),
-    ).run()
+    worker.feed("state 0, activation 0@1, target 1").run()
     assert torch.equal(replied(worker, 0)["0.weight"], before)
     assert not torch.equal(worker.state()["0.weight"], before)
