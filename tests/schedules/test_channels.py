@@ -12,15 +12,7 @@ from support.shapes import replicated, schedules
 from support.written import Late
 
 from pipedream_rt.errors import ScheduleError
-from pipedream_rt.schedules import (
-    CHANNELS,
-    COORDINATOR,
-    Action,
-    EdgeKind,
-    Kind,
-    check,
-    plan_for,
-)
+from pipedream_rt.schedules import CHANNELS, COORDINATOR, Action, EdgeKind, Kind, check, plan_for
 from pipedream_rt.schedules.actions import apply, drain, inject, step
 from pipedream_rt.schedules.checker import prove
 from pipedream_rt.schedules.edges import Edge, Need

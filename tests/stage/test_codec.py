@@ -3,15 +3,7 @@
 import pytest
 import torch
 
-from pipedream_rt.codecs import (
-    BFloat16,
-    ByteCodec,
-    Float16,
-    GraphCodec,
-    Int8,
-    OutsideGraph,
-    TopK,
-)
+from pipedream_rt.codecs import BFloat16, ByteCodec, Float16, GraphCodec, Int8, OutsideGraph, TopK
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.stage.codec import require_same, try_out
 

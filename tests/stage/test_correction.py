@@ -15,13 +15,7 @@ from pipedream_rt.corrections import (
     StalenessRate,
     WeightPrediction,
 )
-from pipedream_rt.stage.correction import (
-    HOOKS,
-    Moment,
-    overrides,
-    refuse_nonsense,
-    require_number,
-)
+from pipedream_rt.stage.correction import HOOKS, Moment, overrides, refuse_nonsense, require_number
 
 
 def misspelt():

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from support import diamond
 from support.messages import head
-from support.models import mlp, regression
+from support.models import Raises, mlp, regression
 from support.one_worker import (
     ANY_ORDER,
     ONE,
@@ -31,14 +31,7 @@ from torch import nn
 from pipedream_rt.errors import MessageTimeout, PipelineClosed, ScheduleError, VersionError
 from pipedream_rt.messages import inbox as inbox_module
 from pipedream_rt.messages.head import WITH_LOSS, LossTask, Mode
-from pipedream_rt.messages.message import (
-    Activation,
-    CommandName,
-    Failed,
-    Gradient,
-    Passed,
-    Target,
-)
+from pipedream_rt.messages.message import Activation, CommandName, Failed, Gradient, Passed, Target
 from pipedream_rt.messages.tree import flatten, unflatten
 from pipedream_rt.schedules import COORDINATOR, Action, Plan, Recipe, Shape, plan_for
 from pipedream_rt.schedules.policies import Flushed
@@ -402,18 +395,15 @@ def test_actions_are_announced_before_they_are_done_and_called_off_after(announc
     assert told == [text for action in expected for text in (action, "")]
 
 
-class Raises(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-
-    def forward(self, x):
-        raise ZeroDivisionError
-
-
 def test_an_action_that_fails_stays_announced_and_is_what_the_worker_does():
     told = []
-    worker = Worker(TWO, 1, {1: {"1": Raises()}}, announce=told.append, announced=5)
+    worker = Worker(
+        TWO,
+        1,
+        {1: {"1": nn.Sequential(nn.Linear(2, 2), Raises(0))}},
+        announce=told.append,
+        announced=5,
+    )
     worker.feed("activation 0, target 0").stops_with(ZeroDivisionError)
     assert told == ["1:F0"]
     assert (worker.loop.doing.stage, str(worker.loop.doing.action)) == (1, "F0")

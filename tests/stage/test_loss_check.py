@@ -14,13 +14,7 @@ from torch import nn
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.tree import flat_copy
-from pipedream_rt.stage.loss_check import (
-    Compared,
-    LossCheck,
-    joined,
-    verdict,
-    why_no_mean,
-)
+from pipedream_rt.stage.loss_check import Compared, LossCheck, joined, verdict, why_no_mean
 
 CLASSES, SAMPLES = 5, 8
 WEIGHTS = torch.tensor([1.0, 5.0, 0.2, 2.0, 1.0])

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from support.models import Raises
 from support.stages import specs_of, value
 from torch import nn
 
@@ -93,16 +94,11 @@ def test_a_recomputed_stage_has_the_same_gradients_and_buffers(recompute):
 
 
 def test_where_it_stands_is_known_while_a_step_is_done_and_after_it_failed():
-    class Breaks(nn.Module):
-        def forward(self, x):
-            raise ZeroDivisionError
-
     runner = runner_of(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
     assert runner.at is None
     ran(runner, [X])
     assert runner.at is None
-    broken = runner_of(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
-    broken._module[1].forward = Breaks().forward
+    broken = runner_of(nn.Sequential(nn.Linear(4, 4), Raises(0)))
     with pytest.raises(ZeroDivisionError):
         ran(broken, [X])
     step, given = broken.at

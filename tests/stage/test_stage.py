@@ -22,16 +22,7 @@ from support.models import (
     regression,
 )
 from support.oracle import assert_same, layer_seed, oracle
-from support.stages import (
-    ASYNC,
-    TWO,
-    a_stage,
-    back,
-    back_weight,
-    content,
-    pickled,
-    value,
-)
+from support.stages import ASYNC, TWO, a_stage, back, back_weight, content, pickled, value
 from torch import nn
 
 from pipedream_rt.errors import ConfigError, NonFiniteLoss, ScheduleError, VersionError
@@ -455,13 +446,6 @@ def test_an_optimizer_may_assign_data():
     stage.step(0)
     assert torch.equal(stage.module[0].weight, plain[0].weight - 0.5)
     assert [stage.parameters.leaves(m)[0].item() for m in (1, 2)] == [plain[0].weight.item()] * 2
-
-
-def test_passes_take_the_tuple_of_two_producers_outputs_too():
-    stage = a_stage([Both()], diamond.plan(), 3)
-    inputs = [value(torch.ones(1)), value({"right": torch.ones(1)})]
-    assert content(stage.passes.evaluate(0, inputs, None)[0]).tolist() == [0]
-    assert content(stage.passes.infer(0, inputs)).tolist() == [0]
 
 
 def test_passes_read_the_newest_weights_and_change_nothing_that_is_in_flight():

@@ -233,18 +233,20 @@ def trained(disturb=lambda pipe: None, at=5, stages=4, **options):
         return losses, pipe.state_dict()
 
 
+def require_same(found, expected):
+    assert found[0] == expected[0]
+    assert_same(found[1], expected[1])
+
+
 @pytest.fixture(scope="module")
 def expected():
     return trained(workers="serial")
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("said", ["", "off"])
-def test_the_bits_are_those_of_one_process(expected, monkeypatch, said):
-    monkeypatch.setenv("PIPEDREAM_RT_SHARED_MEMORY", said)
-    found = trained()
-    assert found[0] == expected[0]
-    assert_same(found[1], expected[1])
+def test_without_it_the_bits_are_those_of_one_process(expected, monkeypatch):
+    monkeypatch.setenv("PIPEDREAM_RT_SHARED_MEMORY", "off")
+    require_same(trained(), expected)
 
 
 def maps(pid):
@@ -281,8 +283,7 @@ def test_workers_that_were_started_elsewhere_on_this_machine_share_too(monkeypat
             start("b")
 
         found = trained(disturb, stages=2, workers=address, recovery=Recovery(max_restarts=1))
-    assert found[0] == expected[0]
-    assert_same(found[1], expected[1])
+    require_same(found, expected)
     assert ("in memory that both share" in told[0]) is not bool(said)
     assert all(before) is not bool(said)
 
@@ -295,8 +296,7 @@ def test_a_death_changes_no_bit_and_leaves_no_memory(expected, tmp_path, victim)
         checkpoint=Checkpoints(tmp_path, every=4),
         recovery=Recovery(max_restarts=1),
     )
-    assert found[0] == expected[0]
-    assert_same(found[1], expected[1])
+    require_same(found, expected)
     named = [name for name in os.listdir("/dev/shm") if "pipedream" in name]
     assert named == []
 
@@ -313,5 +313,4 @@ def test_a_reader_that_stands_still_for_a_while_loses_nothing(expected):
 
     found = trained(stop)
     timers[0].join()
-    assert found[0] == expected[0]
-    assert_same(found[1], expected[1])
+    require_same(found, expected)
