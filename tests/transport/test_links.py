@@ -97,20 +97,6 @@ def test_what_a_waiter_and_the_thread_read_comes_once_and_in_order(members, seed
     assert numbers == list(range(len(sizes)))
 
 
-def test_what_a_waiter_leaves_in_the_socket_is_read_by_the_thread(members):
-    """As much as a socket holds, of which nothing comes later that would wake the thread."""
-    sender, receiver = members()
-    receiver.links._receive = lambda rank, frame: (
-        receiver.came.put((rank, frame)),
-        receiver.links.wake(),
-    )
-    for _ in range(3):
-        sender.links.send(1, 7, b"", [torch.zeros(150_000, dtype=torch.uint8)])
-    receiver.links.wait(LATEST_S)
-    for _ in range(3):
-        receiver.came.get(timeout=LATEST_S)
-
-
 def test_a_waiter_is_woken_by_another_thread_before_and_while_it_waits(members):
     sender, receiver = members()
     receiver.links.wake()
@@ -261,8 +247,10 @@ def test_both_directions_at_once_through_small_buffers(members):
 
 
 @pytest.mark.threads
-def test_a_waiter_takes_turns_with_the_thread(members):
-    sender, receiver = members(*encrypted_pair())
+@pytest.mark.parametrize("is_encrypted", [False, True], ids=["plain", "encrypted"])
+def test_what_a_waiter_leaves_in_the_socket_is_read_by_the_thread(members, is_encrypted):
+    """More than a socket holds, of which nothing comes later that would wake the thread."""
+    sender, receiver = members(*encrypted_pair()) if is_encrypted else members()
     receiver.links._receive = lambda rank, frame: (
         receiver.came.put((rank, frame)),
         receiver.links.wake(),
