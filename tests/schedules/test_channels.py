@@ -156,17 +156,8 @@ def test_what_is_given_is_needed_and_a_flush_leaves_nothing_on_the_way(plan, upd
 # -- schedules that somebody wrote ----------------------------------------------------------------
 
 
-class SecondStageLate:
-    """Two stages, split backwards; the second does each weight half one micro-batch late."""
-
-    def order(self, worker, shape, start):
-        for m in itertools.count(start):
-            yield from (Action(Kind.FORWARD, m), Action(Kind.INPUT, m))
-            late = m - worker
-            if late >= start:
-                yield from (Action(Kind.WEIGHT, late), Action(Kind.STEP, late))
-
-    versions = Late([0, 1])
+SECOND_STAGE_LATE = Late([0, 1], ahead=[0, 0], behind=[0, 1])
+"""Two stages, split backwards; the second does each weight half one micro-batch late."""
 
 
 class SecondStageInHalves:
@@ -182,15 +173,15 @@ class SecondStageInHalves:
 
 def test_a_plan_cuts_backwards_if_one_of_its_stages_does():
     assert plan_for(SecondStageInHalves(), num_stages=2).cuts_backward
-    assert plan_for(SecondStageLate(), num_stages=2).cuts_backward
+    assert plan_for(SECOND_STAGE_LATE, num_stages=2).cuts_backward
 
 
 def test_a_written_schedule_that_deadlocks_for_a_tie_alone_is_refused():
-    plan = plan_for(SecondStageLate(), num_stages=2)
+    plan = plan_for(SECOND_STAGE_LATE, num_stages=2)
     tied = dataclasses.replace(plan, ties=(Tie("a.weight", (0, 1)),))
     rule = r"stage 0 waits in W0 for share 0 from stage 1, stage 1 waits in F1 for activation 1"
     with pytest.raises(ScheduleError, match=rule):
-        prove(tied, SecondStageLate())
+        prove(tied, SECOND_STAGE_LATE)
 
 
 def ends(plan, micro_batches, seed):
