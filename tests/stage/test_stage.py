@@ -56,7 +56,6 @@ class Driver:
 
     Attributes:
         reads: By stage, the versions that its forwards have read.
-        most_kept: By stage, the most versions that it held.
     """
 
     def __init__(self, plan, stages, seed=0):
