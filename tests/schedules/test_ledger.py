@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipedream_rt.errors import VersionError
@@ -54,6 +54,7 @@ class SlowLedger:
         return in_place
 
 
+@settings(max_examples=300)
 @given(st.integers(0, 5), st.lists(st.sampled_from("FFBBSR"), max_size=80), st.randoms())
 def test_it_keeps_what_its_definition_keeps(delay, letters, random):
     """Whatever is done in whatever order, backwards out of order too."""

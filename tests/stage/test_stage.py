@@ -232,15 +232,16 @@ def test_random_numbers_depend_on_seed_micro_batch_and_layer_alone():
             assert torch.equal(made, F.dropout(x, 0.5))
 
 
+@pytest.mark.parametrize("wanted", [False, True])
 @pytest.mark.parametrize("halves", [False, True])
-def test_so_do_those_of_a_backward_and_of_a_step(halves):
-    """Whatever came between."""
+def test_so_do_those_of_a_backward_and_of_a_step(halves, wanted):
+    """Whatever came between; the first half draws where the gradient of an input is wanted."""
     states = []
     for between in (0, 3):
         torch.manual_seed(0)
         stage = a_stage([Noisy()], loss_fn=F.mse_loss, optimizer=(NoisySGD, {"lr": 0.1}))
         ((x, y),) = regression(1)
-        stage.forward(head(0), [value(x)], value(y))
+        stage.forward(head(0), [value(x, wanted)], value(y))
         torch.rand(between)
         if halves:
             stage.backward_input(0)
