@@ -28,16 +28,19 @@ def key(number):
     return Key(Edge(EdgeKind.GRADIENT, 2, 1), number)
 
 
-def test_messages_are_taken_by_key_whatever_the_order_of_arrival():
-    inbox = Inbox("stage 1")
+@pytest.fixture
+def inbox():
+    return Inbox("stage 1")
+
+
+def test_messages_are_taken_by_key_whatever_the_order_of_arrival(inbox):
     for index in (2, 0, 1):
         assert inbox.put(gradient(index))
     assert [inbox.take(Wanted(key(i), soon())).number for i in range(3)] == [0, 1, 2]
 
 
-def test_a_second_delivery_is_dropped():
+def test_a_second_delivery_is_dropped(inbox):
     """While the first waits, and after it was taken."""
-    inbox = Inbox("stage 1")
     assert inbox.put(gradient(0))
     assert not inbox.put(gradient(0))
     inbox.take(Wanted(key(0), soon()))
@@ -65,8 +68,7 @@ def test_another_generation_is_refused(caplog):
     assert inbox.put(gradient(0, generation=2))
 
 
-def test_a_late_message_is_an_error_that_tells_the_story():
-    inbox = Inbox("stage 1")
+def test_a_late_message_is_an_error_that_tells_the_story(inbox):
     inbox.recent.extend(["F0", "F1"])
     inbox.put(gradient(3))
     with pytest.raises(MessageTimeout) as e:
@@ -79,8 +81,7 @@ def test_a_late_message_is_an_error_that_tells_the_story():
         assert words in str(e.value)
 
 
-def test_close_wakes_the_taker_with_the_reason():
-    inbox = Inbox("stage 1")
+def test_close_wakes_the_taker_with_the_reason(inbox):
     waiting = threading.Event()
     reasons = []
 
@@ -102,8 +103,7 @@ def test_close_wakes_the_taker_with_the_reason():
     assert inbox.reason is first
 
 
-def test_what_has_arrived_can_still_be_taken_after_close():
-    inbox = Inbox("stage 1")
+def test_what_has_arrived_can_still_be_taken_after_close(inbox):
     inbox.put(gradient(0))
     inbox.close(PipelineClosed("closed"))
     assert not inbox.put(gradient(1))
@@ -112,16 +112,14 @@ def test_what_has_arrived_can_still_be_taken_after_close():
         inbox.take(Wanted(key(1), soon()))
 
 
-def test_a_second_taker_is_refused():
-    inbox = Inbox("stage 1")
+def test_a_second_taker_is_refused(inbox):
     inbox._taker = 1  # as while another thread is inside take
     with pytest.raises(RuntimeError, match="waited on by two threads"):
         inbox.take(Wanted(key(1), soon()))
 
 
-def test_what_was_not_taken_can_be_waited_for_again():
+def test_what_was_not_taken_can_be_waited_for_again(inbox):
     """After an error in the wait, as of a signal handler; not if the message has left."""
-    inbox = Inbox("stage 1")
     inbox.put(gradient(3))
     for step, has_left in (("_find", False), ("_remove", True)):
         original = getattr(inbox, step)
@@ -141,8 +139,7 @@ def test_what_was_not_taken_can_be_waited_for_again():
     assert not inbox.has_taken(key(4))
 
 
-def test_holds_and_story():
-    inbox = Inbox("stage 1")
+def test_holds_and_story(inbox):
     assert not inbox.holds(key(0))
     inbox.put(gradient(0))
     assert inbox.holds(key(0))
@@ -170,9 +167,8 @@ class Recorded(Bell):
 
 
 @pytest.mark.parametrize("where", ["_find", "_remove"])
-def test_a_signal_handler_may_close_while_its_thread_takes(where):
+def test_a_signal_handler_may_close_while_its_thread_takes(inbox, where):
     """The handler runs in the middle of a method, in the thread that has the lock."""
-    inbox = Inbox("stage 1")
     inbox.put(gradient(3))
     interrupted = getattr(inbox, where)
 
@@ -187,9 +183,8 @@ def test_a_signal_handler_may_close_while_its_thread_takes(where):
     assert not inbox.busy
 
 
-def test_the_story_is_told_while_the_taker_goes_on():
+def test_the_story_is_told_while_the_taker_goes_on(inbox):
     """A worker tells it with every sign of life, from another thread than the one that computes."""
-    inbox = Inbox("stage 1")
 
     class Slow:
         def __str__(self):

@@ -11,11 +11,7 @@ from support.models import Pair
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.head import Mode
-from pipedream_rt.messages.tree import (
-    flatten,
-    own,
-    unflatten,
-)
+from pipedream_rt.messages.tree import flatten, own, unflatten
 
 Point = namedtuple("Point", "x y")
 

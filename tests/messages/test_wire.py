@@ -3,8 +3,6 @@ import random
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from support import messages
 from support.messages import head
 
@@ -85,36 +83,16 @@ def test_another_format_is_refused():
         decode(msgpack.packb([99, 0, 0, 0, 0, 0, 0, []]), [])
 
 
-@given(st.binary(max_size=200))
-def test_junk_is_refused(data):
-    with pytest.raises(TransportError):
-        decode(data, [])
-
-
-@given(st.sampled_from(PAYLOADS), st.data())
-def test_truncated_and_altered_messages_never_do_more_than_raise(payload, data):
-    whole = encode(made(payload, to=0, sender=1, number=0))
-    cut = data.draw(st.integers(0, len(whole) - 1))
-    with pytest.raises(TransportError):
-        decode(whole[:cut], [])
-    altered = bytearray(whole)
-    altered[cut] = data.draw(st.integers(0, 255))
-    try:
-        decode(bytes(altered), [])
-    except TransportError:
-        pass
-
-
 def test_fuzz():
-    """100,000 random, cut and changed messages: refused, or a message; never anything else."""
+    """50,000 random, cut and changed messages: refused, or a message; never anything else."""
     draw = random.Random(2)
     good = [encode(made(payload, to=1, sender=0, number=4, generation=2)) for payload in PAYLOADS]
     refused = 0
-    for i in range(100_000):
+    for i in range(50_000):
         data = bytearray(draw.choice(good))
         match i % 4:
             case 0:
-                data = bytearray(draw.randbytes(draw.randrange(120)))
+                data = bytearray(draw.randbytes(draw.randrange(200)))
             case 1:
                 del data[draw.randrange(len(data)) :]
             case 2:
@@ -126,6 +104,7 @@ def test_fuzz():
                 )
         try:
             assert isinstance(decode(bytes(data), []), Message)
+            assert i % 4 > 1, "what is random or was cut must be refused"
         except TransportError:
             refused += 1
-    assert refused > 60_000
+    assert refused > 30_000

@@ -17,15 +17,6 @@ def test_the_text_form_parses_back(kind, index, stage):
     assert Action.parse(str(action)) == action
 
 
-def test_the_text_form():
-    assert [str(Action.parse(t)) for t in ("F3", "2:F3", "B0", "S12")] == [
-        "F3",
-        "2:F3",
-        "B0",
-        "S12",
-    ]
-
-
 @pytest.mark.parametrize("text", ["", "F", "3", "f3", "F-1", "X3", "2:", ":F3", "F3 ", "1:2:F3"])
 def test_other_texts_are_refused(text):
     with pytest.raises(ScheduleError, match="is not an action"):
@@ -45,10 +36,6 @@ def test_until_goes_on_in_the_middle_of_an_order():
     done = list(itertools.islice(endless, 7))
     assert " ".join(map(str, done)) == "F0 F1 F2 B0 F3 B1 S0"
     assert " ".join(map(str, until(endless, 4, 2, 3))) == "B2 B3 S1"
-
-
-def test_until_of_nothing_is_nothing():
-    assert list(until(one_forward_one_backward(2, 1, 0), 0, 1, 0)) == []
 
 
 def test_until_of_an_order_that_ends_too_early():

@@ -7,19 +7,12 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.plans import in_script
 from support.shapes import replicated, schedules
 from support.written import Late
 
 from pipedream_rt.errors import ScheduleError
-from pipedream_rt.schedules import (
-    CHANNELS,
-    COORDINATOR,
-    Action,
-    EdgeKind,
-    Kind,
-    check,
-    plan_for,
-)
+from pipedream_rt.schedules import CHANNELS, COORDINATOR, Action, EdgeKind, Kind, check, plan_for
 from pipedream_rt.schedules.actions import apply, drain, inject, step
 from pipedream_rt.schedules.checker import prove
 from pipedream_rt.schedules.edges import Edge, Need
@@ -144,7 +137,9 @@ def test_what_is_given_is_needed_and_a_flush_leaves_nothing_on_the_way(plan, upd
     cuts = data.draw(st.sets(st.integers(1, 5), max_size=2))
     flushes = sorted(k * cut for cut in cuts if cut < updates)
     prove(plan, plan.name)
+    check(plan, updates * k)
     check(plan, updates * k, flushes=flushes, credits=plan.credits())
+    check(plan, updates * k, credits=1)
     sent, taken = {}, {}
     for _, address, action in Execution(plan, updates * k, flushes=flushes, credits=plan.credits()):
         for edge, number, peek in plan.needs(action, address):
@@ -161,17 +156,8 @@ def test_what_is_given_is_needed_and_a_flush_leaves_nothing_on_the_way(plan, upd
 # -- schedules that somebody wrote ----------------------------------------------------------------
 
 
-class SecondStageLate:
-    """Two stages, split backwards; the second does each weight half one micro-batch late."""
-
-    def order(self, worker, shape, start):
-        for m in itertools.count(start):
-            yield from (Action(Kind.FORWARD, m), Action(Kind.INPUT, m))
-            late = m - worker
-            if late >= start:
-                yield from (Action(Kind.WEIGHT, late), Action(Kind.STEP, late))
-
-    versions = Late([0, 1])
+SECOND_STAGE_LATE = Late([0, 1], ahead=[0, 0], behind=[0, 1])
+"""Two stages, split backwards; the second does each weight half one micro-batch late."""
 
 
 class SecondStageInHalves:
@@ -187,15 +173,15 @@ class SecondStageInHalves:
 
 def test_a_plan_cuts_backwards_if_one_of_its_stages_does():
     assert plan_for(SecondStageInHalves(), num_stages=2).cuts_backward
-    assert plan_for(SecondStageLate(), num_stages=2).cuts_backward
+    assert plan_for(SECOND_STAGE_LATE, num_stages=2).cuts_backward
 
 
 def test_a_written_schedule_that_deadlocks_for_a_tie_alone_is_refused():
-    plan = plan_for(SecondStageLate(), num_stages=2)
+    plan = plan_for(SECOND_STAGE_LATE, num_stages=2)
     tied = dataclasses.replace(plan, ties=(Tie("a.weight", (0, 1)),))
     rule = r"stage 0 waits in W0 for share 0 from stage 1, stage 1 waits in F1 for activation 1"
     with pytest.raises(ScheduleError, match=rule):
-        prove(tied, SecondStageLate())
+        prove(tied, SECOND_STAGE_LATE)
 
 
 def ends(plan, micro_batches, seed):
@@ -277,11 +263,6 @@ def test_what_is_proved_of_a_written_schedule_is_what_happens(seed):
         accepted += 1
         assert ends(plan, length, draw.random())
     assert accepted > 5
-
-
-def in_script(name, stages=3, **options):
-    """A plan whose loss the script computes."""
-    return dataclasses.replace(plan_for(name, num_stages=stages, **options), loss_in_script=True)
 
 
 def test_the_gradient_of_an_output_waits_for_all_outputs_of_its_mini_batch():

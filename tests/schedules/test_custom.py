@@ -3,15 +3,10 @@
 import itertools
 
 import pytest
-from support.written import LaterBackward
+from support.written import LaterBackward, RisingSteps
 
 from pipedream_rt.errors import ConfigError, ScheduleError
-from pipedream_rt.schedules import (
-    Action,
-    Kind,
-    check,
-    plan_for,
-)
+from pipedream_rt.schedules import Action, Kind, check, plan_for
 from pipedream_rt.schedules.actions import apply, drain, inject
 from pipedream_rt.schedules.policies import Flushed
 
@@ -116,21 +111,8 @@ class EightLate:
         pass
 
 
-class EightAtOnce(LaterBackward):
-    """Flushed, a mini-batch of 8 on every stage before any goes back: needs one credit."""
-
-    def order(self, worker, shape, start):
-        for first in itertools.count(start, shape.per_update):
-            for kind, stages in ((F, shape.stages_of(worker)), (B, shape.stages_of(worker)[::-1])):
-                for stage in stages:
-                    for m in range(first, first + shape.per_update):
-                        yield Action(kind, m, stage)
-            for stage in shape.stages_of(worker):
-                yield Action(S, first // shape.per_update, stage)
-
-
 def test_a_written_schedule_with_several_stages_on_a_worker():
-    schedule = plan_for(EightAtOnce(), num_stages=4, per_update=8, stages_per_worker=2)
+    schedule = plan_for(RisingSteps(), num_stages=4, per_update=8, stages_per_worker=2)
     assert schedule.in_flight(3) == 8
     check(schedule, 16, credits=1)
 

@@ -1,32 +1,14 @@
 """The execution of all orders against each other: what is done, who waits, and for what."""
 
-import dataclasses
-
 import pytest
+from support.plans import in_script, listed
 from support.written import RisingSteps
 
-from pipedream_rt.schedules import COORDINATOR, Action, EdgeKind, Plan, plan_for
+from pipedream_rt.schedules import COORDINATOR, Action, EdgeKind, plan_for
 from pipedream_rt.schedules.edges import Edge, Need
 from pipedream_rt.schedules.execution import Execution, Waiting, deadlock_of
 
 ASYNC = plan_for("async-1f1b", num_stages=3)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Wrong(Plan):
-    """A plan whose workers follow other orders."""
-
-    orders: tuple[str, ...]
-
-    def order(self, worker, start=0, stop=None):
-        if worker == COORDINATOR:
-            return Plan.order(self, worker, start, stop)
-        return map(Action.parse, self.orders[worker].split())
-
-
-def wrong(plan, *orders):
-    given = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan) if f.init}
-    return Wrong(**given, orders=orders)
 
 
 def by_worker(done, worker):
@@ -68,7 +50,7 @@ def test_an_action_that_waits_is_looked_at_once_and_before_it_is_done():
 
 
 def test_who_waits_for_ever_is_told_with_the_message_that_is_missing():
-    plan = wrong(plan_for("1f1b", num_stages=2, per_update=2), "F0 B0 F1 B1 S0", "F0 F1 B0 B1 S0")
+    plan = listed(plan_for("1f1b", num_stages=2, per_update=2), "F0 B0 F1 B1 S0", "F0 F1 B0 B1 S0")
     execution = Execution(plan, 2)
     assert by_worker(execution, 0) == "F0"
     first, last = sorted(each for each in execution.waiting if each.worker != COORDINATOR)
@@ -93,15 +75,10 @@ def test_a_deadlock_for_norms_says_what_to_do():
 
 def test_a_coordinator_that_waits_alone_is_no_deadlock():
     """It waits because a worker's order has ended."""
-    execution = Execution(wrong(ASYNC, "F0", "F0", ""), 4, credits=1)
+    execution = Execution(listed(ASYNC, "F0", "F0", ""), 4, credits=1)
     list(execution)
     assert [each.worker for each in execution.waiting] == [COORDINATOR]
     assert deadlock_of(execution.waiting, ASYNC.title_of) == ""
-
-
-def in_script(name, stages=3, **options):
-    """A plan whose loss the script computes."""
-    return dataclasses.replace(plan_for(name, num_stages=stages, **options), loss_in_script=True)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero-bubble", "async-1f1b"])

@@ -1,11 +1,9 @@
 import itertools
 
-import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.shapes import schedules
 
-from pipedream_rt.errors import ConfigError
 from pipedream_rt.schedules import check, plan_for
 from pipedream_rt.schedules.actions import OF_UPDATES
 from pipedream_rt.schedules.orders import most_in_flight
@@ -97,18 +95,3 @@ def test_a_restarted_order_is_the_same_order_later(schedule, before, updates, da
         a._replace(index=a.index - (before if a.kind in OF_UPDATES else before * k)) for a in later
     ]
     assert list(fresh) == shifted
-
-
-@pytest.mark.parametrize(
-    ("name", "numbers", "words"),
-    [
-        ("2bw", {"num_stages": 4, "per_update": 3}, "at least as many micro-batches per update"),
-        ("interleaved-1f1b", {"num_stages": 5, "per_update": 4}, "5 stages cannot be dealt"),
-        ("interleaved-1f1b", {"num_stages": 8, "per_update": 6}, "must be a multiple of 4, not 6"),
-        ("interleaved-1f1b", {"num_stages": 4, "stages_per_worker": 0}, "at least 1, not 0"),
-        ("1f1b", {"num_stages": 4, "stages_per_worker": 2}, "one stage on each worker, not 2"),
-    ],
-)
-def test_what_does_not_fit_is_refused(name, numbers, words):
-    with pytest.raises(ConfigError, match=words):
-        plan_for(name, **numbers)

@@ -22,11 +22,6 @@ def test_slack_that_is_none_makes_no_difference():
     assert Shape(workers=2, stages_per_worker=2, slack=(0, 0, 0)).slack == ()
 
 
-def test_slack_is_for_one_stage_on_each_worker():
-    with pytest.raises(ConfigError, match=r"slack .*one stage"):
-        Shape(workers=2, stages_per_worker=2, slack=(1, 0, 0))
-
-
 @pytest.mark.parametrize(
     ("slack", "stages", "expected"),
     [

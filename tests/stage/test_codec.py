@@ -3,15 +3,7 @@
 import pytest
 import torch
 
-from pipedream_rt.codecs import (
-    BFloat16,
-    ByteCodec,
-    Float16,
-    GraphCodec,
-    Int8,
-    OutsideGraph,
-    TopK,
-)
+from pipedream_rt.codecs import BFloat16, ByteCodec, Float16, GraphCodec, Int8, OutsideGraph, TopK
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.stage.codec import require_same, try_out
 
@@ -101,9 +93,11 @@ def test_numbers_that_make_no_sense_are_refused(make, words):
         make()
 
 
-class Flattens(ByteCodec):
-    def pack(self, tensor):
-        return (tensor.flatten(),)
+class Packs(ByteCodec):
+    """Packs as it is told, and unpacks the first part as it is."""
+
+    def __init__(self, pack):
+        self.pack = pack
 
     def unpack(self, parts, shape, dtype):
         return parts[0]
@@ -117,23 +111,20 @@ class Halves(GraphCodec):
         return coded
 
 
-class NoTuple(ByteCodec):
-    def pack(self, tensor):
-        return tensor
-
-
-class Fails(ByteCodec):
-    def pack(self, tensor):
-        raise ZeroDivisionError("the codec's own words")
+def fails(tensor):
+    raise ZeroDivisionError("the codec's own words")
 
 
 @pytest.mark.parametrize(
     ("codec", "words"),
     [
-        (Flattens(), r"shape \(4, 32\) and made float32 of shape \(128,\)"),
+        (
+            Packs(lambda tensor: (tensor.flatten(),)),
+            r"shape \(4, 32\) and made float32 of shape \(128,\)",
+        ),
         (Halves(), "float32 of shape .* and made float16"),
-        (NoTuple(), "tuple of dense tensors"),
-        (Fails(), "the codec's own words"),
+        (Packs(lambda tensor: tensor), "tuple of dense tensors"),
+        (Packs(fails), "the codec's own words"),
         (ByteCodec(), "NotImplementedError"),
     ],
 )

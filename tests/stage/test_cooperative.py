@@ -2,6 +2,7 @@
 
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext as does_not_raise
 from datetime import timedelta
 
 import pytest
@@ -81,28 +82,26 @@ def test_the_first_turn_runs_even_if_no_message_is_there():
     assert not turns.take()
 
 
-def test_an_error_is_reported_and_ends_the_turns():
-    error = KeyError("boom")
+BOOM = KeyError("boom")
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "reported"),
+    [
+        (BOOM, does_not_raise(), [BOOM]),
+        (PipelineClosed("the end"), does_not_raise(), []),
+        (KeyboardInterrupt(), pytest.raises(KeyboardInterrupt), []),
+    ],
+    ids=["an error", "a closed pipeline", "what ends the script"],
+)
+def test_who_is_told_what_ends_the_turns(error, raised, reported):
     turns = Turns(Host(at=0, error=error).put(0))
-    assert turns.take()
-    assert (turns.has_ended, turns.host.reported) == (True, [error])
+    with raised:
+        assert turns.take()
+    assert (turns.has_ended, turns.host.reported) == (True, reported)
 
 
-def test_a_closed_pipeline_is_no_error():
-    turns = Turns(Host())
-    turns.host.inbox.close(PipelineClosed("the end"))
-    assert turns.take()
-    assert (turns.has_ended, turns.host.reported) == (True, [])
-
-
-def test_what_ends_the_script_is_raised():
-    turns = Turns(Host(at=0, error=KeyboardInterrupt()).put(0))
-    with pytest.raises(KeyboardInterrupt):
-        turns.take()
-    assert (turns.has_ended, turns.host.reported) == (True, [])
-
-
-def test_so_is_what_a_signal_handler_of_the_script_has_raised():
+def test_what_a_signal_handler_of_the_script_has_raised_is_raised():
     class Deadlined(Exception):
         pass
 

@@ -15,21 +15,18 @@ from pipedream_rt.corrections import (
     StalenessRate,
     WeightPrediction,
 )
-from pipedream_rt.stage.correction import (
-    HOOKS,
-    Moment,
-    overrides,
-    refuse_nonsense,
-    require_number,
-)
+from pipedream_rt.stage.correction import HOOKS, Moment, overrides, refuse_nonsense, require_number
 
 
-def misspelt():
-    class Misspelt(Correction):
-        def before_steps(self, at, optimizer):
-            pass
+class Misspelt(Correction):
+    def before_steps(self, at, optimizer):
+        pass
 
-    return Misspelt()
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Correction):
+    def before_step(self, at, optimizer):
+        pass
 
 
 def on_the_object():
@@ -38,22 +35,13 @@ def on_the_object():
     return correction
 
 
-def frozen():
-    @dataclasses.dataclass(frozen=True)
-    class Frozen(Correction):
-        def before_step(self, at, optimizer):
-            pass
-
-    return Frozen()
-
-
 @pytest.mark.parametrize(
     ("made", "words"),
     [
         (Correction, "none of the hooks"),
-        (misspelt, "'before_steps', which would never be called"),
+        (Misspelt, "'before_steps', which would never be called"),
         (on_the_object, "'before_step', which would never be called"),
-        (frozen, "must not be frozen"),
+        (Frozen, "must not be frozen"),
     ],
 )
 def test_hooks_that_would_not_be_called_are_refused(made, words):
@@ -62,37 +50,27 @@ def test_hooks_that_would_not_be_called_are_refused(made, words):
 
 
 @pytest.mark.parametrize(
-    "made",
+    ("cls", "options", "words"),
     [
-        lambda: WeightPrediction(strength=float("nan")),
-        lambda: Extrapolation(strength="1"),
-        lambda: Extrapolation(decay="a"),
-        lambda: DelayCompensation(strength=float("inf")),
-        lambda: DelayCompensation(adaptive=True, decay=2.0),
-        lambda: ErrorFeedback(limit="1"),
-        lambda: StalenessRate(updates="a"),
-        lambda: StalenessMomentum(top=None),
-        lambda: StalenessDamping(power=True),
+        (WeightPrediction, {"strength": float("nan")}, "must be a number"),
+        (Extrapolation, {"strength": "1"}, "must be a number"),
+        (Extrapolation, {"decay": "a"}, "must be a number"),
+        (DelayCompensation, {"strength": float("inf")}, "must be a number"),
+        (DelayCompensation, {"adaptive": True, "decay": 2.0}, "must be a number"),
+        (ErrorFeedback, {"limit": "1"}, "must be a number"),
+        (StalenessRate, {"updates": "a"}, "must be a number"),
+        (StalenessMomentum, {"top": None}, "must be a number"),
+        (StalenessDamping, {"power": True}, "must be a number"),
+        (StalenessRate, {"updates": 0}, "must be a number of at least"),
+        (StalenessDamping, {"power": -1.0}, "must be a number of at least"),
+        (StalenessMomentum, {"top": 1.0}, "must be a number of at least"),
+        (ErrorFeedback, {"limit": -1.0}, "must be a number of at least"),
+        (Extrapolation, {"decay": 1.0}, "must be a number of at least"),
     ],
 )
-def test_attributes_are_numbers(made):
-    with pytest.raises(ConfigError, match="must be a number"):
-        made()
-
-
-@pytest.mark.parametrize(
-    "made",
-    [
-        lambda: StalenessRate(updates=0),
-        lambda: StalenessDamping(power=-1.0),
-        lambda: StalenessMomentum(top=1.0),
-        lambda: ErrorFeedback(limit=-1.0),
-        lambda: Extrapolation(decay=1.0),
-    ],
-)
-def test_so_are_numbers_out_of_range(made):
-    with pytest.raises(ConfigError, match="must be a number of at least"):
-        made()
+def test_attributes_are_numbers_within_their_bounds(cls, options, words):
+    with pytest.raises(ConfigError, match=words):
+        cls(**options)
 
 
 def test_what_overrides_one_hook_is_a_correction():

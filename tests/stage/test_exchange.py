@@ -8,7 +8,6 @@ from support.one_worker import (
     TWO,
     Worker,
     activation,
-    command,
     flush,
     gradient,
     line,
@@ -18,30 +17,8 @@ from support.one_worker import (
 )
 
 from pipedream_rt.messages.head import Mode
-from pipedream_rt.messages.message import Activation, CommandName, Gradient, Passed
+from pipedream_rt.messages.message import Activation, Gradient, Passed
 from pipedream_rt.messages.tree import unflatten
-from pipedream_rt.schedules import COORDINATOR
-
-
-def test_the_first_stage_sends_no_gradient_and_the_last_needs_none():
-    first = Worker(TWO, 0).put(
-        activation(0, 0, sender=COORDINATOR),
-        activation(0, 1, sender=COORDINATOR),
-        flush(0, 2),
-        gradient(0, 0),
-        gradient(0, 1),
-    )
-    assert first.run() == ["activation 0 0>1", "activation 1 0>1", "reply 2 0>*"]
-    last = Worker(TWO, 1).put(
-        activation(1, 0), activation(1, 1), flush(1, 2), target(1, 0), target(1, 1)
-    )
-    assert last.run() == [
-        "loss 0 1>*",
-        "gradient 0 1>0",
-        "loss 1 1>*",
-        "gradient 1 1>0",
-        "reply 2 1>*",
-    ]
 
 
 def test_a_micro_batch_carries_what_the_next_stage_needs():
@@ -72,17 +49,15 @@ def test_a_loss_tells_which_versions_were_read():
     ).run()
     losses = [m.payload for m in worker.sent if line(m).startswith("loss")]
     assert [[passed[:2] for passed in loss.trail] for loss in losses] == [
-        [(0, 0), (1, 0)],
-        [(0, 0), (1, 1)],
-        [(0, 1), (1, 2)],
-    ]
+        [(0, 0), (1, 0)], [(0, 0), (1, 1)], [(0, 1), (1, 2)]
+    ]  # fmt: skip
     assert all(type(loss.loss) is float and loss.structure == [] for loss in losses)
 
 
 def test_a_gradient_that_is_none_is_not_sent_and_none_is_taken_for_it():
     """The message comes all the same: who waits for it must not wait for ever."""
     worker = Worker(THREE, 1)
-    worker.put(activation(1, 0), activation(1, 1), gradient(1, 0, present=False)).run()
+    worker.feed("activation 0-1").put(gradient(1, 0, present=False)).run()
     (message,) = [m for m in worker.sent if line(m) == "gradient 0 1>0"]
     assert message.payload == Gradient(present=[False])
     assert message.tensors == ()
@@ -102,15 +77,10 @@ def test_positions_may_jump_where_turns_count(seed):
         *(gradient(1, p) for _, p in places),
         seed=seed,
     )
-    assert middle.run() == [
-        "activation 0 1>2",
-        "activation 1 1>2",
-        "gradient 0 1>0",
-        "activation 2 1>2",
-        "gradient 3 1>0",
-        "gradient 7 1>0",
-        "reply 12 1>*",
-    ]
+    assert middle.run() == (
+        "activation 0 1>2, activation 1 1>2, gradient 0 1>0, activation 2 1>2, gradient 3 1>0, "
+        "gradient 7 1>0, reply 12 1>*"
+    )
     forwards = [m.payload.head for m in middle.sent if isinstance(m.payload, Activation)]
     assert [head.position for head in forwards] == [0, 3, 7]
     last = Worker(THREE, 2)
@@ -120,21 +90,16 @@ def test_positions_may_jump_where_turns_count(seed):
         *(target(2, m, position=p) for m, p in places),
         seed=seed,
     )
-    assert last.run() == [
-        f"{kind} {p} {ends}"
-        for p in (0, 3, 7)
-        for kind, ends in (("loss", "2>*"), ("gradient", "2>1"))
-    ] + ["reply 12 2>*"]
+    assert last.run() == (
+        "loss 0 2>*, gradient 0 2>1, loss 3 2>*, gradient 3 2>1, loss 7 2>*, gradient 7 2>1, "
+        "reply 12 2>*"
+    )
 
 
 def test_what_was_replied_does_not_change_with_the_next_update():
     """It is a copy; a transport may take its time to send it."""
     worker = Worker(ONE)
     before = worker.state()["0.weight"].clone()
-    worker.put(
-        command(0, 0, CommandName.STATE),
-        activation(0, 0, position=1, sender=COORDINATOR),
-        target(0, 1),
-    ).run()
+    worker.feed("state 0, activation 0@1, target 1").run()
     assert torch.equal(replied(worker, 0)["0.weight"], before)
     assert not torch.equal(worker.state()["0.weight"], before)

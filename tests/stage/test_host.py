@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import messages
-from support.stages import with_layers
+from support.stages import a_spec, pickled
 from torch import nn
 
 from pipedream_rt.errors import MessageTimeout, PeerLost, PipelineClosed, TransportError
@@ -27,8 +27,6 @@ from pipedream_rt.messages.tree import flat_copy, flatten, unflatten
 from pipedream_rt.models.settings import apply_settings, settings_now
 from pipedream_rt.schedules import COORDINATOR, plan_for
 from pipedream_rt.stage.host import StageHost
-from pipedream_rt.stage.optimizer import GroupSpec, OptimizerSpec
-from pipedream_rt.stage.spec import StageSpec
 
 GENERATION = 6
 
@@ -38,15 +36,12 @@ ONE = plan_for("async-1f1b", num_stages=1)
 @pytest.fixture(autouse=True)
 def as_it_was():
     """A host names its thread and sets what is torch's for the whole process."""
-    settings, threads, name = (
-        settings_now(),
-        torch.get_num_threads(),
-        threading.current_thread().name,
-    )
+    settings, threads, thread = settings_now(), torch.get_num_threads(), threading.current_thread()
+    name = thread.name
     yield
     apply_settings(settings)
     torch.set_num_threads(threads)
-    threading.current_thread().name = name
+    thread.name = name
 
 
 class Host:
@@ -92,56 +87,34 @@ class Host:
 
 def start(layer=None, stage=0, plan=ONE, settings=None, trace_spans=0, **changes):
     """What a stage is made of, as the coordinator sends it."""
-    module = nn.Sequential()
-    module.add_module(str(stage), layer or nn.Linear(2, 2))
-    spec = StageSpec(
-        stage=stage,
-        layers=module,
+    spec = a_spec(
+        {str(stage): layer or nn.Linear(2, 2)}, plan, stage,
         loss_fn=F.mse_loss if stage in plan.exits else None,
-        plan=with_layers(plan, stage, module),
-        seed=0,
-        on_nan="raise",
-        trace_spans=trace_spans,
-        settings=settings or settings_now(),
-    )
-    data = cloudpickle.dumps(spec)
-    names = tuple(name for name, _ in module.named_parameters())
-    optimizer = OptimizerSpec(
-        optimizer_class=torch.optim.SGD, kwargs={"lr": 0.5}, groups=(GroupSpec(names=names),)
-    )
-    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    defaults = {"digest": digest_of([tensor]), "optimizer": cloudpickle.dumps(optimizer)}
+        trace_spans=trace_spans, settings=settings or settings_now(),
+    )  # fmt: skip
+    tensor = torch.frombuffer(bytearray(cloudpickle.dumps(spec)), dtype=torch.uint8)
+    optimizer = pickled(torch.optim.SGD, {"lr": 0.5}, dict(spec.layers.named_parameters()))
+    defaults = {"digest": digest_of([tensor]), "optimizer": optimizer}
     return message(Start(**{**defaults, **changes}), stage, 0, (tensor,))
 
 
 def message(payload, to, position, tensors=()):
-    return messages.message(
-        payload,
-        to=to,
-        sender=COORDINATOR,
-        number=position,
-        generation=GENERATION,
-        tensors=tensors,
-    )
+    options = {"number": position, "generation": GENERATION, "tensors": tensors}
+    return messages.message(payload, to=to, sender=COORDINATOR, **options)
 
 
 def micro_batch(number=0, position=0):
     structure, tensors = flatten(torch.ones(1, 2))
-    payload = Activation(
-        head=messages.head(number, position=position),
-        turns=[position],
-        structure=structure,
-        requires_grad=[False],
-    )
+    head = messages.head(number, position=position)
+    payload = Activation(head=head, turns=[position], structure=structure, requires_grad=[False])
     of_target = Target(structure=structure)
     return message(payload, 0, position, tensors), message(of_target, 0, position, tensors)
 
 
 def command(name, position=0, argument=None, to=0):
     structure, tensors, _ = flat_copy(argument)
-    return message(
-        Command(position=position, name=name, structure=structure), to, position, tensors
-    )
+    payload = Command(position=position, name=name, structure=structure)
+    return message(payload, to, position, tensors)
 
 
 # -- start ------------------------------------------------------------------------------------
@@ -191,15 +164,17 @@ def test_without_an_optimizer_and_a_mode_a_stage_is_as_it_is():
     assert (failed.type_name, failed.action) == ("ConfigError", "S0")
 
 
+def saved_in(folder):
+    files = os.listdir(folder)
+    return {"folder": str(folder), "files": files, "step": 1, "plain": {}, "floor": 0}
+
+
 @pytest.mark.threads
 def test_a_stage_begins_with_the_state_of_a_checkpoint(tmp_path):
     save = command(CommandName.SAVE, 1, {"folder": str(tmp_path), "step": 1})
     first = Host().put(start(), *micro_batch(), save, command(CommandName.STATE, 2))
     first.serve()
-    restore = {
-        "folder": str(tmp_path), "files": os.listdir(tmp_path), "step": 1, "plain": {}, "floor": 0
-    }  # fmt: skip
-    again = Host().put(start(restore=restore), command(CommandName.STATE))
+    again = Host().put(start(restore=saved_in(tmp_path)), command(CommandName.STATE))
     again.serve()
     (state,), (restored,) = replies(first), replies(again)
     assert all(torch.equal(restored[key], tensor) for key, tensor in state.items())
@@ -209,11 +184,8 @@ def test_a_checkpoint_without_a_version_that_the_stage_read_is_refused(tmp_path)
     """It was made by a schedule that keeps none; a recovery would compute other bits."""
     save = command(CommandName.SAVE, 1, {"folder": str(tmp_path), "step": 1})
     Host().put(start(), *micro_batch(), save).serve()
-    restore = {
-        "folder": str(tmp_path), "files": os.listdir(tmp_path), "step": 1, "plain": {}, "floor": 0
-    }  # fmt: skip
     two = plan_for("async-1f1b", num_stages=2)
-    failed = Host().put(start(plan=two, restore=restore)).failure()
+    failed = Host().put(start(plan=two, restore=saved_in(tmp_path))).failure()
     assert failed.type_name == "CheckpointError"
     assert "lacks older weight versions that stage 0 read" in failed.text
 
@@ -414,7 +386,4 @@ def test_a_stage_that_cannot_be_built_is_named():
     host = Host((0, 2)).put(start(plan=plan), start(Unbuildable(), stage=2, plan=plan))
     failed = host.failure()
     assert (failed.type_name, failed.action) == ("ValueError", "start")
-    assert [(stage, type(payload)) for stage, _, _, payload in host.sent] == [
-        (0, Ready),
-        (2, Failed),
-    ]
+    assert [(each[0], type(each[-1])) for each in host.sent] == [(0, Ready), (2, Failed)]

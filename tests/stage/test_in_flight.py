@@ -93,8 +93,7 @@ def test_gradients_of_several_consumers_are_added_in_the_order_of_the_consumers(
         fan = dataclasses.replace(diamond.plan(), links=((0, 1), (0, 2), (0, 3), (1, 3), (2, 3)))
         stage = a_stage([nn.Identity()], fan, 0)
         stage.forward(head(0), [value(torch.zeros(1), wanted=True)])
-        backward = stage.backward_input if halves else stage.backward
-        ((gradient,),) = backward(0, [[torch.tensor([g])] for g in given])
+        ((gradient,),) = back(stage, 0, [[torch.tensor([g])] for g in given], halves)
         sums.append(gradient.item())
     assert sums == [1, 0]
 
@@ -103,8 +102,7 @@ def test_gradients_of_several_consumers_are_added_in_the_order_of_the_consumers(
 def test_a_consumer_that_has_no_gradient_adds_none(halves):
     stage = a_stage([nn.Identity()], diamond.plan(), 0)
     stage.forward(head(0), [value(torch.zeros(1), wanted=True)])
-    backward = stage.backward_input if halves else stage.backward
-    ((gradient,),) = backward(0, [[None], [torch.tensor([3.0])]])
+    ((gradient,),) = back(stage, 0, [[None], [torch.tensor([3.0])]], halves)
     assert gradient.tolist() == [3]
 
 
@@ -113,8 +111,7 @@ def test_where_no_gradient_comes_to_the_entrance_none_is_sent(halves):
     """Zeros in its place would let an optimizer decay weights of the stage before."""
     stage = a_stage([Blocked(), nn.Linear(2, 2)], TWO, 1, loss_fn=F.mse_loss)
     stage.forward(head(0), [value(torch.ones(1, 2), wanted=True)], value(torch.ones(1, 2)))
-    backward = stage.backward_input if halves else stage.backward
-    assert backward(0) == [[None]]
+    assert back(stage, 0, halves=halves) == [[None]]
 
 
 def test_the_output_of_a_pass_is_not_changed_by_the_next():

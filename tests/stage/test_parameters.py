@@ -2,6 +2,7 @@ import copy
 
 import pytest
 import torch
+from support.models import Of, tied
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -15,50 +16,20 @@ def make(parameters, next_read, step):
         step()
 
 
-class Checkpointed(nn.Module):
-    """Recomputes its forward in backward, inside the module."""
-
-    def __init__(self, reentrant):
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.LayerNorm(3))
-        self.reentrant = reentrant
-
-    def forward(self, x):
-        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
-
-
-class Tied(nn.Module):
-    """One Parameter under two names."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(3, 3)
-        self.second = nn.Linear(3, 3)
-        self.second.weight = self.first.weight
-
-    def forward(self, x):
-        return self.second(self.first(x).tanh())
-
-
-class Recurrent(nn.Module):
-    """An LSTM keeps its weights in a second list, _flat_weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.lstm = nn.LSTM(3, 3)
-
-    def forward(self, x):
-        return self.lstm(x)[0]
+def checkpointed(reentrant):
+    """A module that recomputes its forward in backward, inside."""
+    inner = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.LayerNorm(3))
+    return Of(lambda x, inner: checkpoint(inner, x, use_reentrant=reentrant), inner)
 
 
 MODULES = {
     "linear": lambda: nn.Linear(3, 3),
     "layer norm": lambda: nn.LayerNorm(3),
     "conv": lambda: nn.Conv1d(2, 2, 1),
-    "checkpoint": lambda: Checkpointed(False),
-    "reentrant checkpoint": lambda: Checkpointed(True),
-    "tied": Tied,
-    "lstm": Recurrent,
+    "checkpoint": lambda: checkpointed(False),
+    "reentrant checkpoint": lambda: checkpointed(True),
+    "tied": lambda: Of(lambda x, a, b: b(a(x).tanh()), *tied(3)),  # one Parameter, two names
+    "lstm": lambda: Of(lambda x, lstm: lstm(x)[0], nn.LSTM(3, 3)),  # keeps a second list of them
     "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
 }
 

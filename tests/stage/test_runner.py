@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
+from support.models import Raises
 from support.stages import specs_of, value
 from torch import nn
 
-from pipedream_rt.errors import ConfigError
 from pipedream_rt.stage.runner import Runner
 
 
@@ -94,27 +94,13 @@ def test_a_recomputed_stage_has_the_same_gradients_and_buffers(recompute):
 
 
 def test_where_it_stands_is_known_while_a_step_is_done_and_after_it_failed():
-    class Breaks(nn.Module):
-        def forward(self, x):
-            raise ZeroDivisionError
-
     runner = runner_of(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
     assert runner.at is None
     ran(runner, [X])
     assert runner.at is None
-    broken = runner_of(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
-    broken._module[1].forward = Breaks().forward
+    broken = runner_of(nn.Sequential(nn.Linear(4, 4), Raises(0)))
     with pytest.raises(ZeroDivisionError):
         ran(broken, [X])
     step, given = broken.at
     assert step.name == "1"
     assert given.shape == (2, 4)
-
-
-def test_a_loss_must_have_one_element():
-    runner = runner_of(nn.Sequential(nn.Linear(4, 4)), loss_fn=lambda output, target: output)
-    with pytest.raises(ConfigError, match=r"one element, it returned \(2, 4\)"):
-        runner.loss(X, value(X))
-    whole = runner_of(nn.Sequential(nn.Linear(4, 4)), loss_fn=nn.MSELoss())
-    loss, parts = whole.loss(X, value(X))
-    assert (loss.item(), parts) == (0.0, {})

@@ -3,24 +3,19 @@
 import copy
 import os
 
-import cloudpickle
 import pytest
 import torch
 from support.messages import head
-from support.models import Recomputes
+from support.models import Of, Recomputes, tied
 from support.oracle import assert_same
-from support.stages import with_layers
+from support.stages import a_stage, value
 from torch import nn
 
 from pipedream_rt.checkpoint import read_stage
 from pipedream_rt.messages.state_keys import by_text
-from pipedream_rt.messages.tree import Value, flatten
 from pipedream_rt.schedules import Kind, plan_for
 from pipedream_rt.stage import stage_state
-from pipedream_rt.stage.optimizer import GroupSpec, OptimizerSpec
 from pipedream_rt.stage.saving import StageSaver, restore_stage
-from pipedream_rt.stage.spec import StageSpec
-from pipedream_rt.stage.stage import Stage
 
 pytestmark = pytest.mark.threads
 
@@ -51,18 +46,6 @@ class Counts(nn.Module):
         self.calls = calls.clone()
 
 
-class Tied(nn.Module):
-    """Two names for one weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.b.weight = self.a.weight
-
-    def forward(self, x):
-        return self.b(self.a(x))
-
-
 class Replaces(nn.Module):
     """A backward puts another tensor in the place of a buffer."""
 
@@ -91,7 +74,8 @@ class Noted(nn.Module):
 
 
 def layers():
-    return [Tied(), nn.BatchNorm1d(4), nn.Dropout(0.2), Counts()]
+    twice = Of(lambda x, a, b: b(a(x)), *tied(4))  # two names for one weight
+    return [twice, nn.BatchNorm1d(4), nn.Dropout(0.2), Counts()]
 
 
 class Run:
@@ -103,21 +87,8 @@ class Run:
 
     def __init__(self, made=None, plan=ASYNC, optimizer=torch.optim.AdamW):
         torch.manual_seed(0)
-        module = nn.Sequential(*(layers() if made is None else made))
-        self.stage = Stage(
-            StageSpec(
-                stage=0,
-                layers=module,
-                loss_fn=None,
-                plan=with_layers(plan, 0, module),
-                seed=3,
-                on_nan="raise",
-            )
-        )
-        if optimizer is not None:
-            groups = (GroupSpec(names=tuple(n for n, _ in module.named_parameters())),)
-            spec = OptimizerSpec(optimizer_class=optimizer, groups=groups)
-            self.stage.set_optimizer(cloudpickle.dumps(spec))
+        given = optimizer and (optimizer, {})
+        self.stage = a_stage(layers() if made is None else made, plan, optimizer=given, seed=3)
         self.told = []
         self.saver = StageSaver(self.stage, 3, lambda *outcome: self.told.append(outcome))
 
@@ -129,8 +100,7 @@ class Run:
                 case Kind.FORWARD:
                     if i == command_at:
                         self.saver.begin(POSITION, str(folder), step)
-                    structure, tensors = flatten(data(i))
-                    stage.forward(head(i), [Value(structure, tuple(tensors), (False,))])
+                    stage.forward(head(i), [value(data(i))])
                 case Kind.BACKWARD:
                     with self.saver.watching_buffers():
                         stage.backward(i, [[data(i + 1000)]])
@@ -150,6 +120,10 @@ class Run:
             if key.part != "split"
         }
         return copy.deepcopy({**module.state_dict(), **hidden, **moments})
+
+    def restored(self, folder, step=4, plain=None, floor=0):
+        """Whether it has all that is needed to go on as of a checkpoint."""
+        return restore_stage(self.stage, str(folder), os.listdir(folder), step, plain or {}, floor)
 
     def closed(self):
         self.saver.close()
@@ -195,15 +169,6 @@ def test_it_holds_weights_as_of_the_update_and_buffers_as_of_the_command(tmp_pat
     assert {path.name for path in tmp_path.iterdir()} == files.keys()
     assert weights.keys() <= files.keys()
     assert plain.keys() == {"split/0"}
-
-
-def test_a_checkpoint_of_an_update_that_is_done_is_made_at_once(tmp_path):
-    run = Run().go(4)
-    run.saver.begin(POSITION, str(tmp_path), 4)
-    run.closed()
-    ((position, result),) = run.told
-    assert position == POSITION
-    assert type(result) is list
 
 
 def test_what_is_written_are_copies(tmp_path):
@@ -279,7 +244,7 @@ def test_without_an_optimizer_there_is_no_state_of_one(tmp_path):
     run.closed()
     assert read(run, tmp_path).steps == {}
     again = Run(optimizer=None)
-    assert restore_stage(again.stage, str(tmp_path), os.listdir(tmp_path), 0, {}, 0)
+    assert again.restored(tmp_path, step=0)
     assert_same(again.stage.module.state_dict(), run.stage.module.state_dict())
 
 
@@ -293,7 +258,7 @@ def test_a_stage_goes_on_bit_for_bit(tmp_path, plan, optimizer):
     undisturbed = Run(plan=plan, optimizer=optimizer).go(8, 4, tmp_path, 4).closed()
     ((_, (_, plain, _, _)),) = undisturbed.told
     again = Run(plan=plan, optimizer=optimizer)
-    assert restore_stage(again.stage, str(tmp_path), os.listdir(tmp_path), 4, plain, 0)
+    assert again.restored(tmp_path, plain=plain)
     assert (again.stage.next_forward, again.stage.ended) == (4, 4)
     again.go(8)
     assert_same(again.state(), undisturbed.state())
@@ -319,7 +284,7 @@ def test_optimizer_state_that_is_no_tensor_comes_from_the_manifest(tmp_path):
         "split/0": ["0.weight", "0.bias"],
     }  # fmt: skip
     again = Run([nn.Linear(4, 4)], optimizer=Plain)
-    restore_stage(again.stage, str(tmp_path), os.listdir(tmp_path), 4, plain, 0)
+    again.restored(tmp_path, plain=plain)
     assert by_text(again.stage.optimizer.state()) == plain
 
 
@@ -328,8 +293,7 @@ def read_by(run):
     stage, versions = run.stage, []
     for _ in range(3):
         m = stage.next_forward
-        structure, tensors = flatten(data(m))
-        stage.forward(head(m), [Value(structure, tuple(tensors), (False,))])
+        stage.forward(head(m), [value(data(m))])
         versions.append(stage.version_of(m))
     return versions
 
@@ -341,7 +305,7 @@ def test_versions_below_the_floor_are_not_read_again(tmp_path, floor, versions):
     """As after weights were loaded in the middle of the run that made the checkpoint."""
     Run().go(8, 4, tmp_path, 4).closed()
     again = Run()
-    assert restore_stage(again.stage, str(tmp_path), os.listdir(tmp_path), 4, {}, floor)
+    assert again.restored(tmp_path, floor=floor)
     assert read_by(again) == versions
 
 
@@ -351,7 +315,7 @@ def test_where_an_older_version_is_missing_the_newest_is_read(tmp_path):
     run.saver.begin(POSITION, str(tmp_path), 4)
     run.closed()
     again = Run()
-    assert not restore_stage(again.stage, str(tmp_path), os.listdir(tmp_path), 4, {}, 0)
+    assert not again.restored(tmp_path)
     assert read_by(again) == [4, 4, 4]
 
 
@@ -359,6 +323,6 @@ def test_a_stage_without_weights_misses_no_version(tmp_path):
     run = Run([nn.BatchNorm1d(4, affine=False)]).go(8, 4, tmp_path, 4).closed()
     assert len(run.told) == 1
     again = Run([nn.BatchNorm1d(4, affine=False)])
-    assert restore_stage(again.stage, str(tmp_path), os.listdir(tmp_path), 4, {}, 0)
+    assert again.restored(tmp_path)
     again.go(8)
     assert_same(again.state(), run.state())

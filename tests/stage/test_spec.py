@@ -6,21 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.models import mlp
-from support.stages import ASYNC, specs_of, with_layers
+from support.stages import a_spec, specs_of
 from torch import nn
 
 from pipedream_rt.codecs import Int8
 from pipedream_rt.corrections import Correction
 from pipedream_rt.stage.parameters import GradientHook
 from pipedream_rt.stage.rules.corrections import Correcting
-from pipedream_rt.stage.spec import StageSpec, has_own_loss, own_loss, total_of
-
-
-def a_spec(module=None, loss_fn=None, **options):
-    module = nn.Sequential(nn.Linear(2, 2)) if module is None else module
-    plan = with_layers(ASYNC, 0, module)
-    given = {"stage": 0, "layers": module, "loss_fn": loss_fn, "plan": plan, "seed": 0}
-    return StageSpec(**given, on_nan="raise", **options)
+from pipedream_rt.stage.spec import has_own_loss, own_loss, total_of
 
 
 def test_the_total_of_a_loss_is_what_is_trained_on_and_the_rest_is_told():
@@ -78,7 +71,7 @@ def hook_of_this_file(gradient):
 @pytest.mark.parametrize(
     "options",
     [
-        {"module": nn.Sequential(Layer(1, 1))},
+        {"layers": [Layer(1, 1)]},
         {"loss_fn": loss_of_this_file},
         {"rules": (Correcting((Made(),)),)},
         {"codecs": {(0, 1): Coded()}},
@@ -87,11 +80,14 @@ def hook_of_this_file(gradient):
     ids=["layers", "loss", "rules", "codecs", "hooks"],
 )
 def test_the_code_of_all_that_the_user_wrote_is_compared(options):
-    assert any(__name__ in key for key in a_spec(**options).own_code())
+    given = {"layers": [nn.Linear(2, 2)], **options}
+    assert any(__name__ in key for key in a_spec(**given).own_code())
 
 
 def test_the_code_of_what_has_no_code_of_the_user_is_not():
-    assert not any(__name__ in key for key in a_spec(loss_fn=F.mse_loss).own_code())
+    assert not any(
+        __name__ in key for key in a_spec([nn.Linear(2, 2)], loss_fn=F.mse_loss).own_code()
+    )
 
 
 # -- building ---------------------------------------------------------------------------------
@@ -115,6 +111,6 @@ def test_buffers_over_received_memory_are_the_stages_own_after_it_is_built():
     received = bytearray(8)
     layer = nn.Linear(2, 2)
     layer.register_buffer("table", torch.frombuffer(received, dtype=torch.float32))
-    a_spec(nn.Sequential(layer)).build()
+    a_spec([layer]).build()
     layer.table.resize_(3).fill_(1)
     assert received == bytearray(8)

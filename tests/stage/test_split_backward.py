@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from support.models import Blocks, RunsBackwardInside
+from support.models import Blocks, Of, RunsBackwardInside, tied
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -113,6 +113,50 @@ def chain():
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 4))
 
 
+def linear():
+    return nn.Linear(4, 4)
+
+
+def weight():
+    return nn.Parameter(torch.eye(4))
+
+
+def frozen():
+    return linear().requires_grad_(False)
+
+
+def inner():
+    return nn.Sequential(linear(), nn.Dropout(0.5), nn.LayerNorm(4))
+
+
+def changed(tensor, change):
+    """The same tensor, whose gradient a hook changes."""
+    tensor.register_hook(change)
+    return tensor
+
+
+def with_noise(tensor):
+    return changed(tensor, lambda gradient: gradient + torch.randn_like(gradient))
+
+
+def negated_often(x, layer):
+    """A graph that is deeper than Python's stack."""
+    x = layer(x)
+    for _ in range(1500):
+        x = -x
+    return x
+
+
+def draws():
+    """Random numbers are drawn on the path."""
+    return Of(lambda x, layer: with_noise(layer(x)), linear())
+
+
+def draws_for_weights():
+    """Random numbers are drawn off the path alone."""
+    return Of(lambda x, w: x @ with_noise(w * 2), weight())
+
+
 class Branches(nn.Module):
     """The input goes three ways, one of them without a weight, and comes together again."""
 
@@ -125,17 +169,6 @@ class Branches(nn.Module):
         return torch.cat([left * right, right], dim=1) @ self.right(x).T + x.sum()
 
 
-class OffThePath(nn.Module):
-    """A weight that is computed from weights, and an output that no input leads to."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Parameter(torch.eye(4)), nn.Parameter(torch.ones(4))
-
-    def forward(self, x):
-        return x @ (self.a.exp() * self.b), (self.b * 3).sum()
-
-
 class TwoInputs(nn.Module):
     def __init__(self):
         super().__init__()
@@ -143,48 +176,6 @@ class TwoInputs(nn.Module):
 
     def forward(self, x, y):
         return self.second(self.first(x) * y), y.sum()
-
-
-class HalfFrozen(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.frozen, self.trained = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.frozen.requires_grad_(False)
-
-    def forward(self, x):
-        return self.frozen(self.trained(self.frozen(x)))
-
-
-class InsideCheckpoint(nn.Module):
-    def __init__(self, reentrant=False):
-        super().__init__()
-        self.before = nn.Linear(4, 4)
-        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.LayerNorm(4))
-        self.reentrant = reentrant
-
-    def forward(self, x):
-        return checkpoint(self.inner, self.before(x), use_reentrant=self.reentrant)
-
-
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm = nn.LSTM(4, 4, 2)
-
-    def forward(self, x):
-        return self.lstm(x)[0]
-
-
-class Tied(nn.Module):
-    """One weight in two places of the path, each by its own transposition."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.second.weight = self.first.weight
-
-    def forward(self, x):
-        return self.second(self.first(x).tanh())
 
 
 class Doubles(torch.autograd.Function):
@@ -199,54 +190,55 @@ class Doubles(torch.autograd.Function):
         return gradient * 2
 
 
+def hooked(hook):
+    """A hook on an activation, which is on the path, and one on a weight computed from another."""
+    return Of(
+        lambda x, layer, w: changed(layer(x), hook).tanh() @ changed(w * 2, hook),
+        *(linear(), weight()),
+    )
+
+
 class Between(nn.Module):
     def __init__(self, function):
         super().__init__()
-        self.before, self.after, self.function = nn.Linear(4, 4), nn.Linear(4, 4), function
+        self.before, self.after, self.function = linear(), linear(), function
 
     def forward(self, x):
         return self.after(self.function.apply(self.before(x)))
 
 
+CUT = {
+    "chain": chain,
+    "branches": Branches,
+    "a weight computed from weights, and an output that no input leads to": lambda: Of(
+        lambda x, a, b: (x @ (a.exp() * b), (b * 3).sum()), weight(), nn.Parameter(torch.ones(4))
+    ),
+    "half frozen": lambda: Of(lambda x, a, b: a(b(a(x))), frozen(), linear()),
+    "checkpoint": lambda: Of(
+        lambda x, before, inside: checkpoint(inside, before(x), use_reentrant=False),
+        *(linear(), inner()),
+    ),
+    "function": lambda: Between(Doubles),
+    "lstm": lambda: Of(lambda x, lstm: lstm(x)[0], nn.LSTM(4, 4, 2)),
+    # Each time by its own transposition.
+    "a weight twice": lambda: Of(lambda x, a, b: b(a(x).tanh()), *tied(4)),
+    "weight norm": lambda: nn.utils.parametrizations.weight_norm(linear()),
+    "no weights": nn.Identity,
+    "a scalar, as the loss": lambda: Of(lambda x, layer: layer(x).square().mean(), linear()),
+    "hooks": lambda: hooked(lambda gradient: gradient * 3 + 1),
+    "drawn on the path": lambda: nn.Sequential(draws(), linear(), draws()),
+    "drawn for the weights": draws_for_weights,
+    "deep": lambda: Of(negated_often, linear()),
+}
+
+
 @pytest.mark.parametrize("before", [False, True], ids=["first of its update", "added"])
-@pytest.mark.parametrize(
-    "make",
-    [
-        chain,
-        Branches,
-        OffThePath,
-        HalfFrozen,
-        InsideCheckpoint,
-        lambda: Between(Doubles),
-        Recurrent,
-        Tied,
-        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
-        nn.Identity,
-    ],
-)
-def test_inputs_after_the_first_half_and_weights_after_the_second(make, before):
+@pytest.mark.parametrize("name", CUT)
+def test_inputs_after_the_first_half_and_weights_after_the_second(name, before):
     """To the bit, also where the pending update has a sum already, which is added to as ever."""
     torch.manual_seed(0)
-    in_halves(make(), before=before)
-
-
-def test_every_input_has_its_gradient_after_the_first_half():
-    in_halves(TwoInputs(), inputs=2)
-
-
-def test_a_scalar_needs_no_gradient_given():
-    """The loss, on the stage that computes it."""
-    caught, _ = in_halves(Loss())
+    caught, _ = in_halves(CUT[name](), before=before)
     assert caught[0] is not None
-
-
-class Loss(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.linear(x).square().mean()
 
 
 def test_without_an_input_that_wants_a_gradient_all_is_done_in_the_second_half():
@@ -256,21 +248,12 @@ def test_without_an_input_that_wants_a_gradient_all_is_done_in_the_second_half()
     assert len(of_weights) == 6
 
 
-class Detaches(nn.Module):
-    """The input does not lead to the output."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.linear(x.detach())
-
-
 def test_an_input_that_does_not_lead_to_an_output_has_no_gradient():
-    caught, of_weights = in_halves(Detaches())
+    """Of two inputs, each has one where it does."""
+    caught, of_weights = in_halves(Of(lambda x, layer: layer(x.detach()), linear()))
     assert caught == [None]
     assert all(g is not None for g in of_weights)
+    assert None not in in_halves(TwoInputs(), inputs=2)[0]
 
 
 def test_weights_that_no_gradient_comes_to_get_none():
@@ -306,62 +289,9 @@ def test_what_was_computed_is_not_computed_twice():
 # -- hooks ------------------------------------------------------------------------------------
 
 
-class Hooked(nn.Module):
-    """A hook on an activation, which is on the path, and one on a weight computed from another."""
-
-    def __init__(self, hook):
-        super().__init__()
-        self.a, self.w, self.hook = nn.Linear(4, 4), nn.Parameter(torch.eye(4)), hook
-
-    def forward(self, x):
-        hidden = self.a(x)
-        hidden.register_hook(self.hook)
-        w = self.w * 2
-        w.register_hook(self.hook)
-        return hidden.tanh() @ w
-
-
-def test_what_a_hook_changes_is_changed_once():
-    in_halves(Hooked(lambda gradient: gradient * 3 + 1))
-
-
-class Draws(nn.Module):
-    """A hook that draws random numbers on the path."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(4, 4)
-
-    def forward(self, x):
-        hidden = self.a(x)
-        hidden.register_hook(lambda g: g + torch.randn_like(g))
-        return hidden
-
-
-def test_what_is_drawn_on_the_path_is_drawn_as_in_a_whole_backward():
-    in_halves(nn.Sequential(Draws(), nn.Linear(4, 4), Draws()))
-
-
-class DrawsForWeights(nn.Module):
-    """A hook that draws random numbers off the path alone."""
-
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.eye(4))
-
-    def forward(self, x):
-        w = self.w * 2
-        w.register_hook(lambda g: g + torch.randn_like(g))
-        return x @ w
-
-
-def test_what_is_drawn_for_the_weights_alone_is_too():
-    in_halves(DrawsForWeights())
-
-
 def test_a_backward_that_draws_on_the_path_and_off_it_is_refused():
     """It would draw in another order, and give other bits, without a word."""
-    split = Graph(nn.Sequential(Draws(), DrawsForWeights())).split()
+    split = Graph(nn.Sequential(draws(), draws_for_weights())).split()
     split.first_half()
     with pytest.raises(ConfigError, match=r"random .*schedule"):
         split.second_half()
@@ -369,7 +299,7 @@ def test_a_backward_that_draws_on_the_path_and_off_it_is_refused():
 
 def test_no_hook_is_left_behind():
     """Of those that note what comes to a node, and hold it: the graph may live on."""
-    graph = Graph(Hooked(lambda gradient: gradient))
+    graph = Graph(hooked(lambda gradient: gradient))
     split = graph.split()
     split.first_half()
     split.second_half()
@@ -380,40 +310,6 @@ def test_no_hook_is_left_behind():
 
 
 # -- graphs that are not ----------------------------------------------------------------------
-
-
-class RunsTwice(nn.Module):
-    """One bias in two places of the path, by no node between."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.linear(self.linear(x).tanh())
-
-
-class TiedOffThePath(nn.Module):
-    """One weight on the path and off it."""
-
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.eye(4))
-
-    def forward(self, x):
-        return x @ self.w, self.w.exp()
-
-
-class WeightIsAnOutput(nn.Module):
-    """A computed weight is used on the path, and is itself an output."""
-
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.eye(4))
-
-    def forward(self, x):
-        w = self.w * 2
-        return x @ w, w
 
 
 class Scales(torch.autograd.Function):
@@ -433,30 +329,38 @@ class Scales(torch.autograd.Function):
         return gradient * w, (gradient * x).sum(0)
 
 
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.before, self.w = nn.Linear(4, 4), nn.Parameter(torch.full((4,), 2.0))
+def scaled():
+    twos = nn.Parameter(torch.full((4,), 2.0))
+    return Of(lambda x, before, w: Scales.apply(before(x), w), linear(), twos)
 
-    def forward(self, x):
-        return Scales.apply(self.before(x), self.w)
+
+WHOLE = {
+    "a bias in two places of the path, by no node between": lambda: Of(
+        lambda x, layer: layer(layer(x).tanh()), linear()
+    ),
+    "a weight on the path and off it": lambda: Of(lambda x, w: (x @ w, w.exp()), weight()),
+    "a weight that is an output": lambda: Of(lambda x, w: (x @ (v := w * 2), v), weight()),
+    "function with a weight": scaled,
+    "reentrant checkpoint": lambda: Of(
+        lambda x, before, inside: checkpoint(inside, before(x), use_reentrant=True),
+        *(linear(), inner()),
+    ),
+}
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["first of its update", "added"])
-@pytest.mark.parametrize(
-    "make", [RunsTwice, TiedOffThePath, WeightIsAnOutput, Scaled, lambda: InsideCheckpoint(True)]
-)
-def test_what_cannot_be_cut_is_computed_in_the_first_half_and_added_in_the_second(make, before):
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_cannot_be_cut_is_computed_in_the_first_half_and_added_in_the_second(name, before):
     torch.manual_seed(0)
-    in_halves(make(), before=before)
-    split = Graph(make()).split()
+    in_halves(WHOLE[name](), before=before)
+    split = Graph(WHOLE[name]()).split()
     split.first_half()
     assert operations_of(split.second_half) == []
 
 
 def test_a_function_with_a_weight_runs_once():
     """It need not bear to run twice."""
-    split = Graph(Scaled()).split()
+    split = Graph(scaled()).split()
     Scales.ran = 0
     split.first_half()
     split.second_half()
@@ -465,18 +369,3 @@ def test_a_function_with_a_weight_runs_once():
 
 def test_weights_that_get_their_gradients_past_the_graph_keep_them_for_the_second_half():
     in_halves(nn.Sequential(nn.Linear(4, 4), RunsBackwardInside(4), nn.Linear(4, 4)))
-
-
-def test_a_graph_may_be_deeper_than_pythons_stack():
-    class Deep(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x):
-            x = self.linear(x)
-            for _ in range(1500):
-                x = -x
-            return x
-
-    in_halves(Deep())

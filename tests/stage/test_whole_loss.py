@@ -84,11 +84,14 @@ def plainly(loss_fn, k, data=DATA, clip=None):
     return losses, trained.state_dict() | own
 
 
-def opened(loss_fn, stages=2, **options):
-    options = {"schedule": None, "workers": "serial", "micro_batches": None, **options}
-    made = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
-    adam = (torch.optim.AdamW, {"lr": 1e-2})
-    return Pipeline(model(), stages=stages, loss_fn=made, optimizer=adam, **options)
+def opened(loss_fn, made=None, **options):
+    """A pipeline that decides by itself what is not said."""
+    loss_fn = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
+    defaults = {
+        "stages": 2, "schedule": None, "workers": "serial", "micro_batches": None,
+        "optimizer": (torch.optim.AdamW, {"lr": 1e-2}),
+    }  # fmt: skip
+    return Pipeline(made or model(), loss_fn=loss_fn, **{**defaults, **options})
 
 
 def assert_same(found, expected):
@@ -108,8 +111,13 @@ def trained(loss_fn, data=DATA, **options):
 WHOLE = Training(loss="whole")
 
 
-@pytest.mark.parametrize("loss_fn", [contrastive, correlation, added_up, Head()])
-@pytest.mark.parametrize("workers", ["serial", "local"])
+@pytest.mark.parametrize(
+    ("loss_fn", "workers"),
+    [
+        *((loss_fn, "serial") for loss_fn in (contrastive, correlation, added_up)),
+        *((Head(), workers) for workers in ("serial", "local")),
+    ],
+)
 def test_a_loss_that_is_no_mean_is_computed_of_the_whole_by_itself(loss_fn, workers, caplog):
     caplog.set_level("INFO", "pipedream_rt")
     data = [DATA[i] for i in (0, 1, 2, 5)]  # a correlation needs two samples
@@ -124,25 +132,16 @@ def test_it_has_the_bits_of_plain_pytorch(loss_fn, k):
     assert_same(found, plainly(loss_fn, k))
 
 
-@pytest.mark.parametrize(
-    "training",
-    [
-        Training(loss="whole", recompute=True),
-        Training(loss="whole", verify=True),
-        Training(loss="whole", check_loss=0),
-    ],
-    ids=["recompute", "verify", "not compared"],
-)
-def test_other_options_change_no_bit_of_it(training):
+@pytest.mark.parametrize("option", [{"recompute": True}, {"verify": True}, {"check_loss": 0}])
+def test_other_options_change_no_bit_of_it(option):
+    training = Training(loss="whole", **option)
     found = trained(contrastive, stages=3, micro_batches=4, training=training)
     assert_same(found, plainly(contrastive, 4))
 
 
 def test_gradients_are_clipped_as_those_of_one_loss():
     training = Training(loss="whole", clip=Clip(norm=0.01))
-    with opened(contrastive, micro_batches=4, training=training) as pipe:
-        list(pipe.train_epoch(DATA))
-        found = pipe.state_dict()
+    _, found = trained(contrastive, micro_batches=4, training=training)
     expected = plainly(contrastive, 4, clip=0.01)[1]
     assert max((found[n] - value).abs().max() for n, value in expected.items()) < 1e-6
 
@@ -204,12 +203,27 @@ class WithMean(nn.Module):
         return output, output.square().mean()
 
 
-def test_outputs_that_nobody_can_join_are_refused_by_default_too():
-    pipe = Pipeline(
-        WithMean(), stages=2, workers="serial", schedule=None, micro_batches=None, example=DATA[0],
-        loss_fn=lambda output, y: output[1] * 2, optimizer=(torch.optim.SGD, {"lr": 0.1}),
-    )  # fmt: skip
-    with pipe, pytest.raises(StageFailed, match='name a schedule, as schedule="1f1b"'):
+def flat():
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Flatten(0))
+
+
+@pytest.mark.parametrize(
+    ("made", "loss_fn", "options", "words"),
+    [
+        (
+            *(WithMean, lambda output, y: output[1] * 2, {"example": DATA[0]}),
+            'name a schedule, as schedule="1f1b"',
+        ),
+        (
+            *(flat, lambda output, y: output.sum(), {"micro_batches": 4, "training": WHOLE}),
+            'micro_batches=1, schedule="gpipe"',
+        ),
+    ],
+    ids=["by default", "asked for"],
+)
+def test_outputs_that_nobody_can_join_are_refused_with_what_to_do(made, loss_fn, options, words):
+    pipe = opened(loss_fn, made(), **options)
+    with pipe, pytest.raises(StageFailed, match=words):
         list(pipe.train_epoch(DATA[:1]))
 
 
@@ -299,11 +313,8 @@ def test_verify_computes_it_of_the_whole_too():
 
 def test_random_layers_are_verified_with_a_loss_of_the_whole(caplog):
     caplog.set_level("INFO", "pipedream_rt.verify")
-    options = {"stages": 2, "workers": "serial", "micro_batches": 4, "schedule": None}
-    adam = (torch.optim.AdamW, {})
     training = Training(loss="whole", verify=True)
-    made = model(dropout=0.5)
-    with Pipeline(made, loss_fn=contrastive, optimizer=adam, training=training, **options) as pipe:
+    with opened(contrastive, model(dropout=0.5), micro_batches=4, training=training) as pipe:
         list(pipe.train_epoch(DATA[:1]))
     assert "is what plain PyTorch computes, in 7 values" in caplog.text
 
@@ -346,8 +357,7 @@ def words(samples=16):
 
 def words_trained(made, **options):
     item, sgd = words(), (torch.optim.SGD, {"lr": 0.1})
-    options = {"schedule": None, "micro_batches": None, "workers": "serial", **options}
-    with Pipeline(made, stages=2, example=item, loss_fn=second, optimizer=sgd, **options) as pipe:
+    with opened(second, made, example=item, optimizer=sgd, **options) as pipe:
         losses = [result.loss for result in pipe.train_epoch([item] * 3)]
         return losses, pipe.state_dict(), pipe.plan
 
@@ -457,19 +467,6 @@ def test_an_accumulated_mini_batch_has_no_loss_of_the_whole():
     with opened(contrastive, micro_batches=4, training=WHOLE) as pipe:
         with pytest.raises(ConfigError, match="has a loss for each of its parts"):
             pipe._run.feeder.inject(item)
-        list(pipe.train_epoch(DATA[:1]))
-
-
-def test_outputs_that_cannot_be_joined_are_refused_with_what_to_do():
-    def loss_fn(output, y):
-        return output.sum()
-
-    made = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Flatten(0))
-    pipe = Pipeline(
-        made, stages=2, workers="serial", schedule=None, micro_batches=4, loss_fn=loss_fn,
-        optimizer=(torch.optim.SGD, {"lr": 0.1}), training=WHOLE,
-    )  # fmt: skip
-    with pipe, pytest.raises(StageFailed, match='micro_batches=1, schedule="gpipe"'):
         list(pipe.train_epoch(DATA[:1]))
 
 

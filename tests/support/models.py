@@ -10,6 +10,26 @@ from torch.utils.checkpoint import checkpoint
 VOCABULARY, LENGTH, CLASSES = 11, 6, 4
 
 
+class Of(nn.Module):
+    """Computes its output of its input and of its parts, layers or weights."""
+
+    def __init__(self, function, *parts):
+        super().__init__()
+        self.function, self.names = function, [f"part{i}" for i in range(len(parts))]
+        for name, part in zip(self.names, parts):
+            setattr(self, name, part)
+
+    def forward(self, x):
+        return self.function(x, *(getattr(self, name) for name in self.names))
+
+
+def tied(width):
+    """Two linear layers that share their weight."""
+    first, second = nn.Linear(width, width), nn.Linear(width, width)
+    second.weight = first.weight
+    return first, second
+
+
 class Transpose(nn.Module):
     """A layer (B, T, D) -> (B, D, T) and back, whose output is not contiguous."""
 

@@ -77,8 +77,18 @@ class Worker:
             assert self.inbox.put(message)
         return self
 
+    def feed(self, drawn, seed=None):
+        """Let messages arrive that are drawn, as ``activation 0-3, infer 0@4, 2:flush 5``.
+
+        Of each: the stage, if it is not the worker's first; what it is; the number, or the numbers
+        from one to another; and the position, if it is not the number.
+        """
+        first = min(self.stages)
+        made = [message for each in drawn.split(", ") for message in drawn_of(each, first)]
+        return self.put(*made, seed=seed)
+
     def run(self):
-        """Do all that can be done with what has arrived; return what was sent, as text."""
+        """Do all that can be done with what has arrived; return what was sent, as one text."""
         end = PipelineClosed("the end")
         self.inbox.close(end)
         with pytest.raises(PipelineClosed) as e:
@@ -86,7 +96,7 @@ class Worker:
         assert e.value is end
         self.loop.close()
         assert not self.inbox._waiting, "came, and was never needed"
-        return self.lines()
+        return ", ".join(self.lines())
 
     def stops_with(self, error, match=None):
         """Require that it stops with an error, and return that."""
@@ -157,6 +167,29 @@ def command(to, position, name, argument=None, turn=None):
 
 def flush(to, position, turn=None):
     return command(to, position, CommandName.FLUSH, turn=turn)
+
+
+DRAWN = {
+    "activation": lambda to, m, position: activation(to, m, position=position),
+    "empty": lambda to, m, position: activation(to, m, position=position, empty=True),
+    "evaluate": lambda to, m, p: activation(to, m, position=p, mode=Mode.EVALUATE),
+    "infer": lambda to, m, p: activation(to, m, position=p, mode=Mode.INFER),
+    "target": lambda to, m, position: target(to, position),
+    "gradient": lambda to, m, position: gradient(to, position),
+    "state": lambda to, m, position: command(to, position, CommandName.STATE),
+    "trace": lambda to, m, position: command(to, position, CommandName.TRACE),
+    "flush": lambda to, m, position: flush(to, position),
+}
+
+
+def drawn_of(text, stage):
+    """The messages of a text as ``2:infer 0-1@4``, to a stage if it names none."""
+    to, _, rest = text.rpartition(":")
+    kind, numbers = rest.split(" ")
+    numbers, _, position = numbers.partition("@")
+    first, _, last = numbers.partition("-")
+    for m in range(int(first), int(last or first) + 1):
+        yield DRAWN[kind](int(to or stage), m, int(position or first) + m - int(first))
 
 
 def replied(worker, position):

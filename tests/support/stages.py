@@ -68,33 +68,34 @@ def stages_of(model, **options):
     return stages
 
 
-def a_stage(
-    layers, plan=ONE, index=0, *, loss_fn=None, optimizer="sgd", on_nan="raise", first=0, seed=0
-):
-    """A stage with layers by name, or named by their place in the unsplit model."""
+def a_spec(layers, plan=ONE, index=0, *, first=0, **options):
+    """What a stage is made of: layers by name, or named by their place in the unsplit model."""
     named = layers if isinstance(layers, dict) else {str(n): x for n, x in enumerate(layers, first)}
     module = nn.Sequential()
     for name, layer in named.items():
         module.add_module(name, layer)
-    stage = Stage(
-        StageSpec(
-            stage=index,
-            layers=module,
-            loss_fn=loss_fn,
-            plan=with_layers(plan, index, module),
-            seed=seed,
-            on_nan=on_nan,
-        )
-    )
+    options = {"loss_fn": None, "seed": 0, "on_nan": "raise", **options}
+    plan = with_layers(plan, index, module)
+    return StageSpec(stage=index, layers=module, plan=plan, **options)
+
+
+def a_stage(layers, plan=ONE, index=0, *, optimizer="sgd", **options):
+    """A stage by hand, with an optimizer by name, by its class and options, or with none."""
+    stage = Stage(a_spec(layers, plan, index, **options))
     if optimizer is not None:
         cls, kwargs = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
-        stage.set_optimizer(pickled(cls, kwargs, (name for name, _ in module.named_parameters())))
+        names = (name for name, _ in stage.module.named_parameters())
+        stage.set_optimizer(pickled(cls, kwargs, names))
     return stage
 
 
-def back(stage, micro_batch, gradients=()):
-    """A whole backward, to the end of the flight."""
-    found = stage.backward(micro_batch, gradients)
+def back(stage, micro_batch, gradients=(), halves=False):
+    """A whole backward, or both its halves, to the end of the flight."""
+    if halves:
+        found = stage.backward_input(micro_batch, gradients)
+        stage.backward_weight(micro_batch)
+    else:
+        found = stage.backward(micro_batch, gradients)
     assert not stage.end(micro_batch)
     return found
 

@@ -88,18 +88,22 @@ def transport(request):
     made.close()
 
 
+def arrived(end, count):
+    """The messages that arrive, by number."""
+    found = (end.arrived.get(timeout=LATEST_S) for _ in range(count))
+    return {message.number: message for message in found}
+
+
 def test_every_message_arrives_unchanged(transport):
     ends = [End(transport, a) for a in (COORDINATOR, 0, 1)]
     for index in range(20):
         transport.send(gradient(index, torch.full((3,), float(index))))
-    found = {}
-    while len(found) < 20:
-        arrived = ends[2].arrived.get(timeout=LATEST_S)
-        found[arrived.number] = arrived
-    for index, arrived in found.items():
-        assert arrived.tensors[0].tolist() == [index] * 3
-        assert (arrived.sender, arrived.to, arrived.generation) == (0, 1, 1)
-        assert arrived.payload == Gradient(present=[True])
+    found = arrived(ends[2], 20)
+    assert sorted(found) == list(range(20))
+    for index, message in found.items():
+        assert message.tensors[0].tolist() == [index] * 3
+        assert (message.sender, message.to, message.generation) == (0, 1, 1)
+        assert message.payload == Gradient(present=[True])
     assert ends[0].arrived.empty()
     assert ends[1].lost.empty()
 
@@ -108,10 +112,10 @@ def test_the_receiver_owns_its_tensors(transport):
     end, _ = End(transport, 1), End(transport, 0)
     sent = torch.zeros(4)
     transport.send(gradient(0, sent))
-    arrived = end.arrived.get(timeout=LATEST_S).tensors[0]
-    arrived += 1
+    tensor = end.arrived.get(timeout=LATEST_S).tensors[0]
+    tensor += 1
     assert sent.tolist() == [0] * 4
-    assert not arrived.requires_grad
+    assert not tensor.requires_grad
 
 
 def test_strides_and_dtypes_survive(transport):
@@ -123,8 +127,7 @@ def test_strides_and_dtypes_survive(transport):
             torch.tensor([True, False]), torch.ones(2, dtype=torch.complex128),
             torch.ones(3).expand(0, 3), torch.ones(2, dtype=torch.float8_e4m3fn)]  # fmt: skip
     transport.send(gradient(0, *sent))
-    arrived = end.arrived.get(timeout=LATEST_S).tensors
-    for a, b in zip(arrived, sent, strict=True):
+    for a, b in zip(end.arrived.get(timeout=LATEST_S).tensors, sent, strict=True):
         assert a.stride() == b.stride()
         assert a.dtype == b.dtype
         assert torch.equal(a.float() if a.itemsize == 1 else a, b.float() if b.itemsize == 1 else b)
@@ -153,12 +156,9 @@ def test_many_large_messages_in_both_directions_at_once(transport):
     for thread in threads:
         thread.start()
     for end in ends:
-        found = {}
-        while len(found) < 20:
-            arrived = end.arrived.get(timeout=LATEST_S)
-            found[arrived.number] = arrived.tensors[0]
-        for index, tensor in found.items():
-            assert torch.equal(tensor, large + index)
+        found = arrived(end, 20)
+        assert sorted(found) == list(range(20))
+        assert all(torch.equal(each.tensors[0], large + index) for index, each in found.items())
     for thread in threads:
         thread.join()
 

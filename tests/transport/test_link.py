@@ -18,15 +18,10 @@ from pipedream_rt.transport import link as module
 from pipedream_rt.transport.link import Connection, Link
 
 
-def pair():
-    ends = socket.socketpair()
-    return Link(Connection(ends[0])), Link(Connection(ends[1]))
-
-
 @pytest.mark.parametrize("is_encrypted", [False, True], ids=["plain", "encrypted"])
-def test_frames_arrive_in_order_however_the_kernel_cuts_them(is_encrypted):
+def test_frames_arrive_in_order_however_the_kernel_cuts_them(linked, is_encrypted):
     draw = random.Random(1)
-    left, right = map(Link, encrypted_pair()) if is_encrypted else pair()
+    left, right = linked(*encrypted_pair()) if is_encrypted else linked()
     sent, came = [], []
     for number in range(60):
         size = draw.choice((0, 1, 3, 1000, 70_000))
@@ -43,8 +38,6 @@ def test_frames_arrive_in_order_however_the_kernel_cuts_them(is_encrypted):
     for (kind, data, tensor), frame in zip(sent, came, strict=True):
         assert (frame.kind, frame.data) == (kind, data)
         assert torch.equal(frame.tensors[0], tensor)
-    left.close()
-    right.close()
 
 
 def recorded(*sends):
@@ -97,17 +90,15 @@ def test_a_head_that_announces_too_much_ends_the_link(length):
     assert f"a frame of kind 7 announces {length} bytes besides its tensors" in str(error)
 
 
-def test_a_frame_that_would_be_too_large_is_not_sent(monkeypatch):
+def test_a_frame_that_would_be_too_large_is_not_sent(linked, monkeypatch):
     monkeypatch.setattr(module, "_LARGEST_META", 1000)
-    left, right = pair()
+    left, right = linked()
     with pytest.raises(TransportError, match="and may have 1000; send large values as tensors"):
         left.send(0, bytes(1000), [])
     assert left.send(0, b"small", [])
     came = []
     right.receive(came.append)
     assert [frame.data for frame in came] == [b"small"]
-    left.close()
-    right.close()
 
 
 @pytest.mark.parametrize(
@@ -256,17 +247,16 @@ def test_what_a_stranger_puts_between_ends_the_link(junk):
 
 
 @pytest.mark.parametrize("size", [0, 1, 16_383, 16_384, 16_385, 65_536, 200_000])
-def test_nothing_that_is_decrypted_stays_behind(size):
+def test_nothing_that_is_decrypted_stays_behind(linked, size):
     """One read of the socket brings several frames; nothing comes later that would wake a thread.
 
     The size is that of the tensor in each, around those of a record of TLS and of the buffer.
     """
     caller, called = shaken()
     here, there = socket.socketpair()
-    sealed = Link(Connection(there, caller))
+    sealed, end = linked(Connection(there, caller), Connection(here, called))
     sent = [torch.arange(size, dtype=torch.uint8) for _ in range(3)]
     came = []
-    end = Link(Connection(here, called))
     for number, tensor in enumerate(sent):
         is_out = sealed.send(number, b"", [tensor])
         while not is_out:
@@ -280,12 +270,10 @@ def test_nothing_that_is_decrypted_stays_behind(size):
         end.receive(came.append)
     assert [frame.kind for frame in came] == [0, 1, 2]
     assert all(torch.equal(frame.tensors[0], sent[0]) for frame in came)
-    sealed.close()
-    end.close()
 
 
-def test_what_the_socket_does_not_take_is_left_over_and_flushed():
-    left, right = map(Link, encrypted_pair(tcp_pair(buffer=32_768)))
+def test_what_the_socket_does_not_take_is_left_over_and_flushed(linked):
+    left, right = linked(*encrypted_pair(tcp_pair(buffer=32_768)))
     large, came = torch.arange(2_000_000.0), []
     assert not left.send(1, b"", [large])
     assert not left.send(2, b"behind", [])
@@ -301,14 +289,11 @@ def test_what_the_socket_does_not_take_is_left_over_and_flushed():
     assert [frame.kind for frame in came] == [1, 2]
     assert torch.equal(came[0].tensors[0], large)
     assert left.send(3, b"", [])
-    left.close()
-    right.close()
 
 
-def test_small_parts_share_a_record_of_tls():
+def test_small_parts_share_a_record_of_tls(linked):
     """As the heads of many small frames do; a large part is encrypted where it lies."""
-    ends = socket.socketpair()
-    link = Link(Connection(ends[0], shaken()[0]))
+    link, _ = linked(*encrypted_pair())
     large = memoryview(bytes(100_000))
     parts = [memoryview(bytes([n]) * 10) for n in range(5)]
     link._queue.extend([*parts, large, *parts])
@@ -319,5 +304,3 @@ def test_small_parts_share_a_record_of_tls():
     link._queue.append(large)
     assert [len(piece) for piece in link._pieces(60_000)] == [60_000]
     assert [len(piece) for piece in link._pieces(60_000)] == [40_000]
-    link.close()
-    ends[1].close()

@@ -48,19 +48,16 @@ def test_the_end_of_a_link_is_told_once_and_the_others_go_on():
     assert middle.lost.qsize() <= 1
 
 
-def two_members():
-    ends = socket.socketpair()
-    return Member({1: Connection(ends[0])}), Member({0: Connection(ends[1])})
-
-
 @pytest.fixture
 def members():
-    """Makes members, of rank 0 and of rank 1, from their connections to each other."""
+    """Makes members, of rank 0 and of rank 1, of two connections, else of the ends of a socket."""
     made = []
 
     def make(*connections):
-        made.extend(Member({1 - rank: each}) for rank, each in enumerate(connections))
-        return made
+        ends = connections or map(Connection, socket.socketpair())
+        both = [Member({1 - rank: each}) for rank, each in enumerate(ends)]
+        made.extend(both)
+        return both
 
     yield make
     for member in made:
@@ -68,10 +65,10 @@ def members():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_a_waiter_and_the_thread_read_comes_once_and_in_order(seed):
+def test_what_a_waiter_and_the_thread_read_comes_once_and_in_order(members, seed):
     """Frames larger than a socket holds, small ones in heaps, and a waiter that comes and goes."""
     draw = random.Random(seed)
-    sender, receiver = two_members()
+    sender, receiver = members()
     sizes = [draw.choice((0, 10, 1000, 70_000, 1_500_000)) for _ in range(150)]
     numbers, done = [], threading.Event()
     wanted = 0
@@ -98,28 +95,10 @@ def test_what_a_waiter_and_the_thread_read_comes_once_and_in_order(seed):
             os.sched_yield()  # the thread has to go on with what the waiter has left
     assert done.wait(LATEST_S)
     assert numbers == list(range(len(sizes)))
-    sender.links.close()
-    receiver.links.close()
 
 
-def test_what_a_waiter_leaves_in_the_socket_is_read_by_the_thread():
-    """As much as a socket holds, of which nothing comes later that would wake the thread."""
-    sender, receiver = two_members()
-    receiver.links._receive = lambda rank, frame: (
-        receiver.came.put((rank, frame)),
-        receiver.links.wake(),
-    )
-    for _ in range(3):
-        sender.links.send(1, 7, b"", [torch.zeros(150_000, dtype=torch.uint8)])
-    receiver.links.wait(LATEST_S)
-    for _ in range(3):
-        receiver.came.get(timeout=LATEST_S)
-    sender.links.close()
-    receiver.links.close()
-
-
-def test_a_waiter_is_woken_by_another_thread_before_and_while_it_waits():
-    sender, receiver = two_members()
+def test_a_waiter_is_woken_by_another_thread_before_and_while_it_waits(members):
+    sender, receiver = members()
     receiver.links.wake()
     receiver.links.wait(None)
     waker = threading.Timer(0.05, receiver.links.wake)
@@ -132,8 +111,8 @@ def test_a_waiter_is_woken_by_another_thread_before_and_while_it_waits():
     receiver.links.wake()  # too late, and no error
 
 
-def test_a_waiter_that_reads_a_flood_is_woken_by_another_thread():
-    sender, receiver = two_members()
+def test_a_waiter_that_reads_a_flood_is_woken_by_another_thread(members):
+    sender, receiver = members()
     reads = iter(range(10**9))
 
     def flooded(rank):
@@ -151,13 +130,11 @@ def test_a_waiter_that_reads_a_flood_is_woken_by_another_thread():
     sends.join()
     assert next(reads) >= 1000  # it has come back, and left the rest to the thread
     del receiver.links._read
-    sender.links.close()
-    receiver.links.close()
 
 
 def test_who_wakes_itself_before_it_polls_does_not_sleep(members):
     """As a signal handler does that closes an inbox."""
-    _, receiver = members(*map(Connection, socket.socketpair()))
+    _, receiver = members()
     links, polled = receiver.links, []
 
     class Interrupted:
@@ -176,7 +153,7 @@ def test_who_wakes_itself_before_it_polls_does_not_sleep(members):
 @pytest.mark.parametrize("floods", [False, True])
 def test_a_close_on_another_thread_ends_a_wait_and_the_next_says_why(members, floods):
     for _ in range(20):
-        *_, sender, receiver = members(*map(Connection, socket.socketpair()))
+        sender, receiver = members()
         began, words = threading.Event(), []
 
         def wait(links=receiver.links, began=began, words=words):
@@ -201,7 +178,7 @@ def test_a_close_on_another_thread_ends_a_wait_and_the_next_says_why(members, fl
 
 @pytest.mark.parametrize("when", ["asleep", "reading"])
 def test_a_signal_handler_closes_in_the_middle_of_a_wait(members, when):
-    sender, receiver = members(*map(Connection, socket.socketpair()))
+    sender, receiver = members()
     links = receiver.links
     before = signal.signal(signal.SIGUSR1, lambda *_: links.close())
     try:
@@ -220,16 +197,14 @@ def test_a_signal_handler_closes_in_the_middle_of_a_wait(members, when):
         links.wait(0)
 
 
-def test_a_wait_of_years_is_possible():
-    sender, receiver = two_members()
+def test_a_wait_of_years_is_possible(members):
+    _, receiver = members()
     receiver.links.wake()
     receiver.links.wait(1e10)
-    sender.links.close()
-    receiver.links.close()
 
 
-def test_a_waiter_finds_out_that_a_member_is_gone():
-    sender, receiver = two_members()
+def test_a_waiter_finds_out_that_a_member_is_gone(members):
+    sender, receiver = members()
     receiver.links._lost = lambda *lost: (receiver.lost.put(lost), receiver.links.wake())
     sender.links.send(1, 7, b"last")
     sender.links.close()
@@ -239,7 +214,6 @@ def test_a_waiter_finds_out_that_a_member_is_gone():
     assert receiver.lost.get() == (0, "it closed the connection")
     receiver.links.wait(0.05)  # the end of the link is not told again, and wakes nobody
     assert receiver.lost.empty()
-    receiver.links.close()
 
 
 @pytest.mark.threads
@@ -273,8 +247,10 @@ def test_both_directions_at_once_through_small_buffers(members):
 
 
 @pytest.mark.threads
-def test_a_waiter_takes_turns_with_the_thread(members):
-    sender, receiver = members(*encrypted_pair())
+@pytest.mark.parametrize("is_encrypted", [False, True], ids=["plain", "encrypted"])
+def test_what_a_waiter_leaves_in_the_socket_is_read_by_the_thread(members, is_encrypted):
+    """More than a socket holds, of which nothing comes later that would wake the thread."""
+    sender, receiver = members(*encrypted_pair()) if is_encrypted else members()
     receiver.links._receive = lambda rank, frame: (
         receiver.came.put((rank, frame)),
         receiver.links.wake(),

@@ -29,35 +29,32 @@ def member():
     link.close()
 
 
+OF_OTHERS = [(COORDINATOR, 0), (0, 0), (1, 1), (2, 2), (1, COORDINATOR)]
+"""Senders and receivers for whom member 2 may not speak to member 1."""
+
+JUNK = [b"", b"\xc1", b"\x93\x01\x02\x03", b"junk"]
+
+
 @pytest.mark.parametrize(
-    ("sender", "to"), [(COORDINATOR, 0), (0, 0), (1, 1), (2, 2), (1, COORDINATOR)]
+    ("kind", "data", "words"),
+    [
+        *(
+            (0, encode(gradient(7, sender=sender, to=to)), "from 'w1' to 'w0', and address")
+            for sender, to in OF_OTHERS
+        ),
+        *((kind, data, "bytes") for kind in (0, 1, 3, 253) for data in JUNK),
+        # Kept for somebody who never comes, its parts would fill the memory.
+        (2, b"part", "'w1' sends a stream of torch RPC, which this group does without"),
+    ],
 )
-def test_a_member_speaks_for_no_address_of_another_and_to_none(member, sender, to):
+def test_what_a_member_may_not_send_ends_its_link_with_a_text(member, kind, data, words, caplog):
+    """It speaks for no address of another, and to none; nothing that comes later is taken."""
     end, link = member
-    link.send(0, encode(gradient(7, sender=sender, to=to)), [])
+    link.send(kind, data, [])
     with suppress(ConnectionError):  # the link may have ended already
         link.send(0, encode(gradient(8, sender=1, to=0)), [])
     error = end.lost.get(timeout=LATEST_S)
     assert isinstance(error, PeerLost)
-    assert "came over the link from 'w1' to 'w0', and address" in str(error)
+    assert words in str(error)
     assert end.arrived.empty()
-
-
-@pytest.mark.parametrize("kind", [0, 1, 3, 253])
-@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x93\x01\x02\x03", b"junk"], ids=bytes.hex)
-def test_a_frame_that_is_no_message_ends_the_link_with_a_text(member, kind, data, caplog):
-    end, link = member
-    link.send(kind, data, [])
-    error = end.lost.get(timeout=LATEST_S)
-    assert isinstance(error, PeerLost)
-    assert "bytes" in str(error)
     assert "by an error of its own" not in caplog.text
-
-
-def test_a_stream_of_torch_rpc_is_refused_where_the_group_has_none(member):
-    """Kept for somebody who never comes, its parts would fill the memory."""
-    end, link = member
-    link.send(2, b"part", [])
-    error = end.lost.get(timeout=LATEST_S)
-    assert isinstance(error, PeerLost)
-    assert "'w1' sends a stream of torch RPC, which this group does without" in str(error)

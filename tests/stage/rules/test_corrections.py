@@ -127,36 +127,6 @@ def test_tied_weights_are_left_out_of_what_micro_batches_read():
     assert hooks["after_step"][0].keys() == {"v", "w"}
 
 
-class Replacing(Correction):
-    def after_step(self, at, weights, before):
-        for name in weights:
-            weights[name] = weights[name] * 0.5
-
-
-class Assigning(Correction):
-    def after_step(self, at, weights, before):
-        for weight in weights.values():
-            weight.data = weight * 0.5
-
-
-class Returning(Correction):
-    def before_forward(self, at, weights, optimizer):
-        return weights
-
-
-@pytest.mark.parametrize(
-    ("made", "words"),
-    [
-        (Replacing, "Replacing.after_step put another tensor"),
-        (Assigning, "Assigning.after_step put another tensor"),
-        (Returning, "Returning.before_forward returned a dict, which nobody"),
-    ],
-)
-def test_a_hook_works_in_place(made, words):
-    with pytest.raises(ConfigError, match=words):
-        Corrected(made()).step(0)
-
-
 def test_the_hook_that_fails_is_named_until_one_goes_well():
     class Fails(Correction):
         wrong = True
@@ -336,37 +306,55 @@ def test_statistics_are_the_bytes_of_state_and_views():
     assert made.rule.statistics() == {"correction_bytes": 2 * 8 + 2 * 8}
 
 
-def keeping(make):
-    """A correction that keeps in its state what ``make(name, weight, before)`` returns."""
+# -- what is refused ----------------------------------------------------------------------------
 
-    class Keeping(Correction):
-        def after_step(self, at, weights, before):
-            for name, weight in weights.items():
-                self.state[name] = make(name, weight, before[name])
 
-    return Keeping()
+def replaces(self, at, weights, before):
+    for name in weights:
+        weights[name] = weights[name] * 0.5
+
+
+def assigns(self, at, weights, before):
+    for weight in weights.values():
+        weight.data = weight * 0.5
+
+
+def keeps(make):
+    """A hook that keeps in the state what ``make(name, weight, before)`` returns."""
+
+    def after_step(self, at, weights, before):
+        for name, weight in weights.items():
+            self.state[name] = make(name, weight, before[name])
+
+    return {"after_step": after_step}
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("hooks", "words"),
     [
-        (lambda name, weight, before: {0: weight - before}, "under 0, which must be a text"),
-        (lambda name, weight, before: weight - before, "must be a dictionary"),
-        (lambda name, weight, before: {"last": weight}, "keep a clone"),
-        (lambda name, weight, before: {"last": before}, "keep a clone"),
-        (lambda name, weight, before: dict.fromkeys("ab", weight - before), "keep a clone"),
+        ({"after_step": replaces}, "after_step put another tensor"),
+        ({"after_step": assigns}, "after_step put another tensor"),
+        (
+            {"before_forward": lambda self, at, weights, optimizer: weights},
+            "before_forward returned a dict, which nobody",
+        ),
+        (
+            keeps(lambda _, now, old: {0: now - old}),
+            "on stage 0 keep.*under 0, which must be a text",
+        ),
+        (keeps(lambda _, now, old: now - old), "on stage 0 keep.*must be a dictionary"),
+        (keeps(lambda _, now, old: {"last": now}), "on stage 0 keep.*keep a clone"),
+        (keeps(lambda _, now, old: {"last": old}), "on stage 0 keep.*keep a clone"),
+        (
+            keeps(lambda _, now, old: dict.fromkeys("ab", now - old)),
+            "on stage 0 keep.*keep a clone",
+        ),
+        (
+            {"before_step": lambda self, *_: self.state.update(other={"x": torch.ones(1)})},
+            "on stage 0 keeps state under 'other'",
+        ),
     ],
 )
-def test_state_that_would_not_come_back_is_refused_at_the_first_update(make, words):
-    with pytest.raises(ConfigError, match=f"Keeping on stage 0 keep.*{words}"):
-        Corrected(keeping(make)).step(0)
-
-
-class Foreign(Correction):
-    def before_step(self, at, optimizer):
-        self.state["elsewhere"] = {"x": torch.ones(1)}
-
-
-def test_so_is_state_that_belongs_to_no_parameter():
-    with pytest.raises(ConfigError, match="Foreign on stage 0 keeps state under 'elsewhere'"):
-        Corrected(Foreign()).step(0)
+def test_what_a_hook_must_not_do_is_refused_at_the_first_update(hooks, words):
+    with pytest.raises(ConfigError, match=f"Made[. ]{words}"):
+        Corrected(type("Made", (Correction,), hooks)()).step(0)

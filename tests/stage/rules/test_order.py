@@ -3,7 +3,7 @@
 import dataclasses
 
 from support.rules import context
-from support.stages import with_layers
+from support.stages import TWO, a_stage
 from torch import nn
 
 from pipedream_rt import Clip, LossScale
@@ -13,8 +13,6 @@ from pipedream_rt.schedules.placement import Tie
 from pipedream_rt.stage.rules.corrections import Correcting
 from pipedream_rt.stage.rules.ema import Averaging
 from pipedream_rt.stage.rules.order import rules_of
-from pipedream_rt.stage.spec import StageSpec
-from pipedream_rt.stage.stage import Stage
 
 
 def names(plan, *options, stage=0):
@@ -26,11 +24,8 @@ EVERYTHING = (Averaging(0.9), Clip(norm=1.0), Correcting((DelayCompensation(),))
 
 
 def test_a_plain_stage_has_none():
-    module = nn.Sequential(nn.Linear(1, 1))
-    plan = with_layers(plan_for("async-1f1b", num_stages=2), 0, module)
-    assert names(plan) == []
-    spec = StageSpec(stage=0, layers=module, loss_fn=None, plan=plan, seed=0, on_nan="raise")
-    stage = Stage(spec)
+    assert names(TWO) == []
+    stage = a_stage([nn.Linear(1, 1)], TWO)
     phases = ("_losses", "_roots", "_adjusts", "_ends", "_collects", "_changes", "_afters")
     assert not any(getattr(stage, phase) for phase in phases)
 

@@ -68,6 +68,8 @@ def read(connection, size):
 
 
 def connected(two, agent):
+    """Both ends of a connection through the gate, when the agent listens."""
+    two.ends[1].guard(agent.getsockname()[1])
     caller = socket.create_connection(two.gate, timeout=LATEST_S)
     callee, _ = agent.accept()
     callee.settimeout(20)
@@ -75,7 +77,6 @@ def connected(two, agent):
 
 
 def test_bytes_go_both_ways_and_an_end_ends_the_other(two, agent):
-    two.ends[1].guard(agent.getsockname()[1])
     caller, callee = connected(two, agent)
     data = random.Random(1).randbytes(500_000)
     with caller, callee:
@@ -116,7 +117,6 @@ def test_what_comes_before_the_agent_listens_comes_in_its_order(two, agent):
 
 
 def test_the_address_of_the_agent_is_that_of_the_gate_in_its_first_answer(two, agent):
-    two.ends[1].guard(agent.getsockname()[1])
     caller, callee = connected(two, agent)
     with caller, callee:
         told = b"\\x15127.0.0.1:%d and more" % agent.getsockname()[1]
@@ -156,7 +156,6 @@ def stranger(host, gate, port):
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])
 def test_a_gate_is_closed_to_another_process(two, agent, host):
     """Also to one that has the agent's own port, on another address of loopback."""
-    two.ends[1].guard(agent.getsockname()[1])
     caller, callee = connected(two, agent)
     with caller, callee:
         port = caller.getsockname()[1] if host == "127.0.0.2" else 0
@@ -186,7 +185,6 @@ def test_the_agent_is_closed_to_another_process(two, agent):
 
 
 def test_afterwards_nothing_listens(two, agent):
-    two.ends[1].guard(agent.getsockname()[1])
     caller, callee = connected(two, agent)
     gate = two.gate
     with caller, callee:
@@ -201,7 +199,6 @@ def test_afterwards_nothing_listens(two, agent):
 
 def test_parts_that_make_no_sense_are_passed_over(two, agent):
     """A member of another version; never an error in the thread that carries."""
-    two.ends[1].guard(agent.getsockname()[1])
     draw = random.Random(2)
     for _ in range(300):
         two.ends[1].receive(0, draw.randbytes(draw.randrange(20)))
