@@ -53,6 +53,7 @@ class Starter(Enum):
 
 
 _NEXT_COORDINATOR = frozenset({WorkerEnd.DONE, WorkerEnd.AGAIN, WorkerEnd.COORDINATOR_LOST})
+_ANSWERS = frozenset(WorkerEnd) - {WorkerEnd.UNKNOWN}
 _CRASHES = {f"killed by SIG{name}" for name in ("SEGV", "ABRT", "FPE", "BUS", "ILL")}
 _OURS = {f"exit code {code}" for code in (WorkerEnd.COORDINATOR_LOST.value, WorkerEnd.AGAIN.value)}
 
@@ -70,8 +71,9 @@ def is_started_again(starter: Starter, code: int) -> bool:
             return code in _NEXT_COORDINATOR
         case Starter.NODE:
             # COORDINATOR_LOST of a worker here means that nobody has called it within its patience,
-            # and all workers of a node hear the same: so the node ends with it.
-            return not is_final(code) and code != WorkerEnd.COORDINATOR_LOST
+            # and all workers of a node hear the same: so the node ends with it. Any other code is
+            # that of a signal, or of what a stage computes, from which the script recovers.
+            return code not in _ANSWERS
         case Starter.ENGINE:
             return not is_final(code)
         case Starter.SYSTEMD:
