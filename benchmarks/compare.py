@@ -44,6 +44,12 @@ class Case(NamedTuple):
 SMALL = Workload("linear", 2, micro_batches=1, updates=2000, samples=8, width=256).to_json()
 """Layers that cost next to nothing, so that all else is seen."""
 
+EMULATED = Workload(
+    "emulated", 8, micro_batches=16, updates=12, samples=8, width=256, forward_s=0.020,
+    backward_s=0.040,
+).to_json()  # fmt: skip
+"""Layers that take time and no processor."""
+
 OPENING = ("start.py", "--json", "--repeats", "1", "--how")
 
 CASES = {
@@ -58,13 +64,9 @@ CASES = {
         True,
     ),
     "8 emulated stages, async-1f1b": Case(
-        ("scaling.py", "--workers", "8", "--only", "async-1f1b", "--json"),
-        "micro_batches_per_s",
-        True,
+        ("ours.py", EMULATED, "async-1f1b"), "steady_per_s", True
     ),
-    "8 emulated stages, 1f1b": Case(
-        ("scaling.py", "--workers", "8", "--only", "1f1b", "--json"), "micro_batches_per_s", True
-    ),
+    "8 emulated stages, 1f1b": Case(("ours.py", EMULATED, "1f1b"), "steady_per_s", True),
     "first opening, prepared": Case((*OPENING, "prepared"), "first_s", False, ours=True),
     "first opening, not prepared": Case((*OPENING, "not prepared"), "first_s", False, ours=True),
     "second opening": Case((*OPENING, "prepared"), "second_s", False, ours=True),

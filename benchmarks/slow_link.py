@@ -37,11 +37,9 @@ from typing import IO, Any, NoReturn
 import click
 import torch
 import torch.nn.functional as F
-from emulated import SlowLinks, emulated_model, slow_links
+from emulated import emulated_model, narrow_links
 
 from pipedream_rt import Costs, Layout, Pipeline, Recovery, plan_for, simulate
-from pipedream_rt.messages.message import Message
-from pipedream_rt.schedules import COORDINATOR
 from pipedream_rt.tracing import summarize
 
 SCHEDULES = ("async-1f1b", "1f1b", "gpipe")
@@ -152,33 +150,6 @@ def measured(case: Case, slack: int, workers: Any) -> float:
             pass
         pipe.flush()
         return time.perf_counter() - start
-
-
-# -- a wire between threads ------------------------------------------------------------------------
-
-
-class NarrowLinks(SlowLinks):
-    """An in-memory transport on which messages between stages take their time, one after another.
-
-    Args:
-        rate: Bits per second in each direction; 0 for as many as there are.
-        delay_s: Seconds under way besides.
-    """
-
-    def __init__(self, rate: float, delay_s: float) -> None:
-        super().__init__({})
-        self._rate, self._delay_s = rate, delay_s
-        self._free: dict[tuple[int, int], float] = {}
-
-    def arrives(self, message: Message, now: float) -> float | None:
-        """Return when the wire has room and the message is over; at once for the coordinator."""
-        way = (message.sender, message.to)
-        if COORDINATOR in way:
-            return None
-        size = sum(tensor.nbytes for tensor in message.tensors)
-        transfer_s = size * 8 / self._rate if self._rate else 0.0
-        self._free[way] = sent = max(now, self._free.get(way, 0.0)) + transfer_s
-        return sent + self._delay_s
 
 
 # -- a wire between two namespaces -----------------------------------------------------------------
@@ -413,9 +384,7 @@ def main(
         if wire == "namespaces":
             seconds = across_namespaces(case, extra)
         else:
-            seconds = measured(
-                case, extra, slow_links(lambda: NarrowLinks(case.rate, case.delay_s))
-            )
+            seconds = measured(case, extra, narrow_links(case.rate, case.delay_s))
     except Unavailable as error:
         click.echo(json.dumps({"unavailable": str(error)}))
         sys.exit(3)

@@ -33,9 +33,9 @@ from typing import Any
 import click
 import torch
 from chain import address, chain
-from emulated import slow_links
+from emulated import narrow_links
 from learning import CODECS as OF_LEARNING
-from slow_link import ENDING_S, NarrowLinks, Unavailable, child
+from slow_link import ENDING_S, Unavailable, child
 from workload import WARM_UP, Workload, batches, loss_fn, optimizer_choice, whole
 
 from pipedream_rt import Costs, Layout, Pipeline, Recovery, plan_for, simulate
@@ -189,8 +189,7 @@ def main(wire: str, who: str, schedule: str, codec: str, updates: int, join: str
         elif join is not None:
             found = trained(w, schedule, codec, slack, join)
         elif wire == "emulated":
-            links = slow_links(lambda: NarrowLinks(RATE, DELAY_S))
-            found = trained(w, schedule, codec, slack, links)
+            found = trained(w, schedule, codec, slack, narrow_links(RATE, DELAY_S))
         else:
             with tempfile.TemporaryFile("w+") as log:
                 try:
