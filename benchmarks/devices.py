@@ -41,10 +41,12 @@ from torch import Tensor, nn
 import pipedream_rt
 from pipedream_rt.devices import choice
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.grid import ROOT, said
+
 Found = Iterator[dict[str, Any]]
 """What a case finds, as it finds it."""
 
-ROOT = Path(__file__).resolve().parent.parent
 UNAVAILABLE = 3
 MICRO_BATCHES = 8
 SEED = 0
@@ -509,18 +511,12 @@ def processes(size: Size, stages: int, schedule: str) -> Found:
 def pipelining(size: Size, stages: int) -> Found:
     """torch.distributed.pipelining with 1F1B, a process and a device for each stage."""
     devices_here(stages)
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "pipelining-rank", folder, str(stages)]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(stages) as pool:
+        words = ("pipelining-rank", folder, str(stages))
         ranks = [
-            subprocess.Popen(
-                [*command, str(rank), "--size", size.name], stdout=subprocess.PIPE, text=True
-            )
-            for rank in range(stages)
+            pool.submit(_case, *words, str(rank), "--size", size.name) for rank in range(stages)
         ]
-        said = [rank.communicate(timeout=600)[0].splitlines() for rank in ranks]
-    if not said[0]:
-        raise RuntimeError(f"rank 0 ended with {ranks[0].returncode}")
-    yield json.loads(said[0][-1])
+        yield ranks[0].result()
 
 
 def pipelining_rank(size: Size, folder: str, stages: int, rank: int) -> Found:
@@ -844,16 +840,12 @@ def _case(*words: str, **variables: str) -> dict[str, Any]:
 
 def _said(command: list[str], name: str, variables: dict[str, str]) -> dict[str, Any]:
     """The last object that a process of Python prints; see `_case`."""
-    environment = {**os.environ, **variables}
-    command = [sys.executable, "-W", "ignore", *command]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    ended = said([sys.executable, "-W", "ignore", *command], environment=variables)
     with open(folder_of_logs() / f"{name}.log", "a") as log:
-        log.write(done.stderr)
-    lines = done.stdout.splitlines()
-    found: dict[str, Any] = json.loads(lines[-1]) if lines else {}
-    if done.returncode:
-        found["error"] = f"{name}: exit code {done.returncode}: {done.stderr[-1000:]}"
-    return found
+        log.write(ended.errors)
+    if ended.code:
+        ended.found["error"] = f"{name}: exit code {ended.code}: {ended.errors[-1000:]}"
+    return ended.found
 
 
 def bits_of(size: Size, schedule: str) -> Found:
@@ -991,8 +983,8 @@ def name_of_device() -> str:
     """What the device calls itself."""
     name = kind_here()
     module: Any = torch.get_device_module(name) if name != "cpu" else None
-    said: str = getattr(module, "get_device_name", lambda: name)()
-    return said
+    told: str = getattr(module, "get_device_name", lambda: name)()
+    return told
 
 
 @click.command()

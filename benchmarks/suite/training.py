@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from rich.table import Table
 
+from benchmarks.grid import Line
 from benchmarks.workload import Workload
 
-from .runs import Benchmark, Case, Line, table_of
+from .runs import Benchmark, Case, table_of
 
 TRANSFORMER = Workload(
     "transformer",
