@@ -43,6 +43,7 @@ from pipedream_rt.devices import choice
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.grid import ROOT, said
+from benchmarks.workload import Block
 
 Found = Iterator[dict[str, Any]]
 """What a case finds, as it finds it."""
@@ -83,38 +84,10 @@ class Embedding(nn.Module):
         return self.words(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
 
 
-class Block(nn.Module):
-    """A block of GPT-2."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.heads = size.heads
-        self.before, self.between = nn.LayerNorm(size.width), nn.LayerNorm(size.width)
-        self.all, self.out = (
-            nn.Linear(size.width, 3 * size.width),
-            nn.Linear(size.width, size.width),
-        )
-        self.up, self.down = (
-            nn.Linear(size.width, 4 * size.width),
-            nn.Linear(4 * size.width, size.width),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (B, T, width)."""
-        b, t, c = x.shape
-        q, k, v = (
-            part.view(b, t, self.heads, c // self.heads).transpose(1, 2)
-            for part in self.all(self.before(x)).chunk(3, -1)
-        )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(b, t, c))
-        return x + self.down(F.gelu(self.up(self.between(x))))
-
-
 def model(size: Size) -> nn.Sequential:
     """GPT-2 small, or a tiny one."""
     torch.manual_seed(SEED)
-    blocks = [Block(size) for _ in range(size.blocks)]
+    blocks = [Block(size.width, size.heads) for _ in range(size.blocks)]
     return nn.Sequential(Embedding(size), *blocks, nn.Linear(size.width, size.words))
 
 

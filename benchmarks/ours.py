@@ -16,6 +16,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,41 @@ def of_part(threads: dict[str, float], *beginnings: str) -> float:
     return sum(ms for name, ms in threads.items() if name.startswith(beginnings))
 
 
+def watched(
+    pipe: Pipeline,
+    train: Callable[[list[Any]], Iterator[Any]],
+    warm: list[Any],
+    data: list[Any],
+    parts: int,
+) -> tuple[dict[str, float], list[dict[str, float]]]:
+    """Train from an empty pipe to an empty pipe, and measure.
+
+    Args:
+        pipe: The pipeline.
+        train: Trains on mini-batches; yields when each is done.
+        warm: Mini-batches that do not count.
+        data: Those that do.
+        parts: In how many each of them counts.
+
+    Returns:
+        ``seconds`` of all, and parts ``steady_per_s``; and the milliseconds of a processor for a
+        part by thread, first of this process, then of each worker.
+    """
+    pids = (os.getpid(), *dict.fromkeys(pipe.on_stages(lambda module: os.getpid())))
+    for _ in train(warm):
+        pass
+    pipe.flush()
+    before, start = [processor_s(pid) for pid in pids], time.perf_counter()
+    came = [time.perf_counter() for _ in train(data)]
+    pipe.flush()
+    seconds = time.perf_counter() - start
+    after = [processor_s(pid) for pid in pids]
+    first = len(came) // 3  # by then the pipe is full, and what comes does so at its own pace
+    steady = (len(came) - 1 - first) * parts / (came[-1] - came[first])
+    each = [used(b, a, len(came) * parts) for b, a in zip(before, after, strict=True)]
+    return {"seconds": seconds, "steady_per_s": steady}, each
+
+
 def run(w: Workload, schedule: str) -> dict[str, Any]:
     """Train, and measure from an empty pipe to an empty pipe."""
     data, (optimizer, options) = batches(w), optimizer_choice(w)
@@ -70,28 +106,19 @@ def run(w: Workload, schedule: str) -> dict[str, Any]:
             credits=None if schedule.startswith("async") else 2,
         ),
     ) as pipe:
-        pids = dict.fromkeys(pipe.on_stages(lambda module: os.getpid()))
         # Where layers cost nothing, what a process does once would be much of what is seen.
         warm = WARM_UP if w.model == "transformer" or w.forward_s else len(data) // 3
-        for _ in pipe.train_epoch(data[:warm]):
-            pass
-        pipe.flush()
-        before, start = [processor_s(pid) for pid in (os.getpid(), *pids)], time.perf_counter()
-        results, came = [], []
-        for result in pipe.train_epoch(data[warm:]):
-            results.append(result)
-            came.append(time.perf_counter())
-        pipe.flush()
-        seconds = time.perf_counter() - start
-        after = [processor_s(pid) for pid in (os.getpid(), *pids)]
+        losses: list[float] = []
+
+        def train(batches: list[Any]) -> Iterator[None]:
+            for result in pipe.train_epoch(batches):
+                yield losses.append(result.loss)
+
+        timed, each = watched(pipe, train, data[:warm], data[warm:], w.micro_batches)
         versions = [counters["versions_kept_most"] for counters in pipe.statistics()]
-    count = (len(data) - warm) * w.micro_batches
-    each = [used(b, a, count) for b, a in zip(before, after, strict=True)]
-    first = len(came) // 3  # by then the pipe is full, and what comes does so at its own pace
     return {
-        "seconds": seconds,
-        "loss": results[-1].loss,
-        "steady_per_s": (len(came) - 1 - first) * w.micro_batches / (came[-1] - came[first]),
+        **timed,
+        "loss": losses[-1],
         "worker_ms": statistics.fmean(sum(threads.values()) for threads in each[1:]),
         "stages_ms": statistics.fmean(of_part(threads, "stage", "worker") for threads in each[1:]),
         "links_ms": statistics.fmean(of_part(threads, "links") for threads in each[1:]),

@@ -12,16 +12,15 @@ of all), and of the ``coordinator``.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import sys
-import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from ours import processor_s, used
+from ours import watched
 from torch import Tensor
 from workload import WARM_UP, Workload, batches, loss_fn, optimizer_choice, whole
 
@@ -34,16 +33,14 @@ def contrastive(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(similar / 0.1, torch.arange(len(output)))
 
 
-def trained(pipe: Pipeline, data: list[tuple[Tensor, Tensor]], place: str) -> Iterator[float]:
-    """Train, and yield when each mini-batch was done."""
+def trained(pipe: Pipeline, place: str, data: list[tuple[Tensor, Tensor]]) -> Iterator[Any]:
+    """Train, and yield when each mini-batch is done."""
     if place == "stage":
-        for _ in pipe.train_epoch(data):
-            yield time.perf_counter()
+        yield from pipe.train_epoch(data)
         return
     compute = contrastive if place == "contrastive" else loss_fn
     for output, (_, y) in pipe.outputs(data):
-        compute(output, y).backward()
-        yield time.perf_counter()
+        yield compute(output, y).backward()
 
 
 def run(w: Workload, schedule: str, place: str) -> dict[str, Any]:
@@ -59,21 +56,12 @@ def run(w: Workload, schedule: str, place: str) -> dict[str, Any]:
         corrections=(),  # the schedule alone is measured
         workers="local",
     ) as pipe:
-        pids = dict.fromkeys(pipe.on_stages(lambda module: os.getpid()))
-        for _ in trained(pipe, data[:WARM_UP], place):
-            pass
-        pipe.flush()
-        before, start = [processor_s(pid) for pid in (os.getpid(), *pids)], time.perf_counter()
-        came = list(trained(pipe, data[WARM_UP:], place))
-        pipe.flush()
-        seconds = time.perf_counter() - start
-        after = [processor_s(pid) for pid in (os.getpid(), *pids)]
+        train = partial(trained, pipe, place)
+        timed, used = watched(pipe, train, data[:WARM_UP], data[WARM_UP:], parts=1)
         text = pipe.explain()
-    each = [sum(used(b, a, len(came)).values()) for b, a in zip(before, after, strict=True)]
-    first = len(came) // 3
+    each = [sum(threads.values()) for threads in used]
     return {
-        "seconds": seconds,
-        "steady_per_s": (len(came) - 1 - first) / (came[-1] - came[first]),
+        **timed,
         "coordinator_ms": each[0],
         "worker_ms": statistics.fmean(each[1:]),
         "explained": next((line for line in text.splitlines() if "script computes" in line), ""),
