@@ -326,37 +326,29 @@ def all_sets() -> dict[str, list[Run]]:
     """The runs of every set, with the rate left open."""
 
     def some(*optimizers: str, tasks: Sequence[str] = TASKS, **options: Any) -> list[Run]:
-        return [
-            Run(task=task, optimizer=optimizer, updates=PROGRAMS[task].updates, **options)
-            for optimizer in optimizers
-            for task in tasks
-        ]
+        given = grid.combinations(**options, optimizer=[*optimizers], task=[*tasks])
+        return [Run(updates=PROGRAMS[each["task"]].updates, **each) for each in given]
 
-    def compared(optimizers: Sequence[str], *corrections: str, **options: Any) -> list[Run]:
-        return [run for c in corrections for run in some(*optimizers, corrections=c, **options)]
-
-    every = tuple(RATES)
+    every, both = tuple(RATES), ["none", "ef+extrapolation"]
     return {
         # What the README's ten lines give.
-        "defaults": [*some(*MAIN, stages=4), *some(*MAIN, stages=8)],
+        "defaults": some(*MAIN, stages=[4, 8]),
         # What corrections do for each optimizer with as many micro-batches as stages.
-        "corrections": compared(every, "none", "ef+extrapolation", stages=4, k=4),
-        "momentum": compared(
-            ("momentum",), "ef", "extrapolation", "prediction", "ef+prediction", stages=4, k=4
+        "corrections": some(*every, corrections=both, stages=4, k=4),
+        "momentum": some(
+            "momentum", corrections=["ef", "extrapolation", "prediction", "ef+prediction"],
+            stages=4, k=4,
         ),
-        "deeper": compared((*MAIN, "muon"), "none", "ef+extrapolation", stages=8, k=8),
+        "deeper": some(*MAIN, "muon", corrections=both, stages=8, k=8),
         # The same with one micro-batch per update.
-        "stale": compared(every, "none", "ef2+extrapolation+damped", stages=4, k=1),
+        "stale": some(*every, corrections=["none", "ef2+extrapolation+damped"], stages=4, k=1),
         # More micro-batches than stages, in programs as newcomers write them.
         "choice": [
             run
             for optimizer in ("adamw", "momentum", "muon", "nadam")
             for task in ("newcomer", "mlp", "tuned")
             for stages, k, corrections in (
-                (4, 16, "default"),
-                (2, 8, "default"),
-                (4, 4, "default"),
-                (4, 16, "none"),
+                (4, 16, "default"), (2, 8, "default"), (4, 4, "default"), (4, 16, "none"),
                 (8, 32, "default"),
             )
             for run in some(optimizer, tasks=[task], stages=stages, k=k, corrections=corrections)
@@ -374,35 +366,20 @@ def all_sets() -> dict[str, list[Run]]:
             for run in some(optimizer, tasks=[task], stages=stages, k=4 * stages)
         ],
         # What BatchNorm sees is what a mini-batch is cut into, whatever the schedule.
-        "batch-norm": [
-            run
-            for k in (2, 4, 8, 16)
-            for run in some(
-                "adamw", "momentum", tasks=["pictures"], k=k, corrections="none", schedule="1f1b"
-            )
-        ],
+        "batch-norm": some(
+            "adamw", "momentum", tasks=["pictures"], k=[2, 4, 8, 16], corrections="none",
+            schedule="1f1b",
+        ),
         # Clipping by an estimate of the norm beside exact clipping.
-        "spikes": [
-            run
-            for schedule in ("async-1f1b", "async-1f1b+vertical-sync", "1f1b")
-            for run in some(
-                "adamw", tasks=["spikes"], stages=4, k=4, corrections="none", schedule=schedule
-            )
-        ],
-        "2bw": [
-            run
-            for k in (4, 16)
-            for run in some("adamw", "muon", tasks=["newcomer"], stages=4, k=k, schedule="2bw")
-        ],
+        "spikes": some(
+            "adamw", tasks=["spikes"], stages=4, k=4, corrections="none",
+            schedule=["async-1f1b", "async-1f1b+vertical-sync", "1f1b"],
+        ),
+        "2bw": some("adamw", "muon", tasks=["newcomer"], stages=4, k=[4, 16], schedule="2bw"),
         "longer": some("adamw", tasks=["newcomer-800"], stages=4, k=16),
         # More micro-batches than stages.
-        "micro-batches": [
-            run
-            for k in (8, 12)
-            for corrections in ("none", "ef+extrapolation")
-            for run in some("adamw", "momentum", stages=4, k=k, corrections=corrections)
-        ],
-    }
+        "micro-batches": some("adamw", "momentum", stages=4, k=[8, 12], corrections=both),
+    }  # fmt: skip
 
 
 def smooth(curve: Sequence[Sequence[float]]) -> list[tuple[float, float]]:

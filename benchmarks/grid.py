@@ -8,6 +8,7 @@ a grid that was stopped goes on where it was, and files of long ago are read as 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -59,6 +60,12 @@ def key_of(run: Any, later: Sequence[str] = (), more: str = "") -> str:
     fields = {name: value for name, value in asdict(run).items() if name not in later or value}
     text = json.dumps(fields, sort_keys=True) + more
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+def combinations(**options: Any) -> Iterator[dict[str, Any]]:
+    """Every choice of one value of each option that is a list; the first of these changes last."""
+    lists = [value if isinstance(value, list) else [value] for value in options.values()]
+    return (dict(zip(options, values, strict=True)) for values in itertools.product(*lists))
 
 
 def fill(

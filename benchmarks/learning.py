@@ -493,20 +493,16 @@ def all_sets() -> dict[str, list[Run]]:
     """The runs of every set, with the seed left open, and the rate where none is given."""
 
     def some(*methods: str, **options: Any) -> list[Run]:
-        given = {"task": "transformer", "rate": 0.0, **options}
-        return [Run(method=method, **given) for method in methods]
+        given = {"task": "transformer", "rate": 0.0, **options, "method": [*methods]}
+        return [Run(**each) for each in grid.combinations(**given)]
 
     plain, at_8, at_k = {"schedule": "1f1b"}, {"stages": 8}, {"stages": 8, "k": 8}
-    long = {**NARROW, "updates": 10_000}
-    recipe = "muon+ef+extrapolation"  # with one update per micro-batch the other one
-    damped = "muon+ef2+extrapolation+damped"
+    at_32, long = {"stages": 32, "updates": 1500}, {**NARROW, "updates": 10_000}
+    recipe = "muon+ef+extrapolation"
+    damped = "muon+ef2+extrapolation+damped"  # the recipe where an update has one micro-batch
     return {
         "synchronous": some("rotated", "muon", "adamw", "nadam", **plain),
-        "horizons": [
-            run
-            for updates in (900, 600, 300)
-            for run in some("muon", **plain, rate=0.012, updates=updates)
-        ],
+        "horizons": some("muon", **plain, rate=0.012, updates=[900, 600, 300]),
         # With 2bw the delay is 1 at any number of stages, so two stages stand for all of them.
         "delay-1": some(
             *("rotated+ef", "muon+ef", "rotated", "muon", "adamw+ef", "adamw"),
@@ -527,8 +523,7 @@ def all_sets() -> dict[str, list[Run]]:
             ),
             *some("muon+ef", **AT_ONE, synchronous=120, rate=0.012),
             *some("muon+ef", "muon", "rotated+ef", **at_k, rate=0.012),
-            *some("muon", **plain, updates=900, rate=0.012),
-            *some("muon", **plain, updates=600, rate=0.012),
+            *some("muon", **plain, updates=[900, 600], rate=0.012),
         ],
         "ideas-8": [
             *some("muon+ef", "nadam", "adamw", "adamw+ef", **at_8, rate=0.003),
@@ -540,8 +535,8 @@ def all_sets() -> dict[str, list[Run]]:
                 "muon+ef2+extrapolation+damped-vectors", **at_8, rate=0.006,
             ),
             *some("muon+ef", recipe, **at_8, rate=0.006, synchronous=120),
-            *some(recipe, damped, **at_8, rate=0.012),
-            *some(damped, **at_8, rate=0.024),
+            *some(recipe, **at_8, rate=0.012),
+            *some(damped, **at_8, rate=[0.012, 0.024]),
         ],
         # For the picture of docs/results.md.
         "figure": [
@@ -569,55 +564,39 @@ def all_sets() -> dict[str, list[Run]]:
             *some("nadam", "muon", **plain, **long, rate=0.006),
             *some("nadam", "muon", "rotated", "adamw", **plain, **long, rate=0.012),
             *some("nadam", **plain, **NARROW, rate=0.006, updates=8_000),
-            *(
-                run
-                for updates in (8_000, 5_000, 3_000, 1_500)
-                for run in some("muon", **plain, **NARROW, rate=0.006, updates=updates)
-            ),
+            *some("muon", **plain, **NARROW, rate=0.006, updates=[8_000, 5_000, 3_000, 1_500]),
             *some("nadam", recipe, **AT_ONE, **long, rate=0.006),
-            *some("nadam", recipe, **long, stages=8, rate=0.006),
-            *some("nadam", damped, **long, stages=32, rate=0.006),
-            *some("nadam", **long, stages=32, rate=0.012),
+            *some("nadam", recipe, **long, **at_8, rate=0.006),
+            *some("nadam", **long, stages=32, rate=[0.006, 0.012]),
             *some(recipe, **long, stages=32, rate=0.003),
+            *some(damped, **long, stages=32, rate=0.006),
         ],
         # Which rate and corrections to take for 32 stages, in runs that are not as long.
         "ideas-32": [
-            run
-            for method, rate in (
-                (damped, 0.006), ("muon+ef+velocity80+damped", 0.006), (recipe, 0.003),
-                (recipe, 0.0015),
-            )
-            for run in some(method, **NARROW, updates=1500, stages=32, rate=rate)
+            *some(damped, "muon+ef+velocity80+damped", **NARROW, **at_32, rate=0.006),
+            *some(recipe, **NARROW, **at_32, rate=[0.003, 0.0015]),
         ],
         "other-models": [
             run
             for task in ("lstm", "conv")
-            for options, methods in (
-                ({**plain, "updates": 600}, ("adamw",)),
-                ({**plain, "updates": 300}, ("adamw",)),
-                ({**AT_ONE, "updates": 600}, ("adamw", "adamw+ef", "adamw+ef+extrapolation")),
-                ({**at_8, "updates": 600}, ("adamw", "nadam", "adamw+ef+extrapolation")),
+            for run in (
+                *some("adamw", task=task, **plain, updates=[600, 300]),
+                *some(
+                    "adamw", "adamw+ef", "adamw+ef+extrapolation", task=task, **AT_ONE, updates=600
+                ),
+                *some("adamw", "nadam", "adamw+ef+extrapolation", task=task, **at_8, updates=600),
             )
-            for run in some(*methods, task=task, **options)
         ],
-        "trend": [
-            run
-            for stages in (1, 2, 4, 8, 16, 32)
-            for run in some("adamw", "nadam", "rotated", **NARROW, stages=stages, updates=600)
-        ],
+        "trend": some(
+            "adamw", "nadam", "rotated", **NARROW, stages=[1, 2, 4, 8, 16, 32], updates=600
+        ),
         # What crosses between stages in fewer bytes; see benchmarks/wire.py.
         "codecs": [
-            run
-            for options in (
-                *({"method": recipe, **at_k, "codec": codec} for codec in CODECS),
-                *({**plain, **at_k, "codec": codec} for codec in list(CODECS)[2:4]),
-                *({**plain, "updates": count} for count in (1200, 900, 600, 300)),
-            )
-            for run in some(options.pop("method", "muon"), rate=0.012, **options)
+            *some(recipe, **at_k, rate=0.012, codec=[*CODECS]),
+            *some("muon", **plain, **at_k, rate=0.012, codec=[*CODECS][2:4]),
+            *some("muon", **plain, rate=0.012, updates=[1200, 900, 600, 300]),
         ],
-        "trend-horizons": [
-            run for updates in (150, 300) for run in some("rotated", **NARROW, updates=updates)
-        ],
+        "trend-horizons": some("rotated", **NARROW, updates=[150, 300]),
     }  # fmt: skip
 
 
