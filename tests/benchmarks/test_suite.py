@@ -162,8 +162,9 @@ def test_what_is_compared_computes_the_same(monkeypatch):
     w = Workload("transformer", 2, 2, updates=2, samples=2, width=32, context=16, layers=2)
     plain = loss_of("peers/one_process.py", w)
     monkeypatch.syspath_prepend(HERE)
-    ours = importlib.import_module("ours").run(w, "1f1b")
-    assert ours["loss"] == pytest.approx(plain, rel=1e-6)
+    ours = importlib.import_module("ours")
+    for schedule, place in (("1f1b", ""), ("gpipe", "script")):
+        assert ours.run(w, schedule, place)["loss"] == pytest.approx(plain, rel=1e-6)
     assert loss_of("peers/torch_pipelining.py", w, "1f1b") == pytest.approx(plain, rel=1e-6)
 
 
