@@ -13,17 +13,16 @@ own (``benchmarks/peers/README.md``), whose interpreter ``--peers`` names.
 from __future__ import annotations
 
 import json
-import signal
-import sys
 from pathlib import Path
 
 import click
 from rich.console import Console
 from rich.table import Table
 
+from .grid import Line, end_by_signals
 from .suite.devices import BENCHMARKS as OF_DEVICES
 from .suite.parts import BENCHMARKS as OF_PARTS
-from .suite.runs import Line, newest, run, summed_up
+from .suite.runs import newest, run, summed_up
 from .suite.training import BENCHMARKS as OF_TRAINING
 
 BENCHMARKS = {**OF_TRAINING, **OF_PARTS, **OF_DEVICES}
@@ -86,8 +85,7 @@ def main(
     picture: Path | None,
 ) -> None:
     """Measure, and show tables. NAMES are those of benchmarks; all if there are none."""
-    for number in (signal.SIGTERM, signal.SIGHUP):  # so that what runs ends too
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    end_by_signals()
     console = Console(width=140)
     for name in names or BENCHMARKS:
         benchmark = BENCHMARKS[name]

@@ -10,14 +10,14 @@ the first was stopped.
 
 from __future__ import annotations
 
-import json
 import statistics
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import click
+from grid import RESULTS, keep, lines_of, said
 from rich.console import Console
 from rich.table import Table
 from workload import Workload
@@ -44,6 +44,12 @@ class Case(NamedTuple):
 SMALL = Workload("linear", 2, micro_batches=1, updates=2000, samples=8, width=256).to_json()
 """Layers that cost next to nothing, so that all else is seen."""
 
+EMULATED = Workload(
+    "emulated", 8, micro_batches=16, updates=12, samples=8, width=256, forward_s=0.020,
+    backward_s=0.040,
+).to_json()  # fmt: skip
+"""Layers that take time and no processor."""
+
 OPENING = ("start.py", "--json", "--repeats", "1", "--how")
 
 CASES = {
@@ -58,13 +64,9 @@ CASES = {
         True,
     ),
     "8 emulated stages, async-1f1b": Case(
-        ("scaling.py", "--workers", "8", "--only", "async-1f1b", "--json"),
-        "micro_batches_per_s",
-        True,
+        ("ours.py", EMULATED, "async-1f1b"), "steady_per_s", True
     ),
-    "8 emulated stages, 1f1b": Case(
-        ("scaling.py", "--workers", "8", "--only", "1f1b", "--json"), "micro_batches_per_s", True
-    ),
+    "8 emulated stages, 1f1b": Case(("ours.py", EMULATED, "1f1b"), "steady_per_s", True),
     "first opening, prepared": Case((*OPENING, "prepared"), "first_s", False, ours=True),
     "first opening, not prepared": Case((*OPENING, "not prepared"), "first_s", False, ours=True),
     "second opening": Case((*OPENING, "prepared"), "second_s", False, ours=True),
@@ -82,12 +84,11 @@ def run(checkout: Path, case: Case) -> float:
     there = [folder / "studies" / name, folder / name]  # an older one has all in one folder
     ours = [HERE / "studies" / name, HERE / name]
     script = next(filter(Path.exists, ours if case.ours else [*there, *ours]))
-    command = [checkout / ".venv/bin/python", script]
-    done = subprocess.run(  # there, since workers import what lies in the folder
-        [*command, *case.command[1:]], cwd=checkout, check=True, stdout=subprocess.PIPE
-    )
-    line: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return float(line[case.metric])
+    command = [checkout / ".venv/bin/python", script, *case.command[1:]]
+    ended = said(command, folder=checkout)  # there, since workers import what lies in the folder
+    if ended.code:
+        raise SystemExit(f"{script} ended with {ended.code}: {ended.errors}")
+    return float(ended.found[case.metric])
 
 
 def commit_of(checkout: Path) -> str:
@@ -104,28 +105,23 @@ def main(old: Path, pairs: int, only: tuple[str, ...]) -> None:
     """Compare the checkout OLD with this one."""
     old, new = old.resolve(), HERE.parent
     commits = {"old": commit_of(old), "new": commit_of(new)}
-    results = HERE / "results" / f"compare-{commits['old']}.jsonl"
-    results.parent.mkdir(exist_ok=True)
-    lines = (
-        [json.loads(text) for text in results.read_text().splitlines()] if results.exists() else []
-    )
+    results = RESULTS / f"compare-{commits['old']}.jsonl"
+    lines = [line for line in lines_of(results) if line["new"] == commits["new"]]
     for name in only or CASES:
-        done = [line for line in lines if line["case"] == name and line["new"] == commits["new"]]
-        for number in range(len(done), pairs):
+        for number in range(sum(line["case"] == name for line in lines), pairs):
             # The first of a pair takes turns too.
             order = (old, new) if number % 2 else (new, old)
             values = {checkout: run(checkout, CASES[name]) for checkout in order}
             line = {"case": name, **commits, "metric": CASES[name].metric}
             line |= {"old_value": values[old], "new_value": values[new]}
             lines.append(line)
-            with results.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            keep(results, line)
             print(line, file=sys.stderr)
     table = Table(title=f"{commits['new']} against {commits['old']}; above 1 is better")
     for head in ("benchmark", "old", "new", "ratio, median", "min", "max"):
         table.add_column(head, justify="left" if head == "benchmark" else "right")
     for name, case in CASES.items():
-        mine = [line for line in lines if line["case"] == name and line["new"] == commits["new"]]
+        mine = [line for line in lines if line["case"] == name]
         if not mine:
             continue
         ratios = [line["new_value"] / line["old_value"] for line in mine]

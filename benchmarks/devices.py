@@ -41,10 +41,13 @@ from torch import Tensor, nn
 import pipedream_rt
 from pipedream_rt.devices import choice
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.grid import ROOT, said
+from benchmarks.workload import Block
+
 Found = Iterator[dict[str, Any]]
 """What a case finds, as it finds it."""
 
-ROOT = Path(__file__).resolve().parent.parent
 UNAVAILABLE = 3
 MICRO_BATCHES = 8
 SEED = 0
@@ -81,38 +84,10 @@ class Embedding(nn.Module):
         return self.words(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
 
 
-class Block(nn.Module):
-    """A block of GPT-2."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.heads = size.heads
-        self.before, self.between = nn.LayerNorm(size.width), nn.LayerNorm(size.width)
-        self.all, self.out = (
-            nn.Linear(size.width, 3 * size.width),
-            nn.Linear(size.width, size.width),
-        )
-        self.up, self.down = (
-            nn.Linear(size.width, 4 * size.width),
-            nn.Linear(4 * size.width, size.width),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (B, T, width)."""
-        b, t, c = x.shape
-        q, k, v = (
-            part.view(b, t, self.heads, c // self.heads).transpose(1, 2)
-            for part in self.all(self.before(x)).chunk(3, -1)
-        )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(b, t, c))
-        return x + self.down(F.gelu(self.up(self.between(x))))
-
-
 def model(size: Size) -> nn.Sequential:
     """GPT-2 small, or a tiny one."""
     torch.manual_seed(SEED)
-    blocks = [Block(size) for _ in range(size.blocks)]
+    blocks = [Block(size.width, size.heads) for _ in range(size.blocks)]
     return nn.Sequential(Embedding(size), *blocks, nn.Linear(size.width, size.words))
 
 
@@ -509,18 +484,12 @@ def processes(size: Size, stages: int, schedule: str) -> Found:
 def pipelining(size: Size, stages: int) -> Found:
     """torch.distributed.pipelining with 1F1B, a process and a device for each stage."""
     devices_here(stages)
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "pipelining-rank", folder, str(stages)]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(stages) as pool:
+        words = ("pipelining-rank", folder, str(stages))
         ranks = [
-            subprocess.Popen(
-                [*command, str(rank), "--size", size.name], stdout=subprocess.PIPE, text=True
-            )
-            for rank in range(stages)
+            pool.submit(_case, *words, str(rank), "--size", size.name) for rank in range(stages)
         ]
-        said = [rank.communicate(timeout=600)[0].splitlines() for rank in ranks]
-    if not said[0]:
-        raise RuntimeError(f"rank 0 ended with {ranks[0].returncode}")
-    yield json.loads(said[0][-1])
+        yield ranks[0].result()
 
 
 def pipelining_rank(size: Size, folder: str, stages: int, rank: int) -> Found:
@@ -844,16 +813,12 @@ def _case(*words: str, **variables: str) -> dict[str, Any]:
 
 def _said(command: list[str], name: str, variables: dict[str, str]) -> dict[str, Any]:
     """The last object that a process of Python prints; see `_case`."""
-    environment = {**os.environ, **variables}
-    command = [sys.executable, "-W", "ignore", *command]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    ended = said([sys.executable, "-W", "ignore", *command], environment=variables)
     with open(folder_of_logs() / f"{name}.log", "a") as log:
-        log.write(done.stderr)
-    lines = done.stdout.splitlines()
-    found: dict[str, Any] = json.loads(lines[-1]) if lines else {}
-    if done.returncode:
-        found["error"] = f"{name}: exit code {done.returncode}: {done.stderr[-1000:]}"
-    return found
+        log.write(ended.errors)
+    if ended.code:
+        ended.found["error"] = f"{name}: exit code {ended.code}: {ended.errors[-1000:]}"
+    return ended.found
 
 
 def bits_of(size: Size, schedule: str) -> Found:
@@ -991,8 +956,8 @@ def name_of_device() -> str:
     """What the device calls itself."""
     name = kind_here()
     module: Any = torch.get_device_module(name) if name != "cpu" else None
-    said: str = getattr(module, "get_device_name", lambda: name)()
-    return said
+    told: str = getattr(module, "get_device_name", lambda: name)()
+    return told
 
 
 @click.command()

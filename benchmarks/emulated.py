@@ -11,18 +11,18 @@ import heapq
 import itertools
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from workload import EmulatedLayer
 
 from pipedream_rt.cluster.interface import ClusterSpec
 from pipedream_rt.errors import PipelineClosed
 from pipedream_rt.lifecycle import Lifecycle
 from pipedream_rt.messages.message import Message
+from pipedream_rt.schedules import COORDINATOR
 from pipedream_rt.serial.in_process import ClusterHere
 from pipedream_rt.serial.transport import MemoryTransport
 
@@ -32,33 +32,23 @@ def emulated_model(stages: int, width: int, forward_s: float, backward_s: float)
     return nn.Sequential(*(EmulatedLayer(i, width, forward_s, backward_s) for i in range(stages)))
 
 
-def emulated_data(count: int, samples: int, width: int) -> list[tuple[Tensor, Tensor]]:
-    """Mini-batches for it."""
-    generator = torch.Generator().manual_seed(0)
-    return [
-        (
-            torch.randn(samples, width, generator=generator),
-            torch.randn(samples, width, generator=generator),
-        )
-        for _ in range(count)
-    ]
-
-
-class SlowLinks(MemoryTransport):
-    """An in-memory transport on which messages between some stages arrive later.
+class NarrowLinks(MemoryTransport):
+    """An in-memory transport on which messages between stages take their time, one after another.
 
     Args:
-        latency_s: Seconds under way, by pair of stages, for both directions.
+        rate: Bits per second in each direction; 0 for as many as there are.
+        delay_s: Seconds under way besides.
     """
 
-    def __init__(self, latency_s: Mapping[tuple[int, int], float]) -> None:
+    def __init__(self, rate: float, delay_s: float) -> None:
         super().__init__()
-        self._latency_s = latency_s
+        self._rate, self._delay_s = rate, delay_s
+        self._free: dict[tuple[int, int], float] = {}
         self._on_their_way: list[tuple[float, int, Message]] = []
         self._numbers = itertools.count()
         self._sent = threading.Condition()
         self._over = False
-        self._carrier = threading.Thread(target=self._carry, name="slow-links", daemon=True)
+        self._carrier = threading.Thread(target=self._carry, name="narrow-links", daemon=True)
         self._carrier.start()
 
     def deliver(self, message: Message) -> None:
@@ -72,10 +62,17 @@ class SlowLinks(MemoryTransport):
             super().deliver(message)
 
     def arrives(self, message: Message, now: float) -> float | None:
-        """Return when a message arrives that is sent now; None for at once. One call at a time."""
-        ends = sorted((message.sender, message.to))
-        latency_s = self._latency_s.get((ends[0], ends[1]), 0.0)
-        return now + latency_s if latency_s else None
+        """Return when the wire has room and the message is over; None for at once.
+
+        One call at a time; what the coordinator sends or gets has another wire.
+        """
+        way = (message.sender, message.to)
+        if COORDINATOR in way:
+            return None
+        size = sum(tensor.nbytes for tensor in message.tensors)
+        transfer_s = size * 8 / self._rate if self._rate else 0.0
+        self._free[way] = sent = max(now, self._free.get(way, 0.0)) + transfer_s
+        return sent + self._delay_s
 
     def _carry(self) -> None:
         """Deliver what is due, until closed."""
@@ -142,14 +139,6 @@ class Threads(ClusterHere):
         self.close()
 
 
-def slow_links(transport: Callable[[], SlowLinks]) -> Callable[..., Threads]:
-    """Return what ``Pipeline(workers=...)`` takes: emulated stages as threads, with slow links.
-
-    Args:
-        transport: Makes the transport of a cluster.
-    """
-
-    def start(spec: ClusterSpec) -> Threads:
-        return Threads(spec, transport())
-
-    return start
+def narrow_links(rate: float, delay_s: float) -> Callable[[ClusterSpec], Threads]:
+    """Return what ``workers=`` takes: every stage is a thread, and links are `NarrowLinks`."""
+    return lambda spec: Threads(spec, NarrowLinks(rate, delay_s))

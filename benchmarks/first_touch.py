@@ -21,23 +21,22 @@ Other programs, as newcomers write them, stand in `PROGRAMS`.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import math
-import multiprocessing
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import click
+import grid
+import learning
 import torch
-from learning import Narrow, Task, method_named, task_named, transformer_layers
+from grid import RESULTS, Line, Results
+from learning import Narrow, Task, method_named, task_named, trained, transformer_layers
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -46,9 +45,6 @@ from pipedream_rt import Clip, Pipeline, Training
 from pipedream_rt.corrections.advice import advised
 from pipedream_rt.job.defaults import time_of_flush
 from pipedream_rt.optimizers import Muon, RotatedAdamW, hidden_matrices
-
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,10 +277,8 @@ class Run:
     @property
     def key(self) -> str:
         """A short digest of the run, and of the defaults that it leaves to the pipeline."""
-        text = json.dumps(asdict(self), sort_keys=True)
-        if self.k is None or self.corrections == "default":
-            text += advised_for(self.optimizer)
-        return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+        default = self.k is None or self.corrections == "default"
+        return grid.key_of(self, more=advised_for(self.optimizer) if default else "")
 
 
 @functools.cache
@@ -294,7 +288,7 @@ def advised_for(optimizer: str) -> str:
     return repr(advised(cls, [options], 1))
 
 
-def done(run: Run) -> dict[str, Any]:
+def done(run: Run) -> Line:
     """Do a run; return its results."""
     torch.set_num_threads(1)
     program = run.program
@@ -305,39 +299,15 @@ def done(run: Run) -> dict[str, Any]:
     if run.corrections != "default":
         names = "" if run.corrections == "none" else f"+{run.corrections}"
         given["corrections"] = method_named(f"sgd{names}", model)[1]
-    validation = task.validation()
     clip = None if program.clip is None else Clip(norm=program.clip)
-    curve: list[tuple[int, float]] = []
-    start = time.process_time()
-    with Pipeline(
-        model,
-        stages=run.stages,
-        loss_fn=task.loss_fn,
-        optimizer=optimizer_named(run.optimizer, model, run.rate),
-        schedule=run.schedule,  # type: ignore[arg-type]
-        seed=run.seed,
-        workers="serial",
-        training=Training(on_nan="ignore", clip=clip, verify=False),
-        **given,
-    ) as pipe:
-        scheduler = torch.optim.lr_scheduler.LambdaLR(
-            pipe.optimizer, lambda step: program.factor(step, run.updates)
-        )
-        for number, item in enumerate(task.batches(run.updates, program.batch, run.seed), 1):
-            pipe.submit(*item)
-            scheduler.step()
-            often = run.updates // EVALUATIONS if program.constant else run.updates
-            if number % often == 0 and number >= run.updates // 4:
-                curve.append((number, round(pipe.evaluate(validation), 4)))
-                if not math.isfinite(curve[-1][1]):
-                    break
-    return {
-        **asdict(run),
-        "key": run.key,
-        "curve": curve,
-        "processor_s": round(time.process_time() - start, 2),
-        "torch": torch.__version__,
-    }
+    often = run.updates // EVALUATIONS if program.constant else run.updates
+    line = trained(
+        run, task, program.batch, lambda step: program.factor(step, run.updates),
+        lambda number: number % often == 0 and number >= run.updates // 4,
+        model=model, stages=run.stages, optimizer=optimizer_named(run.optimizer, model, run.rate),
+        training=Training(on_nan="ignore", clip=clip, verify=False), **given,
+    )  # fmt: skip
+    return {**line, "curve": [(number, round(loss, 4)) for number, loss in line["curve"]]}
 
 
 # -- sets of runs -------------------------------------------------------------------------------
@@ -356,37 +326,29 @@ def all_sets() -> dict[str, list[Run]]:
     """The runs of every set, with the rate left open."""
 
     def some(*optimizers: str, tasks: Sequence[str] = TASKS, **options: Any) -> list[Run]:
-        return [
-            Run(task=task, optimizer=optimizer, updates=PROGRAMS[task].updates, **options)
-            for optimizer in optimizers
-            for task in tasks
-        ]
+        given = grid.combinations(**options, optimizer=[*optimizers], task=[*tasks])
+        return [Run(updates=PROGRAMS[each["task"]].updates, **each) for each in given]
 
-    def compared(optimizers: Sequence[str], *corrections: str, **options: Any) -> list[Run]:
-        return [run for c in corrections for run in some(*optimizers, corrections=c, **options)]
-
-    every = tuple(RATES)
+    every, both = tuple(RATES), ["none", "ef+extrapolation"]
     return {
         # What the README's ten lines give.
-        "defaults": [*some(*MAIN, stages=4), *some(*MAIN, stages=8)],
+        "defaults": some(*MAIN, stages=[4, 8]),
         # What corrections do for each optimizer with as many micro-batches as stages.
-        "corrections": compared(every, "none", "ef+extrapolation", stages=4, k=4),
-        "momentum": compared(
-            ("momentum",), "ef", "extrapolation", "prediction", "ef+prediction", stages=4, k=4
+        "corrections": some(*every, corrections=both, stages=4, k=4),
+        "momentum": some(
+            "momentum", corrections=["ef", "extrapolation", "prediction", "ef+prediction"],
+            stages=4, k=4,
         ),
-        "deeper": compared((*MAIN, "muon"), "none", "ef+extrapolation", stages=8, k=8),
+        "deeper": some(*MAIN, "muon", corrections=both, stages=8, k=8),
         # The same with one micro-batch per update.
-        "stale": compared(every, "none", "ef2+extrapolation+damped", stages=4, k=1),
+        "stale": some(*every, corrections=["none", "ef2+extrapolation+damped"], stages=4, k=1),
         # More micro-batches than stages, in programs as newcomers write them.
         "choice": [
             run
             for optimizer in ("adamw", "momentum", "muon", "nadam")
             for task in ("newcomer", "mlp", "tuned")
             for stages, k, corrections in (
-                (4, 16, "default"),
-                (2, 8, "default"),
-                (4, 4, "default"),
-                (4, 16, "none"),
+                (4, 16, "default"), (2, 8, "default"), (4, 4, "default"), (4, 16, "none"),
                 (8, 32, "default"),
             )
             for run in some(optimizer, tasks=[task], stages=stages, k=k, corrections=corrections)
@@ -404,35 +366,20 @@ def all_sets() -> dict[str, list[Run]]:
             for run in some(optimizer, tasks=[task], stages=stages, k=4 * stages)
         ],
         # What BatchNorm sees is what a mini-batch is cut into, whatever the schedule.
-        "batch-norm": [
-            run
-            for k in (2, 4, 8, 16)
-            for run in some(
-                "adamw", "momentum", tasks=["pictures"], k=k, corrections="none", schedule="1f1b"
-            )
-        ],
+        "batch-norm": some(
+            "adamw", "momentum", tasks=["pictures"], k=[2, 4, 8, 16], corrections="none",
+            schedule="1f1b",
+        ),
         # Clipping by an estimate of the norm beside exact clipping.
-        "spikes": [
-            run
-            for schedule in ("async-1f1b", "async-1f1b+vertical-sync", "1f1b")
-            for run in some(
-                "adamw", tasks=["spikes"], stages=4, k=4, corrections="none", schedule=schedule
-            )
-        ],
-        "2bw": [
-            run
-            for k in (4, 16)
-            for run in some("adamw", "muon", tasks=["newcomer"], stages=4, k=k, schedule="2bw")
-        ],
+        "spikes": some(
+            "adamw", tasks=["spikes"], stages=4, k=4, corrections="none",
+            schedule=["async-1f1b", "async-1f1b+vertical-sync", "1f1b"],
+        ),
+        "2bw": some("adamw", "muon", tasks=["newcomer"], stages=4, k=[4, 16], schedule="2bw"),
         "longer": some("adamw", tasks=["newcomer-800"], stages=4, k=16),
         # More micro-batches than stages.
-        "micro-batches": [
-            run
-            for k in (8, 12)
-            for corrections in ("none", "ef+extrapolation")
-            for run in some("adamw", "momentum", stages=4, k=k, corrections=corrections)
-        ],
-    }
+        "micro-batches": some("adamw", "momentum", stages=4, k=[8, 12], corrections=both),
+    }  # fmt: skip
 
 
 def smooth(curve: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
@@ -441,9 +388,6 @@ def smooth(curve: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
         (curve[i][0], mean(loss for _, loss in curve[i - 1 : i + 2]))
         for i in range(1, len(curve) - 1)
     ]
-
-
-Results = dict[str, dict[str, Any]]
 
 
 def final(results: Results, runs: Sequence[Run]) -> float | None:
@@ -462,16 +406,14 @@ def final(results: Results, runs: Sequence[Run]) -> float | None:
     return mean(losses)
 
 
-def results_of(task: str) -> Path:
+def file_of(line: Line) -> Path:
     """The file with the results of a task."""
-    return RESULTS / ("first_touch.jsonl" if task in TASKS else "newcomers.jsonl")
+    return RESULTS / ("first_touch.jsonl" if line["task"] in TASKS else "newcomers.jsonl")
 
 
 def read() -> Results:
     """All results, by key."""
-    files = {results_of(task) for task in PROGRAMS}
-    lines = [line for path in files if path.exists() for line in path.read_text().splitlines()]
-    return {line["key"]: line for line in map(json.loads, lines)}
+    return grid.by_key(*dict.fromkeys(file_of({"task": task}) for task in PROGRAMS))
 
 
 def rates_of(run: Run) -> list[float]:
@@ -512,20 +454,11 @@ def plain_curve(results: Results, run: Run, rate: float) -> list[tuple[float, fl
 
 
 def slowdown(curve: Sequence[tuple[float, float]], task: str, loss: float) -> float:
-    """How many times the updates of plain training a pipeline took to its loss; see above.
-
-    Between two points of the curve the loss is taken for linear in the logarithm of the updates,
-    and likewise beyond them.
-    """
-    if not math.isfinite(loss) or len(curve) < 2:
-        return math.inf
-    pairs = list(pairwise(curve))
-    (t0, l0), (t1, l1) = next((p for p in pairs if p[1][1] <= loss), pairs[-1])
-    needed = math.exp(math.log(t0) + (loss - l0) / (l1 - l0) * (math.log(t1) - math.log(t0)))
+    """How many times the updates of plain training a pipeline took to its loss; see above."""
     # The mean of the last three evaluations is that of the last but one.
     program = PROGRAMS[task]
     took = program.updates - program.updates // EVALUATIONS if program.constant else program.updates
-    return took / needed
+    return learning.slowdown(curve, took, loss) or math.inf
 
 
 def wanted(results: Results, run: Run) -> list[Run]:
@@ -544,21 +477,18 @@ def main() -> None:
     """Parse the command."""
 
 
-def do(runs: Sequence[Run], jobs: int) -> None:
-    """Do those of some runs that are not done yet, and keep what came of each."""
+def do(runs: Sequence[Run], jobs: int) -> Results:
+    """Do all that some runs of sets want: plain training first, which says what else there is."""
     results = read()
-    todo = {run.key: run for run in runs if run.key not in results}
-    if not todo:
-        return
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(jobs) as pool:  # whose workers end with this process
-        for line in pool.imap_unordered(done, todo.values()):
-            with results_of(line["task"]).open("a") as file:
-                file.write(json.dumps(line) + "\n")
-            shown = ("task", "optimizer", "stages", "k", "corrections", "rate", "updates")
-            last = round(line["curve"][-1][1], 4)
-            told = {k: line[k] for k in shown}
-            print(told, last, line["processor_s"], file=sys.stderr, flush=True)
+
+    def left(results: Results) -> list[Run]:
+        return [each for run in runs for each in wanted(results, run)]
+
+    for line in grid.fill(results, left, done, file_of, jobs):
+        shown = ("task", "optimizer", "stages", "k", "corrections", "rate", "updates")
+        told = {k: line[k] for k in shown}
+        print(told, line["curve"][-1][1], line["processor_s"], file=sys.stderr, flush=True)
+    return results
 
 
 @main.command()
@@ -566,11 +496,9 @@ def do(runs: Sequence[Run], jobs: int) -> None:
 @click.option("--jobs", default=2, show_default=True, help="Runs at a time, one core each.")
 def run(names: tuple[str, ...], jobs: int) -> None:
     """Do the runs of sets that are not done yet."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    grid.end_by_signals()
     for name in names or ("defaults",):
-        for _ in range(2):  # plain training first, which says what the other runs are
-            results = read()
-            do([each for run in all_sets()[name] for each in wanted(results, run)], jobs)
+        do(all_sets()[name], jobs)
 
 
 @main.command()
@@ -581,10 +509,7 @@ def one(task: str, optimizer: str, stages: int) -> None:
     """Print the slowdown of the defaults for a task, an optimizer and a number of stages."""
     updates = PROGRAMS[task].updates
     run = Run(task=task, optimizer=optimizer, stages=stages, updates=updates)
-    for _ in range(2):
-        do(wanted(read(), run), jobs=1)
-    results = read()
-    print(json.dumps(outcome(results, run)))
+    print(json.dumps(outcome(do([run], jobs=1), run)))
 
 
 @main.command()

@@ -18,11 +18,7 @@ is a line of JSON in ``benchmarks/results/``, and is not done again.
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import math
-import multiprocessing
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -58,10 +54,12 @@ from pipedream_rt.schedules import plan_for
 from pipedream_rt.simulation import costs_of, simulate
 from pipedream_rt.tracing import summarize
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks import grid
+from benchmarks.grid import Line, Results
 
-RESULTS = ROOT / "benchmarks" / "results" / "learning.jsonl"
+RESULTS = grid.RESULTS / "learning.jsonl"
 
 
 # -- what is trained ----------------------------------------------------------------------------
@@ -398,10 +396,7 @@ class Run:
     @property
     def key(self) -> str:
         """A short digest of the run."""
-        later = ("synchronous", "options", "codec")  # came later: a run without them keeps its key
-        fields = {k: v for k, v in asdict(self).items() if k not in later or v}
-        text = json.dumps(fields, sort_keys=True)
-        return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+        return grid.key_of(self, later=("synchronous", "options", "codec"))
 
     @property
     def title(self) -> str:
@@ -414,7 +409,45 @@ class Run:
         return replace(self, rate=0.0, seed=0)
 
 
-def done(run: Run) -> dict[str, Any]:
+def trained(
+    run: Any,
+    task: Task,
+    batch: int,
+    factor: Callable[[int], float],
+    evaluated: Callable[[int], bool],
+    **options: Any,
+) -> Line:
+    """Train by a pipeline in this thread; return the line of a run.
+
+    Args:
+        run: Says the schedule, the number of updates, and the seed.
+        task: What is trained.
+        batch: The samples of an update.
+        factor: What a rate is multiplied by at an update.
+        evaluated: Tells after which updates the held-out loss is taken.
+        options: Of the pipeline.
+    """
+    validation = task.validation()
+    curve: list[tuple[int, float]] = []
+    start = time.process_time()
+    with Pipeline(
+        loss_fn=task.loss_fn, schedule=run.schedule, seed=run.seed, workers="serial", **options
+    ) as pipe:
+        scheduler = torch.optim.lr_scheduler.LambdaLR(pipe.optimizer, factor)
+        for number, item in enumerate(task.batches(run.updates, batch, run.seed), 1):
+            pipe.submit(*item)
+            scheduler.step()
+            if evaluated(number):
+                curve.append((number, pipe.evaluate(validation)))
+                if not math.isfinite(curve[-1][1]):
+                    break
+    return {
+        **asdict(run), "key": run.key, "curve": curve,
+        "processor_s": round(time.process_time() - start, 2), "torch": torch.__version__,
+    }  # fmt: skip
+
+
+def done(run: Run) -> Line:
     """Do a run; return its results. A run whose loss is not finite has a final loss of None."""
     from train_charlm import learning_rate_factor
 
@@ -423,42 +456,17 @@ def done(run: Run) -> dict[str, Any]:
     torch.manual_seed(run.seed)
     model, stages, codecs = coded(run.codec, task.model(), run.stages)
     optimizer, corrections = method_named(run.method, model)
-    validation = task.validation()
-    curve: list[tuple[int, float]] = []
-    start = time.process_time()
-    with Pipeline(
-        model,
-        stages=stages,
-        loss_fn=task.loss_fn,
-        optimizer=optimizer,
-        schedule=run.schedule,  # type: ignore[arg-type]
-        micro_batches=run.k,
+    line = trained(
+        run, task, run.batch,
+        lambda step: run.rate * learning_rate_factor(step, run.updates, 10),
+        lambda number: number % max(1, run.updates // 8) == 0,
+        model=model, stages=stages, optimizer=optimizer, micro_batches=run.k,
         corrections=corrections,
         layout=Layout(synchronous_updates=run.synchronous, codecs=codecs, **dict(run.options)),
         training=Training(clip=Clip(norm=1.0), on_nan="ignore"),
-        seed=run.seed,
-        workers="serial",
-    ) as pipe:
-        scheduler = torch.optim.lr_scheduler.LambdaLR(
-            pipe.optimizer, lambda step: run.rate * learning_rate_factor(step, run.updates, 10)
-        )
-        batches = task.batches(run.updates, run.batch, run.seed)
-        for number, batch in enumerate(batches, 1):
-            pipe.submit(*batch)
-            scheduler.step()
-            if number % max(1, run.updates // 8) == 0:
-                curve.append((number, pipe.evaluate(validation)))
-                if not math.isfinite(curve[-1][1]):
-                    break
-    final = curve[-1][1]
-    return {
-        **asdict(run),
-        "key": run.key,
-        "curve": curve,
-        "final": final if math.isfinite(final) else None,
-        "processor_s": round(time.process_time() - start, 2),
-        "torch": torch.__version__,
-    }
+    )  # fmt: skip
+    final = line["curve"][-1][1]
+    return {**line, "final": final if math.isfinite(final) else None}
 
 
 # -- sets of runs -------------------------------------------------------------------------------
@@ -482,190 +490,114 @@ SEEDS = (0, 1, 2)
 
 
 def all_sets() -> dict[str, list[Run]]:
-    """The runs of every set, with rate and seed left open."""
+    """The runs of every set, with the seed left open, and the rate where none is given."""
 
     def some(*methods: str, **options: Any) -> list[Run]:
-        return [Run(method=method, rate=0.0, **options) for method in methods]
+        given = {"task": "transformer", "rate": 0.0, **options, "method": [*methods]}
+        return [Run(**each) for each in grid.combinations(**given)]
 
-    of_8 = {"task": "transformer", "stages": 8}
+    plain, at_8, at_k = {"schedule": "1f1b"}, {"stages": 8}, {"stages": 8, "k": 8}
+    at_32, long = {"stages": 32, "updates": 1500}, {**NARROW, "updates": 10_000}
+    recipe = "muon+ef+extrapolation"
+    damped = "muon+ef2+extrapolation+damped"  # the recipe where an update has one micro-batch
     return {
-        "synchronous": some(
-            "rotated", "muon", "adamw", "nadam", task="transformer", schedule="1f1b"
-        ),
-        "horizons": [
-            Run(task="transformer", method="muon", schedule="1f1b", rate=0.012, updates=updates)
-            for updates in (900, 600, 300)
-        ],
+        "synchronous": some("rotated", "muon", "adamw", "nadam", **plain),
+        "horizons": some("muon", **plain, rate=0.012, updates=[900, 600, 300]),
         # With 2bw the delay is 1 at any number of stages, so two stages stand for all of them.
         "delay-1": some(
-            *(
-                "rotated+ef",
-                "muon+ef",
-                "rotated",
-                "muon",
-                "adamw+ef",
-                "adamw",
-                "rotated+prediction",
-            ),
-            task="transformer",
-            **AT_ONE,
+            *("rotated+ef", "muon+ef", "rotated", "muon", "adamw+ef", "adamw"),
+            "rotated+prediction", **AT_ONE,
         ),
-        "async-k": some("rotated+ef", "rotated", "muon+ef", "adamw+ef", **of_8, k=8),
+        "async-k": some("rotated+ef", "rotated", "muon+ef", "adamw+ef", **at_k),
         "stages-8": some(
             *("rotated+ef", "rotated", "muon+ef", "nadam", "adamw", "rotated+ef05"),
             *("rotated+prediction", "rotated+refresh+ef", "adamw+rate", "adamw+prediction"),
-            **of_8,
+            **at_8,
         ),
-        "check-8": some("rotated+ef", **of_8, k=8, schedule="2bw"),
+        "check-8": some("rotated+ef", **at_k, schedule="2bw"),
         # Ideas beyond the list of corrections, at one rate and seed.
         "ideas": [
-            Run(task="transformer", rate=0.012, **options)
-            for options in (
-                {"method": "muon+extrapolation", **AT_ONE},
-                {"method": "muon", "schedule": "1f1b", "updates": 900},
-                {"method": "muon+ef", **AT_ONE, "synchronous": 120},
-                {"method": "muon+prediction", **AT_ONE},
-                {"method": "muon+ef", "stages": 8, "k": 8},
-                {"method": "muon", **AT_ONE},
-                {"method": "muon98+ef", **AT_ONE},
-                {"method": "rotated+extrapolation", **AT_ONE},
-                {"method": "muon+ef05", **AT_ONE},
-                {"method": "muon", "stages": 8, "k": 8},
-                {"method": "muon", "schedule": "1f1b", "updates": 600},
-                {"method": "rotated+ef", "stages": 8, "k": 8},
-            )
+            *some(
+                *("muon+extrapolation", "muon+prediction", "muon", "muon98+ef", "muon+ef05"),
+                "rotated+extrapolation", **AT_ONE, rate=0.012,
+            ),
+            *some("muon+ef", **AT_ONE, synchronous=120, rate=0.012),
+            *some("muon+ef", "muon", "rotated+ef", **at_k, rate=0.012),
+            *some("muon", **plain, updates=[900, 600], rate=0.012),
         ],
         "ideas-8": [
-            Run(task="transformer", stages=8, **options)
-            for options in (
-                {"method": "muon+ef", "rate": 0.006},
-                {"method": "muon+ef", "rate": 0.006, "synchronous": 120},
-                {"method": "rotated+ef", "rate": 0.006},
-                {"method": "muon", "rate": 0.006},
-                {"method": "muon+ef", "rate": 0.003},
-                {"method": "nadam", "rate": 0.003},
-                {"method": "adamw", "rate": 0.003},
-                {"method": "muon98+ef", "rate": 0.006},
-                {"method": "muon+extrapolation", "rate": 0.006},
-                {"method": "adamw+ef", "rate": 0.003},
-                {"method": "rotated", "rate": 0.006},
-                {"method": "muon+ef+extrapolation", "rate": 0.006},
-                {"method": "muon+ef+extrapolation", "rate": 0.012},
-                {"method": "muon+ef+extrapolation", "rate": 0.006, "synchronous": 120},
-                {"method": "muon+ef+extrapolation15", "rate": 0.006},
-                {"method": "muon+velocity80", "rate": 0.006},
-                {"method": "muon+ef+velocity80", "rate": 0.006},
-                {"method": "muon+ef+velocity50", "rate": 0.006},
-                {"method": "muon+velocity80+ef", "rate": 0.006},
-                {"method": "muon90+ef+extrapolation", "rate": 0.006},
-                {"method": "muon+ef2+extrapolation", "rate": 0.006},
-                {"method": "muon-all+ef2+extrapolation", "rate": 0.006},
-                {"method": "muon+ef2+extrapolation+damped-vectors", "rate": 0.006},
-                {"method": "muon+ef2+extrapolation+damped", "rate": 0.012},
-                {"method": "muon+ef2+extrapolation+damped", "rate": 0.024},
-            )
+            *some("muon+ef", "nadam", "adamw", "adamw+ef", **at_8, rate=0.003),
+            *some(
+                *("muon", "muon+ef", "rotated", "rotated+ef", "muon98+ef", "muon+extrapolation"),
+                *(recipe, "muon+ef+extrapolation15", "muon+velocity80", "muon+ef+velocity80"),
+                *("muon+ef+velocity50", "muon+velocity80+ef", "muon90+ef+extrapolation"),
+                *("muon+ef2+extrapolation", "muon-all+ef2+extrapolation"),
+                "muon+ef2+extrapolation+damped-vectors", **at_8, rate=0.006,
+            ),
+            *some("muon+ef", recipe, **at_8, rate=0.006, synchronous=120),
+            *some(recipe, **at_8, rate=0.012),
+            *some(damped, **at_8, rate=[0.012, 0.024]),
         ],
         # For the picture of docs/results.md.
         "figure": [
-            Run(task="transformer", **options)
-            for options in (
-                {"method": "adamw", "schedule": "1f1b", "rate": 0.006},
-                {"method": "muon", "schedule": "1f1b", "rate": 0.012},
-                {"method": "muon+ef+extrapolation", **AT_ONE, "rate": 0.012},
-                {"method": "muon+ef2+extrapolation+damped", "stages": 8, "rate": 0.012},
-                {"method": "muon", "stages": 8, "rate": 0.006},
-                {"method": "adamw", "stages": 8, "rate": 0.003},
-            )
+            *some("adamw", **plain, rate=0.006),
+            *some("muon", **plain, rate=0.012),
+            *some(recipe, **AT_ONE, rate=0.012),
+            *some(damped, **at_8, rate=0.012),
+            *some("muon", **at_8, rate=0.006),
+            *some("adamw", **at_8, rate=0.003),
         ],
         # The recipe: Muon with error feedback and extrapolation, beside what it is made of.
         "main": [
-            Run(**{"task": "transformer", "rate": 0.012, **options})
-            for options in (
-                {"method": "muon", "schedule": "1f1b"},
-                {"method": "muon+ef", "stages": 8, "k": 8},
-                {"method": "muon+ef", **AT_ONE, "synchronous": 120},
-                {"method": "muon+ef+extrapolation", **AT_ONE},
-                {"method": "muon+ef+extrapolation", "stages": 8, "k": 8},
-                {"method": "muon+ef", **AT_ONE},
-                {"method": "muon", **AT_ONE},
-                {"method": "adamw+ef+extrapolation", **AT_ONE, "rate": 0.006},
-                {"method": "rotated+ef+extrapolation", **AT_ONE},
-                {"method": "muon+ef2+extrapolation+damped", "stages": 8},
-                {"method": "adamw+ef2+extrapolation+damped", "stages": 8, "rate": 0.006},
-            )
+            *some("muon", **plain, rate=0.012),
+            *some("muon+ef", recipe, **at_k, rate=0.012),
+            *some("muon+ef", **AT_ONE, synchronous=120, rate=0.012),
+            *some(
+                recipe, "muon+ef", "muon", "rotated+ef+extrapolation", **AT_ONE, rate=0.012
+            ),
+            *some("adamw+ef+extrapolation", **AT_ONE, rate=0.006),
+            *some(damped, **at_8, rate=0.012),
+            *some("adamw+ef2+extrapolation+damped", **at_8, rate=0.006),
         ],
         "long": [
-            *(
-                Run(**NARROW, updates=updates, schedule="1f1b", method=method, rate=rate)
-                for method, rate, updates in (
-                    ("nadam", 0.006, 10_000),
-                    ("nadam", 0.012, 10_000),
-                    ("muon", 0.003, 10_000),
-                    ("muon", 0.006, 10_000),
-                    ("muon", 0.012, 10_000),
-                    ("rotated", 0.012, 10_000),
-                    ("adamw", 0.012, 10_000),
-                    ("nadam", 0.006, 8_000),
-                    ("muon", 0.006, 8_000),
-                    ("muon", 0.006, 5_000),
-                    ("muon", 0.006, 3_000),
-                    ("muon", 0.006, 1_500),
-                )
-            ),
-            *(
-                Run(**{**NARROW, "updates": 10_000, "rate": 0.006, **options})
-                for options in (
-                    {"method": "nadam", **AT_ONE},
-                    {"method": "muon+ef+extrapolation", **AT_ONE},
-                    {"method": "nadam", "stages": 8},
-                    {"method": "muon+ef+extrapolation", "stages": 8},
-                    {"method": "nadam", "stages": 32},
-                    {"method": "nadam", "stages": 32, "rate": 0.012},
-                    {"method": "muon+ef+extrapolation", "stages": 32, "rate": 0.003},
-                    {"method": "muon+ef2+extrapolation+damped", "stages": 32},
-                )
-            ),
+            *some("muon", **plain, **long, rate=0.003),
+            *some("nadam", "muon", **plain, **long, rate=0.006),
+            *some("nadam", "muon", "rotated", "adamw", **plain, **long, rate=0.012),
+            *some("nadam", **plain, **NARROW, rate=0.006, updates=8_000),
+            *some("muon", **plain, **NARROW, rate=0.006, updates=[8_000, 5_000, 3_000, 1_500]),
+            *some("nadam", recipe, **AT_ONE, **long, rate=0.006),
+            *some("nadam", recipe, **long, **at_8, rate=0.006),
+            *some("nadam", **long, stages=32, rate=[0.006, 0.012]),
+            *some(recipe, **long, stages=32, rate=0.003),
+            *some(damped, **long, stages=32, rate=0.006),
         ],
         # Which rate and corrections to take for 32 stages, in runs that are not as long.
         "ideas-32": [
-            Run(**NARROW, updates=1500, stages=32, method=method, rate=rate)
-            for method, rate in (
-                ("muon+ef2+extrapolation+damped", 0.006),
-                ("muon+ef+velocity80+damped", 0.006),
-                ("muon+ef+extrapolation", 0.003),
-                ("muon+ef+extrapolation", 0.0015),
-            )
+            *some(damped, "muon+ef+velocity80+damped", **NARROW, **at_32, rate=0.006),
+            *some(recipe, **NARROW, **at_32, rate=[0.003, 0.0015]),
         ],
         "other-models": [
             run
             for task in ("lstm", "conv")
             for run in (
-                *some("adamw", task=task, schedule="1f1b", updates=600),
-                *some("adamw", task=task, schedule="1f1b", updates=300),
+                *some("adamw", task=task, **plain, updates=[600, 300]),
                 *some(
-                    "adamw", "adamw+ef", "adamw+ef+extrapolation", task=task, updates=600, **AT_ONE
+                    "adamw", "adamw+ef", "adamw+ef+extrapolation", task=task, **AT_ONE, updates=600
                 ),
-                *some("adamw", "nadam", "adamw+ef+extrapolation", task=task, updates=600, stages=8),
+                *some("adamw", "nadam", "adamw+ef+extrapolation", task=task, **at_8, updates=600),
             )
         ],
-        "trend": [
-            run
-            for stages in (1, 2, 4, 8, 16, 32)
-            for run in some("adamw", "nadam", "rotated", **NARROW, stages=stages, updates=600)
-        ],
+        "trend": some(
+            "adamw", "nadam", "rotated", **NARROW, stages=[1, 2, 4, 8, 16, 32], updates=600
+        ),
         # What crosses between stages in fewer bytes; see benchmarks/wire.py.
         "codecs": [
-            Run(**{"task": "transformer", "method": "muon", "rate": 0.012, **options})
-            for options in (
-                *({"method": "muon+ef+extrapolation", **of_8, "k": 8, "codec": c} for c in CODECS),
-                *({**of_8, "k": 8, "schedule": "1f1b", "codec": c} for c in list(CODECS)[2:4]),
-                *({"schedule": "1f1b", "updates": count} for count in (1200, 900, 600, 300)),
-            )
+            *some(recipe, **at_k, rate=0.012, codec=[*CODECS]),
+            *some("muon", **plain, **at_k, rate=0.012, codec=[*CODECS][2:4]),
+            *some("muon", **plain, rate=0.012, updates=[1200, 900, 600, 300]),
         ],
-        "trend-horizons": [
-            run for updates in (150, 300) for run in some("rotated", **NARROW, updates=updates)
-        ],
-    }
+        "trend-horizons": some("rotated", **NARROW, updates=[150, 300]),
+    }  # fmt: skip
 
 
 def runs_of(name: str, quick: bool = False) -> list[Run]:
@@ -686,21 +618,13 @@ def runs_of(name: str, quick: bool = False) -> list[Run]:
     ]
 
 
-def read() -> dict[str, dict[str, Any]]:
-    """All results, by key."""
-    if not RESULTS.exists():
-        return {}
-    lines = map(json.loads, RESULTS.read_text().splitlines())
-    return {line["key"]: line for line in lines}
-
-
-def final(results: dict[str, dict[str, Any]], run: Run) -> float:
+def final(results: Results, run: Run) -> float:
     """The final loss of a run; infinite if it is not done or has diverged."""
     value = results.get(run.key, {}).get("final")
     return math.inf if value is None else value
 
 
-def tuned(results: dict[str, dict[str, Any]], run: Run) -> tuple[float | None, list[float]]:
+def tuned(results: Results, run: Run) -> tuple[float | None, list[float]]:
     """The rate with the lowest loss at seed 0, and the rates to try before it is known.
 
     These are the first two of the grid, and then neighbours of the best one so far. A run that has
@@ -717,16 +641,15 @@ def tuned(results: dict[str, dict[str, Any]], run: Run) -> tuple[float | None, l
     return (None, [GRID[i] for i in beside]) if beside else (GRID[best], [])
 
 
-def left(results: dict[str, dict[str, Any]], runs: Sequence[Run], seeds: int) -> list[Run]:
+def left(results: Results, runs: Sequence[Run], seeds: int) -> list[Run]:
     """The runs that can be done now: first all rates, then the other seeds at the best rate."""
     found = []
     for run in runs:
         rate, missing = tuned(results, run)
         if rate is None:
-            wanted = [replace(run, rate=each, seed=0) for each in missing]
+            found += [replace(run, rate=each, seed=0) for each in missing]
         else:
-            wanted = [replace(run, rate=rate, seed=seed) for seed in SEEDS[1:seeds]]
-        found += [each for each in wanted if each.key not in results]
+            found += [replace(run, rate=rate, seed=seed) for seed in SEEDS[1:seeds]]
     return found
 
 
@@ -746,17 +669,13 @@ def main(results: Path) -> None:
 @click.option("--quick", is_flag=True, help="A tenth of the updates.")
 def run(names: tuple[str, ...], jobs: int, seeds: int, quick: bool) -> None:
     """Do the runs of sets that are not done yet."""
-    RESULTS.parent.mkdir(exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    context = multiprocessing.get_context("spawn")
+    grid.end_by_signals()
+    kept = grid.by_key(RESULTS)
     for name in names:
-        with context.Pool(jobs) as pool:  # whose workers end with this process
-            while todo := left(read(), runs_of(name, quick), seeds):
-                for line in pool.imap_unordered(done, todo):
-                    with RESULTS.open("a") as file:
-                        file.write(json.dumps(line) + "\n")
-                    shown = {k: line[k] for k in ("method", "rate", "seed", "final", "processor_s")}
-                    print(name, shown, flush=True)
+        wanted = functools.partial(left, runs=runs_of(name, quick), seeds=seeds)
+        for line in grid.fill(kept, wanted, done, lambda _: RESULTS, jobs):
+            shown = {k: line[k] for k in ("method", "rate", "seed", "final", "processor_s")}
+            print(name, shown, flush=True)
 
 
 @main.command()
@@ -766,7 +685,7 @@ def sets() -> None:
         print(f"{name}: {len(found)} methods, about 4 rates, {len(SEEDS)} seeds")
 
 
-def losses(results: dict[str, dict[str, Any]], run: Run) -> tuple[float | None, list[float]]:
+def losses(results: Results, run: Run) -> tuple[float | None, list[float]]:
     """The best rate of a run, and its final losses there by seed; no rate if it is not tuned."""
     rate, _ = tuned(results, run)
     if rate is None:
@@ -775,7 +694,7 @@ def losses(results: dict[str, dict[str, Any]], run: Run) -> tuple[float | None, 
     return rate, [loss for loss in there if math.isfinite(loss)]
 
 
-def synchronous_curve(results: dict[str, dict[str, Any]], like: Run) -> list[tuple[int, float]]:
+def synchronous_curve(results: Results, like: Run) -> list[tuple[int, float]]:
     """The lowest loss of synchronous training by number of updates, over all optimizers."""
     names, best = asdict(like).keys(), {}
     lines = (
@@ -793,7 +712,7 @@ def synchronous_curve(results: dict[str, dict[str, Any]], like: Run) -> list[tup
     return sorted(best.items())
 
 
-def slowdown(curve: list[tuple[int, float]], updates: int, loss: float) -> float | None:
+def slowdown(curve: Sequence[tuple[float, float]], updates: int, loss: float) -> float | None:
     """How many times the updates of synchronous training were needed for a loss.
 
     Between two lengths of synchronous runs, the loss is taken for linear in the logarithm of the
@@ -838,7 +757,7 @@ def table(names: tuple[str, ...], quick: bool) -> None:
     sooner than by 1f1b the loss is reached, with the throughput of both by the simulator: each
     stage computes for 60 ms if an update has as many micro-batches as stages, and a hop takes 1 ms.
     """
-    results = read()
+    results = grid.by_key(RESULTS)
     columns = ("set", "method", "schedule", "stages", "k", "updates", "flushed", "rate", "loss")
     shown = Table(*columns, "spread", "seeds", "slowdown", "sooner")
     for name in names:
@@ -873,7 +792,7 @@ def plot(names: tuple[str, ...], output: Path, over: str) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "pipedream-rt"
     from matplotlib import pyplot
 
-    results = read()
+    results = grid.by_key(RESULTS)
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
     lines: dict[str, list[tuple[float, float]]] = {}
     for run in (run for name in names for run in runs_of(name)):

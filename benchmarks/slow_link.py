@@ -19,49 +19,42 @@ from __future__ import annotations
 import json
 import math
 import os
-import secrets
-import shutil
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from types import FrameType
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 import click
 import torch
 import torch.nn.functional as F
-from emulated import SlowLinks, emulated_model, slow_links
+from chain import (
+    PAYLOAD,
+    Unavailable,
+    add,
+    command,
+    coordinated,
+    join,
+    require_namespaces,
+    shape,
+)  # fmt: skip
+from emulated import emulated_model, narrow_links
 
 from pipedream_rt import Costs, Layout, Pipeline, Recovery, plan_for, simulate
-from pipedream_rt.messages.message import Message
-from pipedream_rt.schedules import COORDINATOR
 from pipedream_rt.tracing import summarize
 
 SCHEDULES = ("async-1f1b", "1f1b", "gpipe")
 STAGES, MICRO_BATCHES, WARM_UP, MOST_SLACK = 2, 4, 2, 4
 WIDTH = 1024
 ROW_BYTES = 4 * WIDTH
-AT_ONCE_S = 0.001
-"""Seconds of the rate that an idle wire takes at once. More would hide a part of each message."""
-
-PAYLOAD = 1448 / 1514
-"""The share of a full Ethernet frame that TCP leaves for its user; tc counts whole frames."""
-
 NETWORK = "10.77.0"
 ADDRESS = f"{NETWORK}.1:29500"
-START_S, ENDING_S, COMMAND_S = 60.0, 10.0, 20.0
-"""Deadlines: of all imports and the meeting, of a process that was told to end, of one command."""
-
-
-class Unavailable(Exception):
-    """This machine cannot pretend to be two."""
+START_S = 60.0
+"""The deadline of all imports and the meeting."""
 
 
 @dataclass(frozen=True)
@@ -154,68 +147,7 @@ def measured(case: Case, slack: int, workers: Any) -> float:
         return time.perf_counter() - start
 
 
-# -- a wire between threads ------------------------------------------------------------------------
-
-
-class NarrowLinks(SlowLinks):
-    """An in-memory transport on which messages between stages take their time, one after another.
-
-    Args:
-        rate: Bits per second in each direction; 0 for as many as there are.
-        delay_s: Seconds under way besides.
-    """
-
-    def __init__(self, rate: float, delay_s: float) -> None:
-        super().__init__({})
-        self._rate, self._delay_s = rate, delay_s
-        self._free: dict[tuple[int, int], float] = {}
-
-    def arrives(self, message: Message, now: float) -> float | None:
-        """Return when the wire has room and the message is over; at once for the coordinator."""
-        way = (message.sender, message.to)
-        if COORDINATOR in way:
-            return None
-        size = sum(tensor.nbytes for tensor in message.tensors)
-        transfer_s = size * 8 / self._rate if self._rate else 0.0
-        self._free[way] = sent = max(now, self._free.get(way, 0.0)) + transfer_s
-        return sent + self._delay_s
-
-
 # -- a wire between two namespaces -----------------------------------------------------------------
-
-
-def command(*words: str) -> None:
-    """Run a command that makes a part of the two machines.
-
-    Raises:
-        Unavailable: It fails; this machine does not allow it.
-    """
-    done = subprocess.run(words, capture_output=True, text=True, timeout=COMMAND_S)
-    if done.returncode:
-        raise Unavailable(f"`{' '.join(words)}`: {done.stderr.strip()}")
-
-
-def remove(machine: str) -> None:
-    """End what still runs in a namespace, then remove it, if there is one."""
-    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": COMMAND_S}
-    found = subprocess.run(["ip", "netns", "pids", machine], **options)
-    for pid in found.stdout.split():
-        with suppress(ProcessLookupError):
-            os.kill(int(pid), signal.SIGKILL)
-    subprocess.run(["ip", "netns", "del", machine], **options)
-
-
-def require_namespaces() -> None:
-    """Refuse a machine on which no network namespaces can be made.
-
-    Raises:
-        Unavailable: This machine does not allow it.
-    """
-    if os.geteuid() != 0:
-        raise Unavailable("network namespaces need root")
-    for tool in ("ip", "tc"):
-        if shutil.which(tool) is None:
-            raise Unavailable(f"network namespaces need the command {tool} (package iproute2)")
 
 
 @contextmanager
@@ -229,59 +161,16 @@ def two_machines(case: Case) -> Iterator[tuple[str, str]]:
     a, b = (f"slow-link-{os.getpid()}-{end}" for end in "ab")
     with ExitStack() as removal:
         for machine in (a, b):
-            removal.callback(remove, machine)
-            command("ip", "netns", "add", machine)
+            add(machine, removal)
         removal.callback(ignore_signals)
-        peer = ("type", "veth", "peer", "name", "ethB", "netns", b)
-        command("ip", "link", "add", "ethA", "netns", a, *peer)
+        join(a, "ethA", b, "ethB")
         for machine, device, last in ((a, "ethA", 1), (b, "ethB", 2)):
             command("ip", "-n", machine, "addr", "add", f"{NETWORK}.{last}/24", "dev", device)
-            command("ip", "-n", machine, "link", "set", "lo", "up")
-            command("ip", "-n", machine, "link", "set", device, "up")
             if case.rate:
                 # What is sent ahead has room, because what is measured is a narrow wire and not a
                 # lossy one.
                 shape(machine, device, case.rate, (1 << 20) + 8 * case.size)
         yield a, b
-
-
-def shape(machine: str, device: str, rate: float, room: int) -> None:
-    """Have a device send no more than a rate.
-
-    Args:
-        machine: The namespace.
-        device: The device.
-        rate: Bits per second.
-        room: Bytes that wait before packets are lost.
-
-    Raises:
-        Unavailable: The kernel cannot shape.
-    """
-    burst = max(4096, round(rate / 8 * AT_ONCE_S))
-    words = ("rate", f"{round(rate)}bit", "burst", f"{burst}b", "limit", f"{room}b")
-    command("tc", "-n", machine, "qdisc", "add", "dev", device, "root", "tbf", *words)
-
-
-@contextmanager
-def child(machine: str, *words: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """Run Python on a machine until the end of the block."""
-    process = subprocess.Popen(
-        ["ip", "netns", "exec", machine, sys.executable, *words],
-        text=True,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-        **options,
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(ENDING_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(ENDING_S)
 
 
 def across_namespaces(case: Case, slack: int) -> float:
@@ -292,55 +181,10 @@ def across_namespaces(case: Case, slack: int) -> float:
         ClickException: The run failed, or did not end in time.
     """
     limit_s = START_S + 4 * (case.updates + WARM_UP) * MICRO_BATCHES / predicted(case, slack)
-    with two_machines(case) as machines, tempfile.TemporaryFile("w+") as log:
-        try:
-            return on_machines(machines, slack, limit_s, log)
-        except subprocess.TimeoutExpired as error:
-            raise failure(f"a process did not end within {error.timeout:.0f} s", log) from error
-        except ChildProcessError as error:
-            raise failure(str(error), log) from error
-
-
-def on_machines(machines: tuple[str, str], slack: int, limit_s: float, log: IO[str]) -> float:
-    """Start a worker on each machine and the coordinator on the first, and wait for its result.
-
-    Args:
-        machines: The two namespaces.
-        slack: The slack of the hop.
-        limit_s: Seconds within which the coordinator has to end.
-        log: A file for what all of them say.
-
-    Raises:
-        ChildProcessError: The coordinator failed.
-        subprocess.TimeoutExpired: A process did not end in time.
-    """
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("PIPEDREAM_RT_")}
-    options = {"env": {**kept, "PIPEDREAM_RT_SECRET": secrets.token_hex(32)}, "stderr": log}
-    with ExitStack() as children:
-        workers = []
-        for machine, end in zip(machines, "AB", strict=True):
-            words = ("-m", "pipedream_rt.workers", ADDRESS, "--timeout", f"{START_S:g}")
-            named = ("--name", f"worker-{end}", "--bind", f"eth{end}")
-            started = child(machine, *words, *named, stdout=log, **options)
-            workers.append(children.enter_context(started))
-        # The last of two equal options counts.
-        again = (*sys.argv[1:], "--slack", str(slack), "--join", ADDRESS)
-        this = str(Path(__file__).resolve())
-        coordinator = children.enter_context(
-            child(machines[0], this, *again, stdout=subprocess.PIPE, **options)
-        )
-        said, _ = coordinator.communicate(timeout=limit_s)
-        if coordinator.returncode:
-            raise ChildProcessError(f"the coordinator ended with {coordinator.returncode}")
-        for worker in workers:
-            worker.wait(ENDING_S)
-    return float(json.loads(said.splitlines()[-1])["seconds"])
-
-
-def failure(reason: str, log: IO[str]) -> click.ClickException:
-    """Return an error with everything that the processes have said."""
-    log.seek(0)
-    return click.ClickException(f"{reason}; they said:\n{log.read()}")
+    words = (*sys.argv[1:], "--slack", str(slack))  # the last of two equal options counts
+    with two_machines(case) as (a, b):
+        at = [(a, "ethA"), (b, "ethB")]
+        return float(coordinated(at, a, ADDRESS, __file__, words, START_S, limit_s)["seconds"])
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -413,9 +257,7 @@ def main(
         if wire == "namespaces":
             seconds = across_namespaces(case, extra)
         else:
-            seconds = measured(
-                case, extra, slow_links(lambda: NarrowLinks(case.rate, case.delay_s))
-            )
+            seconds = measured(case, extra, narrow_links(case.rate, case.delay_s))
     except Unavailable as error:
         click.echo(json.dumps({"unavailable": str(error)}))
         sys.exit(3)

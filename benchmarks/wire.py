@@ -20,22 +20,18 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import subprocess
 import sys
-import tempfile
 import time
-from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
-from chain import address, chain
-from emulated import slow_links
+from chain import Unavailable, address, chain, coordinated
+from emulated import narrow_links
 from learning import CODECS as OF_LEARNING
-from slow_link import ENDING_S, NarrowLinks, Unavailable, child
 from workload import WARM_UP, Workload, batches, loss_fn, optimizer_choice, whole
 
 from pipedream_rt import Costs, Layout, Pipeline, Recovery, plan_for, simulate
@@ -115,43 +111,16 @@ def trained(w: Workload, schedule: str, codec: str, slack: int, workers: Any) ->
     return {"update_s": (came[-1] - came[WARM_UP - 1]) / w.updates}
 
 
-def across_chain(w: Workload, words: list[str], log: Any) -> dict[str, Any]:
-    """Start a worker on each machine of a chain and the coordinator beside them.
+def across_chain(words: list[str]) -> dict[str, Any]:
+    """Train on a chain of machines, with the coordinator beside them.
 
     Raises:
         Unavailable: This machine cannot pretend to be several.
-        ChildProcessError: The coordinator failed.
+        ClickException: The run failed, or did not end in time.
     """
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("PIPEDREAM_RT_")}
-    environment = {**kept, "PIPEDREAM_RT_SECRET": secrets.token_hex(32)}
-    at = f"{address(STAGES)}:29500"
-    with chain(STAGES, RATE, (1 << 20) + 8 * SIZE) as machines, ExitStack() as children:
-        for number, machine in enumerate(machines[:-1]):
-            named = ("--name", f"worker-{number}", "--bind", "me", "--timeout", f"{START_S:g}")
-            started = child(
-                machine, "-m", "pipedream_rt.workers", at, *named, stdout=log, stderr=log,
-                env=environment,
-            )  # fmt: skip
-            children.enter_context(started)
-        this = str(Path(__file__).resolve())
-        coordinator = children.enter_context(
-            child(
-                machines[-1],
-                this,
-                *words,
-                "--join",
-                at,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=environment,
-            )
-        )
-        said, _ = coordinator.communicate(timeout=600)
-        if coordinator.returncode:
-            raise ChildProcessError(f"the coordinator ended with {coordinator.returncode}")
-        coordinator.wait(ENDING_S)
-    outcome: dict[str, Any] = json.loads(said.splitlines()[-1])
-    return outcome
+    with chain(STAGES, RATE, (1 << 20) + 8 * SIZE) as machines:
+        workers, at = [(machine, "me") for machine in machines[:-1]], f"{address(STAGES)}:29500"
+        return coordinated(workers, machines[-1], at, __file__, words, START_S, 600)
 
 
 def torchs(w: Workload, schedule: str) -> dict[str, Any]:
@@ -189,15 +158,9 @@ def main(wire: str, who: str, schedule: str, codec: str, updates: int, join: str
         elif join is not None:
             found = trained(w, schedule, codec, slack, join)
         elif wire == "emulated":
-            links = slow_links(lambda: NarrowLinks(RATE, DELAY_S))
-            found = trained(w, schedule, codec, slack, links)
+            found = trained(w, schedule, codec, slack, narrow_links(RATE, DELAY_S))
         else:
-            with tempfile.TemporaryFile("w+") as log:
-                try:
-                    found = across_chain(w, sys.argv[1:], log)
-                except ChildProcessError as error:
-                    log.seek(0)
-                    raise click.ClickException(f"{error}; they said:\n{log.read()}") from error
+            found = across_chain(sys.argv[1:])
     except Unavailable as error:
         click.echo(json.dumps({"unavailable": str(error)}))
         sys.exit(3)

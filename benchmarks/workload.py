@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 BYTES = 256
-HEADS = 4
 WARM_UP = 2
 _NEVER = threading.Event()
 # One lock for each emulated device of this process: it does one thing at a time, however many
@@ -94,8 +93,9 @@ class Embedding(nn.Module):
 class Block(nn.Module):
     """Attention and a feed-forward layer, both after a norm and beside a residual."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, heads: int = 4) -> None:
         super().__init__()
+        self.heads = heads
         self.norm1 = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
@@ -111,7 +111,7 @@ class Block(nn.Module):
     def attend(self, x_BTD: Tensor) -> Tensor:  # noqa: N803
         """Return what each position reads from itself and those before it."""
         b, t, d = x_BTD.shape
-        q, k, v = self.qkv(x_BTD).view(b, t, 3, HEADS, d // HEADS).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(x_BTD).view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed.transpose(1, 2).reshape(b, t, d))
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from rich.markup import escape
 from rich.table import Table
 
-from .runs import Benchmark, Case, Line, table_of
+from benchmarks.grid import Line
+
+from .runs import Benchmark, Case, table_of
 
 _SCRIPT = "devices.py"
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 
 from rich.table import Table
 
+from benchmarks.grid import RESULTS, Line, lines_of
 from benchmarks.learning import slowdown
 
-from .runs import RESULTS, Benchmark, Case, Line, table_of
+from .runs import Benchmark, Case, table_of
 
 # -- a hop ----------------------------------------------------------------------------------------
 
@@ -186,8 +186,7 @@ def _wire() -> list[Case]:
 
 def _updates_needed() -> dict[tuple[str, str], float]:
     """By schedule and codec, how many times the updates of synchronous training a loss needs."""
-    lines = map(json.loads, (RESULTS / "learning_codecs.jsonl").read_text().splitlines())
-    every = list(lines)
+    every = lines_of(RESULTS / "learning_codecs.jsonl")
     curve = sorted((e["updates"], e["final"]) for e in every if e["stages"] == 1)
     return {
         (e["schedule"], e["codec"]): slowdown(curve, e["updates"], e["final"]) or math.nan

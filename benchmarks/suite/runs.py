@@ -7,34 +7,27 @@ on where the first was stopped.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import json
 import math
 import os
 import platform
-import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.table import Table
 
+from benchmarks.grid import RESULTS, Line, keep, lines_of, said
+
 HERE = Path(__file__).resolve().parent.parent
-RESULTS = HERE / "results"
 DEADLINE_S = 900
 UNAVAILABLE = 3
 """The exit code of a case that cannot run on this machine, and says why."""
-
-Line = dict[str, Any]
-"""One result: the facts of its case, what was measured, and where."""
 
 
 @dataclass(frozen=True)
@@ -98,16 +91,8 @@ def machine() -> Line:
     except FileNotFoundError:
         commit = ""
     # What was measured before does not make it another commit.
-    others = [
-        "git",
-        "status",
-        "--porcelain",
-        "-uno",
-        "--",
-        ".",
-        f":!{RESULTS.relative_to(HERE.parent)}",
-    ]
-    if commit and subprocess.run(others, **git).stdout:
+    others = ("--", ".", ":!benchmarks/results")
+    if commit and subprocess.run(["git", "status", "--porcelain", "-uno", *others], **git).stdout:
         commit += "-dirty"
     names = [
         line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
@@ -127,12 +112,6 @@ def results_of(name: str) -> Path:
     return Path(os.environ.get("OUT") or RESULTS) / f"{name}.jsonl"
 
 
-def lines_of(name: str) -> list[Line]:
-    """The results of a benchmark that are kept."""
-    path = results_of(name)
-    return [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
-
-
 def measure(case: Case, peers: Path) -> Line:
     """Run a case once.
 
@@ -143,40 +122,16 @@ def measure(case: Case, peers: Path) -> Line:
     Returns:
         The last of its objects; with ``error`` if it failed, with ``unfinished`` if it was killed.
     """
-    interpreter = peers if case.foreign else Path(sys.executable)
     script, *arguments = case.command
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    # Files, since what the case has started may outlive it and hold pipes open.
-    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            [interpreter, "-W", "ignore", HERE / script, *arguments],
-            stdout=output,
-            stderr=errors,
-            env=environment,
-            cwd=HERE.parent,
-            start_new_session=True,
-        )
-        late = False
-        try:
-            process.wait(case.limit_s)
-        except subprocess.TimeoutExpired:
-            late = True
-        finally:
-            with contextlib.suppress(ProcessLookupError):  # all of it have ended
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        output.seek(0)
-        errors.seek(0)
-        lines, why = output.read().splitlines(), errors.read()[-2000:]
-    outcome: Line = {}
-    for line in lines:
-        with contextlib.suppress(ValueError):  # other words, or a line that was cut off
-            found = json.loads(line)
-            outcome = found if isinstance(found, dict) else outcome
-    if late:
+    interpreter = peers if case.foreign else Path(sys.executable)
+    outcome, code, errors = said(
+        [interpreter, "-W", "ignore", HERE / script, *arguments], case.limit_s,
+        {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}, apart=True,
+    )  # fmt: skip
+    if code is None:
         outcome["unfinished"] = f"killed after {case.limit_s:g} s"
-    elif process.returncode not in (0, UNAVAILABLE):
-        outcome["error"] = f"exit code {process.returncode}: {why}"
+    elif code not in (0, UNAVAILABLE):
+        outcome["error"] = f"exit code {code}: {errors[-2000:]}"
     elif not outcome:
         outcome["error"] = "it printed no result"
     return outcome
@@ -195,9 +150,8 @@ def run(name: str, benchmark: Benchmark, repeats: int, peers: Path) -> Iterator[
         What is measured next.
     """
     path, commit = results_of(benchmark.file or name), machine()["commit"]
-    path.parent.mkdir(exist_ok=True, parents=True)
     clean = commit != "unknown" and not commit.endswith("-dirty")
-    known = [line for line in lines_of(path.stem) if clean and line["commit"] == commit]
+    known = [line for line in lines_of(path) if clean and line["commit"] == commit]
     until = time.monotonic() + benchmark.limit_s
     for number in range(1 if benchmark.once else repeats):
         for case in benchmark.cases:
@@ -213,8 +167,7 @@ def run(name: str, benchmark: Benchmark, repeats: int, peers: Path) -> Iterator[
                 raise SystemExit(f"{' '.join(case.command)} failed: {failed}")
             line = {**case.facts, **outcome, **machine()}
             known.append(line)
-            with path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            keep(path, line)
 
 
 def _of(case: Case, lines: Sequence[Line]) -> list[Line]:
@@ -224,7 +177,7 @@ def _of(case: Case, lines: Sequence[Line]) -> list[Line]:
 
 def newest(benchmark: Benchmark, name: str) -> list[list[Line]]:
     """The results of each case at the commit at which it was measured last, cases in order."""
-    lines, found = lines_of(benchmark.file or name), []
+    lines, found = lines_of(results_of(benchmark.file or name)), []
     for case in benchmark.cases:
         mine = _of(case, lines)
         found.append([line for line in mine if line["commit"] == mine[-1]["commit"]])

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from rich.table import Table
 
+from benchmarks.grid import Line
 from benchmarks.workload import Workload
 
-from .runs import Benchmark, Case, Line, table_of
+from .runs import Benchmark, Case, table_of
 
 TRANSFORMER = Workload(
     "transformer",
@@ -233,7 +234,7 @@ def _script() -> list[Case]:
 def _placed(w: Workload, schedule: str, place: str) -> Case:
     """A loss that is computed at a place."""
     facts = {**_facts(w, "pipedream-rt", schedule), "place": place}
-    return Case(facts, ("script_loss.py", w.to_json(), schedule, place))
+    return Case(facts, ("ours.py", w.to_json(), schedule, place))
 
 
 def _script_table(lines: list[Line]) -> Table:

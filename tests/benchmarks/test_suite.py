@@ -86,19 +86,19 @@ def test_another_commit_is_measured_anew_and_shown_alone(kept, monkeypatch):
     monkeypatch.setattr(runs, "machine", lambda: {"commit": "def"})
     list(runs.run("x", benchmark, 1, Path("none")))
     assert [line["commit"] for line in runs.newest(benchmark, "x")[0]] == ["def"]
-    assert len(runs.lines_of("x")) == 2
+    assert len(runs.lines_of(runs.results_of("x"))) == 2
 
 
 def test_what_cannot_run_here_says_why_and_what_fails_ends_the_suite(kept):
     list(runs.run("x", counting(kept, "gone"), 1, Path("none")))
-    assert runs.lines_of("x")[0]["unavailable"] == "no such thing"
+    assert runs.lines_of(runs.results_of("x"))[0]["unavailable"] == "no such thing"
     with pytest.raises(SystemExit, match="it went wrong"):
         list(runs.run("y", counting(kept, "bad"), 1, Path("none")))
     with pytest.raises(SystemExit, match="it printed no result"):
         list(runs.run("y", counting(kept, "mute"), 1, Path("none")))
     told = list(runs.run("z", counting(kept, "a", foreign=True), 1, Path("no/python")))
     assert "left out, as no/python does not exist" in told[0]
-    assert not runs.lines_of("z")
+    assert not runs.lines_of(runs.results_of("z"))
 
 
 def test_what_fails_or_is_late_is_a_result_where_each_case_is_measured_once(kept, monkeypatch):
@@ -119,7 +119,7 @@ def test_what_fails_or_is_late_is_a_result_where_each_case_is_measured_once(kept
 def test_cases_have_no_more_than_is_left_of_the_time_for_all(kept):
     benchmark = counting(kept, "late", "late", once=True, limit_s=60)
     list(runs.run("x", replace(benchmark, limit_s=0), 1, Path("none")))
-    for line in runs.lines_of("x"):
+    for line in runs.lines_of(runs.results_of("x")):
         assert line["unfinished"] == "killed after 0 s"
 
 
@@ -162,8 +162,9 @@ def test_what_is_compared_computes_the_same(monkeypatch):
     w = Workload("transformer", 2, 2, updates=2, samples=2, width=32, context=16, layers=2)
     plain = loss_of("peers/one_process.py", w)
     monkeypatch.syspath_prepend(HERE)
-    ours = importlib.import_module("ours").run(w, "1f1b")
-    assert ours["loss"] == pytest.approx(plain, rel=1e-6)
+    ours = importlib.import_module("ours")
+    for schedule, place in (("1f1b", ""), ("gpipe", "script")):
+        assert ours.run(w, schedule, place)["loss"] == pytest.approx(plain, rel=1e-6)
     assert loss_of("peers/torch_pipelining.py", w, "1f1b") == pytest.approx(plain, rel=1e-6)
 
 

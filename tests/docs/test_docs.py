@@ -300,9 +300,21 @@ def test_every_command_of_a_benchmark_exists():
         name for text in texts for name in re.findall(r"python (benchmarks/[\w/]+\.py)", text)
     }
     names = {name for text in texts for name in re.findall(r"python -m benchmarks (\w+)", text)}
-    assert len(scripts) > 20
+    assert len(scripts) > 10
     assert [name for name in scripts if not (ROOT / name).is_file()] == []
     assert names <= {*BENCHMARKS}
+
+
+def test_a_study_of_the_tag_has_left_the_tree():
+    """Its figure names the tag and no command, since there is none here."""
+    pages = [path.read_text() for path in (ROOT / "SECURITY.md", *PAGES)]
+    named = [
+        name
+        for text in pages
+        for name in re.findall(r"`(\w+\.py)[^`]*`\s+of the (?:same )?tag", text)
+    ]
+    assert len(named) > 10
+    assert [name for name in named if list((ROOT / "benchmarks").rglob(name))] == []
 
 
 def test_the_files_whose_time_is_known_are_there():
