@@ -305,13 +305,13 @@ def test_every_command_of_a_benchmark_exists():
     assert names <= {*BENCHMARKS}
 
 
-def test_a_study_of_the_tag_has_left_the_tree():
-    """Its figure names the tag and no command, since there is none here."""
+def test_a_study_of_a_commit_has_left_the_tree():
+    """Its figure names the commit and no command, since there is none here."""
     pages = [path.read_text() for path in (ROOT / "SECURITY.md", *PAGES)]
     named = [
         name
         for text in pages
-        for name in re.findall(r"`(\w+\.py)[^`]*`\s+of the (?:same )?tag", text)
+        for name in re.findall(r"`(\w+\.py)[^`]*`\s+of (?:the same )?commit", text)
     ]
     assert len(named) > 10
     assert [name for name in named if list((ROOT / "benchmarks").rglob(name))] == []
