@@ -24,6 +24,7 @@ from support.shaking import Shaking
 from support.thinning import thinned_out
 from support.ticking import Clock
 from support.versions import other_than_tested
+from support.wreckage import Wreckage
 
 from pipedream_rt import Pipeline
 from pipedream_rt.cluster import environment as environment_of_job
@@ -52,6 +53,7 @@ def pytest_configure(config):
         config.addinivalue_line("filterwarnings", "default")
     if (device := config.getoption("--device")) not in ("cpu", standin.NAME):
         os.environ[references.DEVICE] = device
+    config.pluginmanager.register(Wreckage())
     if (seed := config.getoption("--shake")) is not None:
         shaking = Shaking(seed)
         shaking.install()
