@@ -20,9 +20,11 @@ from support.family import family
 from support.forked import server as scripts
 from support.results import Results
 from support.rights import why_lacking
+from support.shaking import Shaking
 from support.thinning import thinned_out
 from support.ticking import Clock
 from support.versions import other_than_tested
+from support.wreckage import Wreckage
 
 from pipedream_rt import Pipeline
 from pipedream_rt.cluster import environment as environment_of_job
@@ -42,6 +44,7 @@ def pytest_addoption(parser):
         help="What pipelines compute on where a test does not say: `standin`, or an accelerator.",
     )
     parser.addoption("--results", help="A file for a line of JSON for each test that ends.")
+    parser.addoption("--shake", metavar="SEED", help="Slow threads down at places that it draws.")
 
 
 def pytest_configure(config):
@@ -50,6 +53,11 @@ def pytest_configure(config):
         config.addinivalue_line("filterwarnings", "default")
     if (device := config.getoption("--device")) not in ("cpu", standin.NAME):
         os.environ[references.DEVICE] = device
+    config.pluginmanager.register(Wreckage())
+    if (seed := config.getoption("--shake")) is not None:
+        shaking = Shaking(seed)
+        shaking.install()
+        config.pluginmanager.register(shaking)
     if hasattr(config, "workerinput"):
         return  # the process that has the workers is told of all tests
     config.pluginmanager.register(Durations())

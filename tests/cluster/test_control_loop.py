@@ -18,7 +18,7 @@ pytestmark = pytest.mark.threads
 
 
 @pytest.fixture
-def thread():
+def thread(loop):
     """Calls functions in threads, which end with the program where a function never returns."""
     threads = []
 
@@ -36,6 +36,7 @@ def thread():
         return result
 
     yield call
+    loop.close()  # else a test that fails before leaves them waiting for it
     for each in threads:
         each.join(LATEST_S)
 
@@ -151,20 +152,28 @@ def test_who_comes_while_the_loop_is_closed_hears_it(loop, thread, monkeypatch, 
 
 @pytest.fixture
 def interrupt():
-    """Sends a signal to the main thread when an event is set and that thread waits."""
-    threads = []
+    """Sends a signal to the main thread when an event is set and that thread waits.
+
+    Not after the test, if that fails before: Ctrl-C would end all tests.
+    """
+    over, events, threads = threading.Event(), [], []
 
     def when(event, number=signal.SIGINT, then=lambda: None):
         def send():
-            if event.wait(LATEST_S):
+            event.wait(LATEST_S)
+            if not over.is_set():
                 until_main_thread_waits()
+            if not over.is_set():
                 signal.pthread_kill(threading.main_thread().ident, number)
                 then()
 
+        events.append(event)
         threads.append(threading.Thread(target=send))
         threads[-1].start()
 
     yield when
+    for each in (over, *events):
+        each.set()
     for each in threads:
         each.join()
 

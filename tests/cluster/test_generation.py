@@ -266,6 +266,8 @@ def test_who_comes_while_a_generation_runs_is_in_the_next_one(job):
     assert runs.receive(soon()) == {"type": "exit", "failed": False}
     second = job(2, listener=first.listener, assignment=elastic)
     gathering = second.gather()
+    # Before that, whoever comes is told to come again.
+    until(second.loop, lambda: second.listener.roster.phase is Phase.GATHERING)
     second.come("late")
     gathering.result(LATEST_S)
     assert [member.name for member in second.members] == ["early", "late"]
@@ -536,7 +538,7 @@ def test_what_blocks_while_all_join_is_awaited_with_an_eye_on_the_members(job):
         until(one.loop, lambda: one.members[0].met is not None)
         for _ in range(9):
             in_loop(one.loop, lambda: None)
-        assert one.listener.roster.phase is Phase.FORMING
+        assert one.listener.roster.phase is Phase.WELCOMED  # they have not all joined
         worker.close()
         with pytest.raises(WorkerLost, match="exit code 7"):
             joining.result(LATEST_S)

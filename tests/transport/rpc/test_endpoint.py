@@ -1,5 +1,6 @@
 """The endpoint of torch RPC: one in a process, and none where torch RPC is left out."""
 
+from contextlib import closing
 from datetime import timedelta
 
 import pytest
@@ -30,6 +31,21 @@ class Ports:
         self.guarded.append(port)
 
 
+@pytest.fixture
+def opened():
+    """Makes endpoints, which are closed afterwards, so that a test that fails leaves none open."""
+    made = []
+
+    def make():
+        made.append(RPCEndpoint(SOON))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+    install(None)
+
+
 def refused():
     """Whether another endpoint is refused, by the words that it is refused with."""
     with pytest.raises(ConfigError, match="has an open pipeline on worker processes"):
@@ -37,50 +53,42 @@ def refused():
     return True
 
 
-def test_one_endpoint_in_a_process():
-    first = RPCEndpoint(SOON)
-    try:
-        assert refused()
-    finally:
-        first.close()
-    RPCEndpoint(SOON).close()
-
-
-def test_an_endpoint_that_is_closed_twice_leaves_the_next_one_alone():
-    first = RPCEndpoint(SOON)
+def test_one_endpoint_in_a_process(opened):
+    first = opened()
+    assert refused()
     first.close()
-    second = RPCEndpoint(SOON)
+    opened().close()
+
+
+def test_an_endpoint_that_is_closed_twice_leaves_the_next_one_alone(opened):
+    first = opened()
+    first.close()
+    opened()
     first.close()
     assert refused()
-    second.close()
 
 
-def test_no_agent_stays_behind_where_it_was_closed_before_it_joined():
-    made = RPCEndpoint(SOON)
-    transport = SocketTransport(GROUP)
-    made.carry(GROUP, transport)
-    made.close()
-    with pytest.raises(PipelineError, match="was closed while it joined the group"):
-        made.join("fenced", Deadline(SOON))
-    transport.close()
-    install(None)
+def test_no_agent_stays_behind_where_it_was_closed_before_it_joined(opened):
+    made = opened()
+    with closing(SocketTransport(GROUP)) as transport:
+        made.carry(GROUP, transport)
+        made.close()
+        with pytest.raises(PipelineError, match="was closed while it joined the group"):
+            made.join("fenced", Deadline(SOON))
 
 
-def test_the_agent_of_somebody_else_is_left_alone(monkeypatch):
+def test_the_agent_of_somebody_else_is_left_alone(opened, monkeypatch):
     """That of a script, where the pipeline has none in the end."""
     monkeypatch.setattr(endpoint, "is_rpc_agent_set", lambda: True)
     monkeypatch.setattr(endpoint.rpc, "shutdown", pytest.fail)
-    RPCEndpoint(SOON).close()
+    opened().close()
 
 
-def test_parts_are_asked_of_the_stage_that_was_exposed():
-    made = RPCEndpoint(SOON)
-    try:
-        for address in (3, 4):
-            made.expose(address, lambda name, address=address: (address, name))
-        assert made.part(4, "module") == (4, "module")
-    finally:
-        made.close()
+def test_parts_are_asked_of_the_stage_that_was_exposed(opened):
+    made = opened()
+    for address in (3, 4):
+        made.expose(address, lambda name, address=address: (address, name))
+    assert made.part(4, "module") == (4, "module")
 
 
 def test_an_agent_finds_all_names_and_the_gates_that_lead_to_them():
