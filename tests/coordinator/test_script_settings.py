@@ -32,12 +32,20 @@ class Penalty:
         return F.mse_loss(output, target) + factor * output.pow(2).mean()
 
 
+def everything(model, loss):
+    for name in CHANGES:
+        if name != EVERYTHING:
+            CHANGES[name](model, loss)
+
+
+EVERYTHING = "all of them"
 CHANGES = {
     "an attribute of the loss": lambda m, loss: setattr(loss, "beta", 0.1),
     "an entry of a dict": lambda m, loss: loss.table.update(beta=0.1),
     "an entry of a list": lambda m, loss: loss.steps.__setitem__(1, 0.1),
     "an attribute that a layer had of its class": lambda m, loss: setattr(m[1], "scale", 0.3),
     "a dropout rate": lambda m, loss: setattr(m[2], "p", 0.9),
+    EVERYTHING: everything,
 }
 
 
@@ -90,11 +98,13 @@ def interrupted(folder, change, **options):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"schedule": "1f1b"}, {"schedule": "async-1f1b"}, {"schedule": "async-1f1b", "every": 6}],
-    ids=["1f1b", "async-1f1b", "without a flush"],
+    ("name", "options"),
+    [
+        *((name, {"schedule": "1f1b"}) for name in CHANGES if name != EVERYTHING),
+        (EVERYTHING, {"schedule": "async-1f1b"}),
+        (EVERYTHING, {"schedule": "async-1f1b", "every": 6}),  # without a flush
+    ],
 )
-@pytest.mark.parametrize("name", CHANGES)
 def test_a_script_that_resumes_has_the_values_that_it_had_set(folder, name, options):
     without = {key: value for key, value in options.items() if key != "every"}
     with Script(**without) as script:
@@ -105,11 +115,10 @@ def test_a_script_that_resumes_has_the_values_that_it_had_set(folder, name, opti
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["an attribute of the loss", "a dropout rate"])
-def test_workers_in_processes_get_them_too(folder, name):
+def test_workers_in_processes_get_them_too(folder):
     with Script() as script:
-        expected = script.losses(CHANGES[name])
-    assert interrupted(folder, CHANGES[name], workers="local") == expected
+        expected = script.losses(everything)
+    assert interrupted(folder, everything, workers="local") == expected
 
 
 def test_the_script_reads_them_and_a_later_change_is_a_change(folder):
