@@ -112,7 +112,7 @@ def test_an_average_is_that_of_the_weights_and_needs_one():
         with pipe.keep_version(ema=True) as version:
             assert repr(version) == "<the average of the weights after step 2>"
             found = pipe.state_dict(version=version)
-        with pytest.raises(ConfigError, match="ema"):
+        with pytest.raises(ConfigError, match=r"give training=Training\(ema=0\.999"):
             plain.keep_version(ema=True)
     first, second = (state["2.weight"] for state in states)
     torch.testing.assert_close(found["2.weight"], (first + second) / 2)

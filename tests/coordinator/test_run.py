@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support.models import mlp, regression
-from support.pinned import Flat as Pipeline
+from support.small import SGD, small
 from torch import nn
 
 from pipedream_rt import DistributedOptimizer, Recovery
@@ -19,7 +19,7 @@ from pipedream_rt.job.options import Options
 from pipedream_rt.job.unsplit_model import UnsplitModel
 
 RECOVERY = Recovery(max_restarts=0)
-OPTIONS = {"loss_fn": F.mse_loss, "optimizer": (torch.optim.SGD, {"lr": 0.1}), "stages": 2}
+OPTIONS = {"loss_fn": F.mse_loss, "optimizer": SGD, "stages": 2}
 
 
 class Publisher:
@@ -83,9 +83,7 @@ def test_a_process_group_that_only_the_script_has_is_told_of(workers, told):
 
 def test_a_checkpoint_knows_the_optimizer_that_was_assigned_later(tmp_path):
     """Its class, its parameters and its hyper-parameters, and what else decides the results."""
-    with Pipeline(
-        mlp(), **{**OPTIONS, "optimizer": None}, workers="serial", seed=5, corrections=()
-    ) as pipe:
+    with small(optimizer=None, seed=5) as pipe:
         before = read_manifest(pipe.save(tmp_path / "before")).identity
         pipe.optimizer = DistributedOptimizer(torch.optim.Adam, pipe.parameter_rrefs(), lr=0.5)
         later = read_manifest(pipe.save(tmp_path / "later")).identity
@@ -97,8 +95,7 @@ def test_a_checkpoint_knows_the_optimizer_that_was_assigned_later(tmp_path):
 
 def test_the_first_mini_batch_shows_what_batch_norm_sees(caplog):
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
-    options = {"stages": 2, "loss_fn": F.mse_loss, "workers": "serial", "micro_batches": 2}
-    with Pipeline(model, optimizer=(torch.optim.SGD, {"lr": 0.1}), **options) as pipe:
+    with small(model, stages=2, micro_batches=2) as pipe:
         assert caplog.text == ""
         list(pipe.train_epoch(regression(3)))
         list(pipe.train_epoch(regression(3)))
@@ -120,8 +117,7 @@ class Slow(nn.Linear):
 def test_stages_that_take_unequal_times_are_told_of(caplog, workers, count):
     """Not where no two of them ever compute at once."""
     layers = [nn.Linear(8, 8), nn.Linear(8, 8), Slow(8, 8)]
-    options = {"loss_fn": F.mse_loss, "workers": workers, "micro_batches": 4, "corrections": ()}
-    with Pipeline(layers, stages=3, optimizer=(torch.optim.SGD, {"lr": 0.1}), **options) as pipe:
+    with small(layers, workers=workers, micro_batches=4) as pipe:
         list(pipe.train_epoch(regression(30)))
     assert caplog.text.count("its one layer, 2, takes several workers") == count
 
@@ -129,9 +125,6 @@ def test_stages_that_take_unequal_times_are_told_of(caplog, workers, count):
 @pytest.mark.processes
 def test_more_workers_than_cores_are_told_of(caplog):
     cores = len(os.sched_getaffinity(0))
-    options = {"micro_batches": cores + 1, "corrections": (), "workers": "local"}
-    adamw = (torch.optim.AdamW, {"lr": 0.01})
-    with Pipeline(
-        mlp(layers=cores + 1), stages=cores + 1, loss_fn=F.mse_loss, optimizer=adamw, **options
-    ):
+    options = {"stages": cores + 1, "micro_batches": cores + 1, "workers": "local"}
+    with small(mlp(layers=cores + 1), **options):
         assert f"{cores + 1} workers share {cores} core" in caplog.text

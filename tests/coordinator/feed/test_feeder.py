@@ -10,7 +10,7 @@ from support.between import Forward
 from support.device.references import computed_on_the_device
 from support.inside import kill
 from support.labelled import classifier, labelled
-from support.models import Scale, regression
+from support.models import Of, Scale, regression
 from support.oracle import assert_same
 from support.small import losses, small
 from torch import nn
@@ -697,21 +697,17 @@ def test_a_loss_that_says_nothing_does_not_tell_whether_losses_add_up(heeds, lab
         assert feeder.passes == 0
 
 
-class OfSixteen(nn.Module):
-    """A layer that knows how many samples a mini-batch has."""
-
-    def forward(self, x):
-        return x.view(16, 8)
-
-
 @pytest.mark.parametrize("where", ["layer", "loss"])
 def test_an_error_of_a_part_says_how_much_of_the_mini_batch_it_had(where):
-    layers = [nn.Linear(8, 8), OfSixteen() if where == "layer" else nn.Tanh(), nn.Linear(8, 8)]
-    loss_fn = F.mse_loss if where == "layer" else lambda out, y: F.mse_loss(out.view(16, 8), y)
+    def of_sixteen(x):
+        return x.view(16, 8)  # as if all mini-batches had as many samples
+
+    layers = [nn.Linear(8, 8), Of(of_sixteen) if where == "layer" else nn.Tanh(), nn.Linear(8, 8)]
+    loss_fn = F.mse_loss if where == "layer" else lambda out, y: F.mse_loss(of_sixteen(out), y)
     x = torch.randn(16, 8)
-    options = {"model": nn.Sequential(*layers), "loss_fn": loss_fn, "schedule": "1f1b"}
+    options = {"stages": 2, "micro_batches": 8, "schedule": "1f1b"}
     with (
-        open_pipe(stages=2, micro_batches=8, **options) as pipe,
+        open_pipe(nn.Sequential(*layers), loss_fn, **options) as pipe,
         pytest.raises(StageFailed, match="given 2 of the 16 samples of mini-batch 1") as caught,
     ):
         list(pipe.train_epoch([(torch.randn(128, 8), torch.randn(128, 8)), (x, x)]))

@@ -4,10 +4,8 @@ import copy
 import pickle
 
 import pytest
-import torch
-import torch.nn.functional as F
-from support.models import mlp, regression
-from support.pinned import Flat as Pipeline
+from support.models import regression
+from support.small import small
 from torch import nn
 
 from pipedream_rt import ConfigError
@@ -16,8 +14,7 @@ from pipedream_rt.coordinator.views.attribute_hints import ADVICE
 
 @pytest.fixture
 def pipe():
-    options = {"stages": 2, "loss_fn": F.mse_loss, "workers": "serial"}
-    with Pipeline(mlp(), optimizer=(torch.optim.SGD, {"lr": 0.1}), **options) as made:
+    with small() as made:
         yield made
 
 
