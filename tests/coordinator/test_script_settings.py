@@ -32,21 +32,18 @@ class Penalty:
         return F.mse_loss(output, target) + factor * output.pow(2).mean()
 
 
-def everything(model, loss):
-    for name in CHANGES:
-        if name != EVERYTHING:
-            CHANGES[name](model, loss)
-
-
-EVERYTHING = "all of them"
 CHANGES = {
     "an attribute of the loss": lambda m, loss: setattr(loss, "beta", 0.1),
     "an entry of a dict": lambda m, loss: loss.table.update(beta=0.1),
     "an entry of a list": lambda m, loss: loss.steps.__setitem__(1, 0.1),
     "an attribute that a layer had of its class": lambda m, loss: setattr(m[1], "scale", 0.3),
     "a dropout rate": lambda m, loss: setattr(m[2], "p", 0.9),
-    EVERYTHING: everything,
 }
+
+
+def everything(model, loss):
+    for change in CHANGES.values():
+        change(model, loss)
 
 
 @pytest.fixture
@@ -98,20 +95,21 @@ def interrupted(folder, change, **options):
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("change", "options"),
     [
-        *((name, {"schedule": "1f1b"}) for name in CHANGES if name != EVERYTHING),
-        (EVERYTHING, {"schedule": "async-1f1b"}),
-        (EVERYTHING, {"schedule": "async-1f1b", "every": 6}),  # without a flush
+        *((change, {"schedule": "1f1b"}) for change in CHANGES.values()),
+        (everything, {"schedule": "async-1f1b"}),
+        (everything, {"schedule": "async-1f1b", "every": 6}),
     ],
+    ids=[*CHANGES, "all of them", "without a flush"],
 )
-def test_a_script_that_resumes_has_the_values_that_it_had_set(folder, name, options):
+def test_a_script_that_resumes_has_the_values_that_it_had_set(folder, change, options):
     without = {key: value for key, value in options.items() if key != "every"}
     with Script(**without) as script:
-        expected = script.losses(CHANGES[name])
+        expected = script.losses(change)
     with Script(**without) as script:
         assert script.losses() != expected
-    assert interrupted(folder, CHANGES[name], **options) == expected
+    assert interrupted(folder, change, **options) == expected
 
 
 @pytest.mark.processes
