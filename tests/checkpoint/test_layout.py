@@ -15,18 +15,7 @@ from pipedream_rt.checkpoint.layout import (
     is_name,
     name_of,
     size_and_digest,
-    sync,
 )
-
-
-def test_names_sort_by_step_and_number_the_stages_from_one():
-    assert name_of(7) == "step-00000007"
-    assert file_name("model", 0, 4) == "model-00001-of-00004.safetensors"
-
-
-@pytest.mark.parametrize("step", [0, 7, 99_999_999, 123_456_789_012])
-def test_every_name_of_a_checkpoint_is_known_as_one(step):
-    assert is_name(name_of(step))
 
 
 @pytest.mark.parametrize(
@@ -98,9 +87,3 @@ def test_tensors_are_read_whatever_the_bytes_of_the_path(tmp_path, name):
     with pytest.raises(SafetensorError), layout.open_tensors(path):
         pass
     assert os.listdir("/proc/self/fd") == before
-
-
-def test_files_and_folders_can_be_synced(tmp_path):
-    (tmp_path / "file").touch()
-    sync(tmp_path / "file")
-    sync(tmp_path)

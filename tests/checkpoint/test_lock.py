@@ -6,10 +6,11 @@ import json
 import os
 import signal
 import stat
-import subprocess
 import sys
+from subprocess import PIPE
 
 import pytest
+from support import forked
 from support.deadlines import LATEST_S
 
 from pipedream_rt import CheckpointError
@@ -31,12 +32,10 @@ sys.stdin.read()
 
 
 def holder(folder):
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(folder)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    for _ in range(2):
-        assert process.stdout.readline() in ("locked\n", "forked\n")
+    process = forked.Popen(
+        [sys.executable, "-c", HOLDER, folder], stdin=PIPE, stdout=PIPE, text=True
+    )
+    assert {process.stdout.readline() for _ in range(2)} == {"locked\n", "forked\n"}
     return process
 
 

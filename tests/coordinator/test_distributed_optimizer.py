@@ -3,37 +3,25 @@
 import pytest
 import torch
 from support.models import OPTIMIZERS, mlp, regression
-from support.pinned import Pipeline
+from support.oracle import assert_same
+from support.small import small
 from torch import nn
 from torch.nn import functional as F
+from torch.optim import lr_scheduler
 
 from pipedream_rt import ConfigError, DistributedOptimizer, PipelineError
 from pipedream_rt.stage.hyper import pack_hyper
 
 
-def open_pipe(model=None, **options):
-    defaults = {
-        "stages": 3, "loss_fn": F.mse_loss, "optimizer": (torch.optim.SGD, {"lr": 0.1}),
-        "workers": "serial",
-    }  # fmt: skip
-    return Pipeline(model or mlp(), **{**defaults, **options})
-
-
 def test_an_optimizer_over_the_model_keeps_its_groups():
     model = mlp()
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.5},
-            {
-                "params": [p for p in model.parameters() if p.dim() == 1],
-                "weight_decay": 0.0,
-                "lr": 0.3,
-            },
-        ],
-        lr=0.01,
-    )
+    matrices, biases = ([p for p in model.parameters() if p.dim() == dim] for dim in (2, 1))
+    groups = [
+        {"params": matrices, "weight_decay": 0.5}, {"params": biases, "weight_decay": 0, "lr": 0.3}
+    ]  # fmt: skip
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
     data = regression(4)
-    with open_pipe(model, schedule="gpipe", optimizer=optimizer) as pipe:
+    with small(model, schedule="gpipe", optimizer=optimizer) as pipe:
         assert [g["lr"] for g in pipe.optimizer.param_groups] == [0.01, 0.3]
         list(pipe.train_epoch(data))
         state, packed = pipe.state_dict(), pipe.optimizer.state_dict()
@@ -41,51 +29,49 @@ def test_an_optimizer_over_the_model_keeps_its_groups():
         optimizer.zero_grad()
         F.mse_loss(model(x), y).backward()
         optimizer.step()
-    assert all(torch.equal(state[k], v) for k, v in model.state_dict().items())
+    assert_same(state, model.state_dict())
     expected = optimizer.state_dict()
     assert packed["param_groups"] == expected["param_groups"]
     for index, entry in expected["state"].items():
-        assert all(torch.equal(packed["state"][index][k], v) for k, v in entry.items())
+        assert_same(packed["state"][index], entry)
 
 
 def test_optimizer_state_goes_round_and_training_continues_the_same():
     """Saved after 3 mini-batches and loaded elsewhere: the rest gives the same bits."""
     data = regression(8)
     kwargs = {"optimizer": OPTIMIZERS["adamw"], "schedule": "1f1b"}
-    with open_pipe(**kwargs) as pipe:
+    with small(**kwargs) as pipe:
         list(pipe.train_epoch(data[:3]))
         state, packed = pipe.state_dict(), pipe.optimizer.state_dict()
         list(pipe.train_epoch(data[3:]))
         expected = pipe.state_dict()
-    with open_pipe(stages=2, **kwargs) as pipe:
+    with small(stages=2, **kwargs) as pipe:
         pipe.load_state_dict(state)
         pipe.optimizer.load_state_dict(packed)
         list(pipe.train_epoch(data[3:]))
         found = pipe.state_dict()
-    assert all(torch.equal(found[k], v) for k, v in expected.items())
+    assert_same(found, expected)
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
-        lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
-        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.5, total_steps=10),
-        lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0),
-        lambda o: torch.optim.lr_scheduler.SequentialLR(
-            o,
-            [torch.optim.lr_scheduler.LinearLR(o), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)],
-            [3],
+        lambda o: lr_scheduler.StepLR(o, 2, 0.5),
+        lambda o: lr_scheduler.CosineAnnealingLR(o, 10),
+        lambda o: lr_scheduler.OneCycleLR(o, 0.5, total_steps=10),
+        lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0),
+        lambda o: lr_scheduler.SequentialLR(
+            o, [lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, 0.9)], [3]
         ),
     ],
 )
 def test_stock_schedulers_work(make):
     """No warning (warnings are errors here), and the rate reaches param_groups."""
-    with open_pipe(optimizer=(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})) as pipe:
+    with small(optimizer=(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})) as pipe:
         scheduler = make(pipe.optimizer)
         rates = set()
         for result in pipe.train_epoch(regression(6)):
-            if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
                 scheduler.step(1.0 + result.step)
             else:
                 scheduler.step()
@@ -96,7 +82,7 @@ def test_stock_schedulers_work(make):
 def test_a_distributed_optimizer_over_the_parameter_references():
     """The constructor of torch's own class; assigning it makes the stages step with it."""
     data = regression(5)
-    with open_pipe(optimizer=None, schedule="1f1b") as pipe:
+    with small(optimizer=None, schedule="1f1b") as pipe:
         optimizer = DistributedOptimizer(
             torch.optim.SGD, pipe.parameter_rrefs(), lr=0.1, momentum=0.5
         )
@@ -108,19 +94,16 @@ def test_a_distributed_optimizer_over_the_parameter_references():
         assert len(optimizer.remote_optimizers) == 3
         assert isinstance(optimizer.remote_optimizers[0].local_value(), torch.optim.SGD)
         found = pipe.state_dict()
-    with open_pipe(
-        optimizer=(torch.optim.SGD, {"lr": 0.1, "momentum": 0.5}), schedule="1f1b"
-    ) as pipe:
+    momentum = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.5})
+    with small(optimizer=momentum, schedule="1f1b") as pipe:
         list(pipe.train_epoch(data))
-        assert all(torch.equal(found[k], v) for k, v in pipe.state_dict().items())
+        assert_same(found, pipe.state_dict())
 
 
 def test_what_cannot_be_loaded_ends_nothing():
-    with open_pipe() as pipe:
+    with small() as pipe:
         with pytest.raises(ConfigError):
-            pipe.optimizer.load_state_dict(
-                {**pipe.optimizer.state_dict(), "state": {0: {"x": {1}}}}
-            )
+            pipe.optimizer.load_state_dict(pipe.optimizer.state_dict() | {"state": {0: {"x": {1}}}})
         assert len(list(pipe.train_epoch(regression(2)))) == 2
 
 

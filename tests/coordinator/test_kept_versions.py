@@ -3,9 +3,8 @@
 import pytest
 import torch
 from support.inside import feed_log, stages
-from support.models import mlp, regression
-from support.pinned import Pipeline
-from torch.nn import functional as F
+from support.models import regression
+from support.small import small
 
 from pipedream_rt import Checkpoints, ConfigError, PipelineClosed
 from pipedream_rt.coordinator.feed.feeder import Feeder
@@ -15,15 +14,8 @@ from pipedream_rt.coordinator.recovery.group import WorkerGroup
 DATA = regression(4)
 
 
-def open_pipe(**options):
-    return Pipeline(
-        mlp(), stages=3, loss_fn=F.mse_loss, optimizer=(torch.optim.SGD, {"lr": 0.1}),
-        workers="serial", **options,
-    )  # fmt: skip
-
-
 def test_it_reads_the_weights_of_its_step_while_training_goes_on():
-    with open_pipe() as pipe:
+    with small() as pipe:
         list(pipe.train_epoch(DATA[:2]))
         loss = pipe.evaluate(DATA)
         with pipe.keep_version() as version:
@@ -35,7 +27,7 @@ def test_it_reads_the_weights_of_its_step_while_training_goes_on():
 
 
 def test_several_are_kept_at_a_time_each_with_its_own_weights():
-    with open_pipe() as pipe:
+    with small() as pipe:
         kept, losses = [], []
         for item in DATA[:3]:
             kept.append(pipe.keep_version())
@@ -47,7 +39,7 @@ def test_several_are_kept_at_a_time_each_with_its_own_weights():
 
 
 def test_one_that_cannot_be_read_any_more_says_why():
-    with open_pipe() as pipe, open_pipe() as other:
+    with small() as pipe, small() as other:
         version, second = pipe.keep_version(), pipe.keep_version()
         with pytest.raises(ConfigError, match="the version is one of another pipeline"):
             other.evaluate(DATA, version=version)
@@ -69,7 +61,7 @@ def test_an_error_and_ctrl_c_drop_it_and_wait_for_no_stage(error, monkeypatch):
             monkeypatch.setattr(WorkerGroup, "take", lambda self, key: pytest.fail("it waits"))
             raise error
 
-    with open_pipe() as pipe:
+    with small() as pipe:
         with pytest.raises(error):
             leave()
         monkeypatch.undo()
@@ -81,7 +73,7 @@ def test_one_that_could_not_be_made_holds_nothing(error, monkeypatch):
     def fail(*_):
         raise error
 
-    with open_pipe() as pipe:
+    with small() as pipe:
         with monkeypatch.context() as patch:
             patch.setattr(WorkerGroup, "command", fail)
             patch.setattr(Feeder, "flush", lambda self: None)
@@ -101,7 +93,7 @@ def assert_dropped(pipe):
 
 def test_a_recovery_goes_back_to_before_it_was_made(tmp_path):
     """So no newer checkpoint takes the place of the point that is needed, until it is dropped."""
-    with open_pipe(checkpoint=Checkpoints(tmp_path)) as pipe:
+    with small(checkpoint=Checkpoints(tmp_path)) as pipe:
         log = feed_log(pipe)
         version = pipe.keep_version()
         list(pipe.train_epoch(DATA[:1]))
@@ -112,7 +104,7 @@ def test_a_recovery_goes_back_to_before_it_was_made(tmp_path):
 
 
 def test_an_average_is_that_of_the_weights_and_needs_one():
-    with open_pipe(ema=0.5) as pipe, open_pipe() as plain:
+    with small(ema=0.5) as pipe, small() as plain:
         states = []
         for item in DATA[:2]:
             list(pipe.train_epoch([item]))
@@ -120,14 +112,14 @@ def test_an_average_is_that_of_the_weights_and_needs_one():
         with pipe.keep_version(ema=True) as version:
             assert repr(version) == "<the average of the weights after step 2>"
             found = pipe.state_dict(version=version)
-        with pytest.raises(ConfigError, match="ema"):
+        with pytest.raises(ConfigError, match=r"give training=Training\(ema=0\.999"):
             plain.keep_version(ema=True)
     first, second = (state["2.weight"] for state in states)
     torch.testing.assert_close(found["2.weight"], (first + second) / 2)
 
 
 def test_one_that_outlives_its_pipeline_is_dropped_without_a_word():
-    with open_pipe() as pipe:
+    with small() as pipe:
         version = pipe.keep_version()
     with pytest.raises(PipelineClosed):
         pipe.evaluate(DATA, version=version)

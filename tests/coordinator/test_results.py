@@ -6,10 +6,8 @@ import pickle
 import weakref
 
 import pytest
-import torch
-from support.models import mlp, regression
-from support.pinned import Pipeline
-from torch.nn import functional as F
+from support.models import regression
+from support.small import small
 
 from pipedream_rt.coordinator.results import PendingStep, StepResult, Steps
 from pipedream_rt.errors import StageFailed
@@ -79,9 +77,7 @@ def test_a_finished_step_asks_nobody():
 
 def test_submit_returns_a_handle_that_waits():
     data = regression(8)
-    with Pipeline(
-        mlp(), stages=3, loss_fn=F.mse_loss, optimizer=(torch.optim.SGD, {}), workers="serial"
-    ) as pipe:
+    with small() as pipe:
         pending = [pipe.submit(x, y) for x, y in data]
         last = pending[-1].result()
         assert last.step == 7
@@ -107,9 +103,7 @@ def test_a_number_of_steps_is_a_number_that_closes_an_update_where_it_is_called(
 
 def test_a_number_of_steps_may_be_an_input_of_the_model():
     """As of a model with a schedule of its own, or a hyper-parameter of the optimizer."""
-    with Pipeline(
-        mlp(), stages=2, optimizer=(torch.optim.SGD, {"lr": 0.1}), workers="serial"
-    ) as pipe:  # fmt: skip
+    with small(loss_fn=None, stages=2) as pipe:
         pipe.optimizer.param_groups[0]["note"] = pipe.step
         flatten((pipe.step,))
         for output, _ in pipe.outputs(regression(1)):
@@ -117,10 +111,7 @@ def test_a_number_of_steps_may_be_an_input_of_the_model():
 
 
 def test_a_kept_number_of_steps_keeps_no_pipeline():
-    pipe = Pipeline(
-        mlp(), stages=2, loss_fn=F.mse_loss, optimizer=(torch.optim.SGD, {"lr": 0.1}),
-        workers="serial",
-    )  # fmt: skip
+    pipe = small()
     kept, dropped = [pipe.step], weakref.ref(pipe)
     del pipe
     gc.collect()

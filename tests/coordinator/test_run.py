@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support.models import mlp, regression
-from support.pinned import Flat as Pipeline
+from support.small import SGD, small
 from torch import nn
 
 from pipedream_rt import DistributedOptimizer, Recovery
@@ -19,7 +19,11 @@ from pipedream_rt.job.options import Options
 from pipedream_rt.job.unsplit_model import UnsplitModel
 
 RECOVERY = Recovery(max_restarts=0)
-OPTIONS = {"loss_fn": F.mse_loss, "optimizer": (torch.optim.SGD, {"lr": 0.1}), "stages": 2}
+OPTIONS = {"loss_fn": F.mse_loss, "optimizer": SGD, "stages": 2}
+
+
+def job_of(model=None, **options):
+    return prepare(UnsplitModel(model or mlp(), F.mse_loss), Options(**OPTIONS, **options))
 
 
 class Publisher:
@@ -36,20 +40,15 @@ def test_workers_that_cannot_start_leave_nothing():
     def fail(spec):
         raise ZeroDivisionError("no worker")
 
-    job = prepare(
-        UnsplitModel(mlp(), F.mse_loss), Options(**OPTIONS, recovery=RECOVERY, workers=fail)
-    )
     publisher = Publisher()
     with pytest.raises(ZeroDivisionError, match="no worker"):
-        start(job, publisher)
+        start(job_of(recovery=RECOVERY, workers=fail), publisher)
     assert publisher.ended == 1
 
 
 def test_what_was_begun_ends_with_the_workers():
-    options = Options(**OPTIONS, recovery=RECOVERY, workers="serial")
-    job = prepare(UnsplitModel(mlp(), F.mse_loss), options)
     publisher = Publisher()
-    group = start(job, publisher)
+    group = start(job_of(recovery=RECOVERY, workers="serial"), publisher)
     assert publisher.ended == 0
     group.life.close()
     group.life.close()
@@ -57,8 +56,7 @@ def test_what_was_begun_ends_with_the_workers():
 
 
 def test_nothing_is_said_of_a_run_that_only_measures(monkeypatch):
-    model = UnsplitModel(mlp(), F.mse_loss)
-    job = prepare(model, Options(**OPTIONS, workers="serial", schedule="1f1b"))
+    job = job_of(workers="serial", schedule="1f1b")
     assert any("no two workers compute at once" in text for text in notices_of(job))
     monkeypatch.setattr("pipedream_rt.coordinator.run.profile_option", lambda: "profile.json")
     assert notices_of(job) == []
@@ -72,10 +70,10 @@ class Ranked(nn.Linear):
 @pytest.mark.parametrize(("workers", "told"), [("local", 1), ("serial", 0)])
 def test_a_process_group_that_only_the_script_has_is_told_of(workers, told):
     """Serial stages see that of the script."""
-    model = UnsplitModel(nn.Sequential(Ranked(8, 8), nn.Linear(8, 8)), F.mse_loss)
+    model = nn.Sequential(Ranked(8, 8), nn.Linear(8, 8))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        said = notices_of(prepare(model, Options(**OPTIONS, workers=workers)))
+        said = notices_of(job_of(model, workers=workers))
     finally:
         dist.destroy_process_group()
     assert len([text for text in said if "layer 0, a Ranked may ask" in text]) == told
@@ -83,9 +81,7 @@ def test_a_process_group_that_only_the_script_has_is_told_of(workers, told):
 
 def test_a_checkpoint_knows_the_optimizer_that_was_assigned_later(tmp_path):
     """Its class, its parameters and its hyper-parameters, and what else decides the results."""
-    with Pipeline(
-        mlp(), **{**OPTIONS, "optimizer": None}, workers="serial", seed=5, corrections=()
-    ) as pipe:
+    with small(optimizer=None, seed=5) as pipe:
         before = read_manifest(pipe.save(tmp_path / "before")).identity
         pipe.optimizer = DistributedOptimizer(torch.optim.Adam, pipe.parameter_rrefs(), lr=0.5)
         later = read_manifest(pipe.save(tmp_path / "later")).identity
@@ -97,8 +93,7 @@ def test_a_checkpoint_knows_the_optimizer_that_was_assigned_later(tmp_path):
 
 def test_the_first_mini_batch_shows_what_batch_norm_sees(caplog):
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
-    options = {"stages": 2, "loss_fn": F.mse_loss, "workers": "serial", "micro_batches": 2}
-    with Pipeline(model, optimizer=(torch.optim.SGD, {"lr": 0.1}), **options) as pipe:
+    with small(model, stages=2, micro_batches=2) as pipe:
         assert caplog.text == ""
         list(pipe.train_epoch(regression(3)))
         list(pipe.train_epoch(regression(3)))
@@ -120,18 +115,14 @@ class Slow(nn.Linear):
 def test_stages_that_take_unequal_times_are_told_of(caplog, workers, count):
     """Not where no two of them ever compute at once."""
     layers = [nn.Linear(8, 8), nn.Linear(8, 8), Slow(8, 8)]
-    options = {"loss_fn": F.mse_loss, "workers": workers, "micro_batches": 4, "corrections": ()}
-    with Pipeline(layers, stages=3, optimizer=(torch.optim.SGD, {"lr": 0.1}), **options) as pipe:
-        list(pipe.train_epoch(regression(30)))
+    with small(layers, workers=workers, micro_batches=4) as pipe:
+        list(pipe.train_epoch(regression(20)))
     assert caplog.text.count("its one layer, 2, takes several workers") == count
 
 
 @pytest.mark.processes
 def test_more_workers_than_cores_are_told_of(caplog):
     cores = len(os.sched_getaffinity(0))
-    options = {"micro_batches": cores + 1, "corrections": (), "workers": "local"}
-    adamw = (torch.optim.AdamW, {"lr": 0.01})
-    with Pipeline(
-        mlp(layers=cores + 1), stages=cores + 1, loss_fn=F.mse_loss, optimizer=adamw, **options
-    ):
+    options = {"stages": cores + 1, "micro_batches": cores + 1, "workers": "local"}
+    with small(mlp(layers=cores + 1), **options):
         assert f"{cores + 1} workers share {cores} core" in caplog.text

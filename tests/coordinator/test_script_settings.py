@@ -41,6 +41,11 @@ CHANGES = {
 }
 
 
+def everything(model, loss):
+    for change in CHANGES.values():
+        change(model, loss)
+
+
 @pytest.fixture
 def folder(tmp_path):
     return tmp_path / "run"
@@ -90,26 +95,28 @@ def interrupted(folder, change, **options):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"schedule": "1f1b"}, {"schedule": "async-1f1b"}, {"schedule": "async-1f1b", "every": 6}],
-    ids=["1f1b", "async-1f1b", "without a flush"],
+    ("change", "options"),
+    [
+        *((change, {"schedule": "1f1b"}) for change in CHANGES.values()),
+        (everything, {"schedule": "async-1f1b"}),
+        (everything, {"schedule": "async-1f1b", "every": 6}),
+    ],
+    ids=[*CHANGES, "all of them", "without a flush"],
 )
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_script_that_resumes_has_the_values_that_it_had_set(folder, name, options):
+def test_a_script_that_resumes_has_the_values_that_it_had_set(folder, change, options):
     without = {key: value for key, value in options.items() if key != "every"}
     with Script(**without) as script:
-        expected = script.losses(CHANGES[name])
+        expected = script.losses(change)
     with Script(**without) as script:
         assert script.losses() != expected
-    assert interrupted(folder, CHANGES[name], **options) == expected
+    assert interrupted(folder, change, **options) == expected
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["an attribute of the loss", "a dropout rate"])
-def test_workers_in_processes_get_them_too(folder, name):
+def test_workers_in_processes_get_them_too(folder):
     with Script() as script:
-        expected = script.losses(CHANGES[name])
-    assert interrupted(folder, CHANGES[name], workers="local") == expected
+        expected = script.losses(everything)
+    assert interrupted(folder, everything, workers="local") == expected
 
 
 def test_the_script_reads_them_and_a_later_change_is_a_change(folder):

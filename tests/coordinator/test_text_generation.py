@@ -108,14 +108,18 @@ def of_class(cls):
     return cls(transformers.LlamaConfig(**SMALL, num_key_value_heads=1, initializer_range=0.3))
 
 
+def opened_with(model, **options):
+    example = {"input_ids": PROMPT}
+    return opened(model, [PROMPT], stages=3, loss_fn=squares, example=example, **options)
+
+
 @pytest.mark.threads
 def test_classes_of_ones_own_generate_as_they_are_or_are_refused():
-    options = {"stages": 3, "loss_fn": squares, "example": {"input_ids": PROMPT}}
     plain = of_class(LooksAtLength).eval()
-    with opened(of_class(LooksAtLength), [PROMPT], **options) as pipe:
+    with opened_with(of_class(LooksAtLength)) as pipe:
         for _ in range(2):
             assert torch.equal(pipe.generate(PROMPT, **NEW), plain.generate(PROMPT, **NEW))
-    with opened(of_class(OwnWeights), [PROMPT], **options) as pipe:
+    with opened_with(of_class(OwnWeights)) as pipe:
         with pytest.raises(ConfigError, match="calls the forward with inputs_embeds on the meta"):
             pipe.generate(PROMPT, **NEW)
         with pytest.raises(ConfigError, match=r"failed on a tensor without values \(.* meta "):
@@ -129,8 +133,7 @@ def test_two_caches_at_a_time_and_errors_on_the_way_leave_the_pipeline_usable():
         raise ZeroDivisionError
 
     plain = of_class(transformers.LlamaForCausalLM).eval()
-    options = {"stages": 3, "loss_fn": squares, "example": {"input_ids": PROMPT}}
-    with opened(of_class(transformers.LlamaForCausalLM), [PROMPT], **options) as pipe:
+    with opened_with(of_class(transformers.LlamaForCausalLM)) as pipe:
         with pytest.raises(ZeroDivisionError):
             pipe.generate(PROMPT, stopping_criteria=[stop], **NEW)
         with pytest.raises(ConfigError, match="has the tokens 0 to 63, and is given 64"):
@@ -159,8 +162,7 @@ class FailsOnce(torch.nn.Module):
 def test_an_error_of_a_layer_ends_the_text_and_not_the_run():
     plain, model = (of_class(transformers.LlamaForCausalLM).eval() for _ in range(2))
     model.model.norm = FailsOnce(model.model.norm)
-    options = {"stages": 3, "loss_fn": squares, "example": {"input_ids": PROMPT}}
-    with opened(model, [PROMPT], max_restarts=2, **options) as pipe:
+    with opened_with(model, max_restarts=2) as pipe:
         with pytest.raises(StageFailed, match="KeyError: 'third'"):
             pipe.generate(PROMPT, **NEW)
         assert not pipe.restarts
@@ -180,19 +182,8 @@ def test_what_generation_does_not_do_is_refused():
         assert filled.get_seq_length() == 2
         with pytest.raises(ConfigError, match="holds what another model has computed"):
             pipe.generate(ids(1, 3), past_key_values=filled, **NEW)
-        with pytest.raises(ConfigError, match=r"give training=Training\(ema=0\.999"):
-            pipe.keep_version(ema=True)
-        version = pipe.keep_version()
-        pipe.load_state_dict(pipe.state_dict())
-        with pytest.raises(ConfigError, match=r"made before load\(\) or load_state_dict\(\)"):
-            pipe.evaluate(data, version=version)
-        version.drop()
-        with pytest.raises(ConfigError, match="was dropped"):
-            pipe.evaluate(data, version=version)
         assert len(list(pipe.train_epoch(data))) == len(data)
     data = MODELS["t5"][1]()
-    with (
-        opened(made("t5"), data, stages=2) as pipe,
-        pytest.raises(ConfigError, match="has an encoder"),
-    ):
+    encoder = pytest.raises(ConfigError, match="has an encoder")
+    with opened(made("t5"), data, stages=2) as pipe, encoder:
         pipe.generate(ids(1, 3), **NEW)

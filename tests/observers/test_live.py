@@ -4,9 +4,10 @@ import json
 import threading
 import urllib.error
 import urllib.request
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import pytest
+from support.deadlines import LATEST_S
 from support.recorded import stepped, whole_run
 
 from pipedream_rt import ConfigError
@@ -41,20 +42,20 @@ def page(run):
             follower.join()
 
 
-def got(address):
-    with urllib.request.urlopen(address, timeout=30) as answer:
-        return answer.read().decode()
+def asked(page, path=""):
+    return urllib.request.urlopen(page.address.replace("/?", f"/{path}?"), timeout=LATEST_S)
 
 
 def test_the_page_is_whole(page):
-    text = got(page.address)
+    with asked(page) as answer:
+        text = answer.read().decode()
     assert text.startswith("<!doctype html>")
     assert 'id="loss"' in text
     assert "EventSource" in text
 
 
 def test_only_what_has_changed_is_sent(page, run):
-    with urllib.request.urlopen(page.address.replace("/?", "/events?"), timeout=30) as stream:
+    with asked(page, "events") as stream:
 
         def news():
             while not (line := stream.readline()).startswith(b"data: "):
@@ -81,7 +82,7 @@ def test_nothing_is_made_while_nobody_looks(page, run, monkeypatch):
 
 def test_the_record_is_sent_from_its_beginning(page, run):
     told = whole_run(10)[:-1]
-    with urllib.request.urlopen(page.address.replace("/?", "/record?"), timeout=30) as stream:
+    with asked(page, "record") as stream:
         found = [unpacked(json.loads(stream.readline())) for _ in told]
         assert [type(event) for event in found] == [type(event) for event in told]
         run(stepped(10))
@@ -91,19 +92,14 @@ def test_the_record_is_sent_from_its_beginning(page, run):
 
 
 def test_not_too_many_look_at_once(page):
-    streams = []
-    try:
+    with ExitStack() as streams:
         for _ in range(32):
-            address = page.address.replace("/?", "/events?")
-            streams.append(urllib.request.urlopen(address, timeout=30))
+            streams.enter_context(asked(page, "events"))
         with pytest.raises(urllib.error.HTTPError) as caught:
-            got(page.address.replace("/?", "/events?"))
+            asked(page, "events")
         with closing(caught.value) as error:
             assert error.code == 503
-        assert got(page.address)  # what stands is seen all the same
-    finally:
-        for stream in streams:
-            stream.close()
+        asked(page).close()  # what stands is seen all the same
 
 
 def test_a_port_that_is_taken_is_refused(page, run):
@@ -115,10 +111,10 @@ def test_a_port_that_is_taken_is_refused(page, run):
 def test_a_token_of_ones_own(run):
     with closing(LivePage(Following(run.folder), token="of-mine")) as page:
         assert page.address.endswith("?token=of-mine")
-        assert got(page.address)
+        asked(page).close()
 
 
 def test_a_client_that_reads_nothing_does_not_keep_the_page_open(run):
     with closing(LivePage(Following(run.folder))) as page:
-        stream = urllib.request.urlopen(page.address.replace("/?", "/events?"), timeout=30)
+        stream = asked(page, "events")
     stream.close()

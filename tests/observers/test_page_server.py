@@ -63,14 +63,22 @@ def page():
         close()
 
 
-def got(address):
-    with urllib.request.urlopen(address, timeout=LATEST_S) as answer:
-        return answer.read().decode()
+def asked(page, path=""):
+    return urllib.request.urlopen(page.address.replace("/?", f"/{path}?"), timeout=LATEST_S)
+
+
+def refused(request):
+    """The code with which a request is refused, and that tells nothing."""
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request, timeout=LATEST_S)
+    with closing(caught.value) as error:
+        assert b"loss" not in error.read()
+        return error.code
 
 
 def test_the_page_is_for_its_reader_alone(page):
     """No cache keeps it, and no other server sees the token in the address."""
-    with urllib.request.urlopen(page.address, timeout=LATEST_S) as answer:
+    with asked(page) as answer:
         assert answer.read().decode() == "the loss: größer"
         assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
         assert answer.headers["Content-Length"] == "18"
@@ -79,7 +87,7 @@ def test_the_page_is_for_its_reader_alone(page):
 
 
 def test_news_are_events_and_heartbeats(page):
-    with urllib.request.urlopen(page.address.replace("/?", "/events?"), timeout=LATEST_S) as stream:
+    with asked(page, "events") as stream:
         assert stream.headers["Content-Type"] == "text/event-stream"
         lines = [stream.readline() for _ in range(5)]
     event, data, *rest = lines
@@ -90,55 +98,38 @@ def test_news_are_events_and_heartbeats(page):
 
 
 def test_the_record_is_lines_and_an_empty_one_at_the_end(page):
-    text = got(page.address.replace("/?", "/record?"))
-    assert text == '{"event": "begun"}\n{"event": "stepped"}\n\n'
+    with asked(page, "record") as answer:
+        assert answer.read() == b'{"event": "begun"}\n{"event": "stepped"}\n\n'
 
 
 @pytest.mark.parametrize("path", ["events", "record"])
 def test_who_finds_no_room_is_not_counted_out(page, path):
     page.answers.room = False
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        got(page.address.replace("/?", f"/{path}?"))
-    with closing(caught.value) as error:
-        assert error.code == 503
+    assert refused(page.address.replace("/?", f"/{path}?")) == 503
     page.close()
     assert not page.answers.inside.acquire(blocking=False)
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "code"),
     [
-        lambda address: address.partition("?")[0],
-        lambda address: address[:-1],
-        lambda address: address + "x",
-        lambda address: address.replace("token=", "tok="),
-        lambda address: address.replace("/?", "/events?")[:-1],
-        lambda address: address.replace("/?", "/record?")[:-1],
-        lambda address: address.partition("token=")[0] + "token=%00%ff",
+        (lambda address: address.partition("?")[0], 403),
+        (lambda address: address[:-1], 403),
+        (lambda address: address + "x", 403),
+        (lambda address: address.replace("token=", "tok="), 403),
+        (lambda address: address.replace("/?", "/events?")[:-1], 403),
+        (lambda address: address.replace("/?", "/record?")[:-1], 403),
+        (lambda address: address.partition("token=")[0] + "token=%00%ff", 403),
+        (lambda address: address.replace("/?", "/../../etc/passwd?"), 404),
+        (lambda address: urllib.request.Request(address, b"x", method="POST"), 501),
+        (lambda address: urllib.request.Request(address, b"x", method="PUT"), 501),
+        (lambda address: urllib.request.Request(address, b"x", method="DELETE"), 501),
     ],
 )
-def test_without_the_token_nothing_is_told(page, change):
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        got(change(page.address))
-    with closing(caught.value) as error:
-        assert error.code == 403
-        assert b"loss" not in error.read()
-
-
-def test_there_is_nothing_else(page):
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        got(page.address.replace("/?", "/../../etc/passwd?"))
-    with closing(caught.value) as error:
-        assert error.code == 404
-
-
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
-def test_nothing_can_be_changed(page, method):
-    request = urllib.request.Request(page.address, data=b"x", method=method)
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(request, timeout=LATEST_S)
-    caught.value.close()
-    assert caught.value.code == 501
+def test_without_the_token_nothing_is_told_and_with_it_nothing_else_and_nothing_is_changed(
+    page, change, code
+):
+    assert refused(change(page.address)) == code
 
 
 def stranger_at(page):
@@ -149,14 +140,14 @@ def stranger_at(page):
 def test_a_stranger_who_does_not_end_his_request_does_not_keep_the_page_open(page, said):
     with stranger_at(page) as stranger:
         stranger.sendall(said)
-        assert got(page.address)  # he was let in before
+        asked(page).close()  # he was let in before
         began = time.monotonic()
         page.close()
         assert time.monotonic() - began < 10
 
 
 def test_a_stranger_has_not_for_ever(page, monkeypatch):
-    with urllib.request.urlopen(page.address.replace("/?", "/events?"), timeout=LATEST_S) as stream:
+    with asked(page, "events") as stream:
         assert stream.readline()
         monkeypatch.setattr(page_server, "PATIENCE_S", 0.0)
         with stranger_at(page) as stranger:
@@ -168,16 +159,13 @@ def test_a_stranger_has_not_for_ever(page, monkeypatch):
 def test_a_crowd_is_bounded_and_keeps_nobody_out(page, monkeypatch):
     """Each has a thread, so the oldest stranger goes for a new one; who has the token stays."""
     monkeypatch.setattr(page.server, "_room", threading.Semaphore(4))
-    with (
-        urllib.request.urlopen(page.address.replace("/?", "/events?"), timeout=LATEST_S) as stream,
-        ExitStack() as crowd,
-    ):
+    with asked(page, "events") as stream, ExitStack() as crowd:
         assert stream.readline()
         page.server._room.acquire(timeout=LATEST_S)  # that connection had a place of the others
         strangers = [crowd.enter_context(stranger_at(page)) for _ in range(20)]
         for stranger in strangers:
             stranger.sendall(b"GET / HTTP/1.1\r\nHo")
-        assert got(page.address)
+        asked(page).close()
         assert len(page.server.ends_at) <= 4
         assert strangers[0].recv(1) == b""
         assert stream.readline()
@@ -186,7 +174,7 @@ def test_a_crowd_is_bounded_and_keeps_nobody_out(page, monkeypatch):
 def test_where_all_may_stay_nobody_else_comes_in(page, monkeypatch):
     monkeypatch.setattr(page_server, "_ROOM_S", 0.0)
     monkeypatch.setattr(page.server, "_room", threading.Semaphore(1))
-    with urllib.request.urlopen(page.address.replace("/?", "/events?"), timeout=LATEST_S) as stream:
+    with asked(page, "events") as stream:
         assert stream.readline()
         with stranger_at(page) as stranger:
             assert stranger.recv(1) == b""
@@ -210,6 +198,6 @@ def test_a_stranger_fills_no_terminal(page, capsys):
         stranger.sendall(b"GET")
         resets = struct.pack("ii", 1, 0)
         stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, resets)
-    assert got(page.address)
+    asked(page).close()
     page.close()
     assert capsys.readouterr().err == ""

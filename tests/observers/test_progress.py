@@ -6,10 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
-from support.models import mlp, regression
-from support.pinned import Pipeline
-from torch.nn import functional as F
-from torch.optim import SGD
+from support.models import regression
+from support.small import losses, small
 
 from pipedream_rt import ConfigError
 from pipedream_rt.observers import progress
@@ -145,13 +143,11 @@ def test_the_errors_of_the_loop_are_its_own(seen):
 def test_training_evaluating_and_predicting_with_a_bar(seen):
     ends = []
     for shown in (False, True):
-        with Pipeline(
-            mlp(), stages=2, loss_fn=F.mse_loss, optimizer=(SGD, {"lr": 0.1}), workers="serial"
-        ) as pipe:
-            losses = [result.loss for result in pipe.train_epoch(DATA, progress=shown)]
+        with small() as pipe:
+            found = losses(pipe, DATA, progress=shown)
             loss = pipe.evaluate(iter(DATA), progress=shown)
             outputs = list(pipe.predict(DATA, progress=shown))
-            ends.append((losses, loss, [output.tolist() for output in outputs]))
+            ends.append((found, loss, [output.tolist() for output in outputs]))
     assert ends[0] == ends[1]
     text = seen.getvalue()
     assert "epoch 0" in text
@@ -164,9 +160,7 @@ def test_training_evaluating_and_predicting_with_a_bar(seen):
 def test_a_bar_after_a_resume_begins_where_the_run_was(seen, tmp_path):
     came = 0
     for resume in (False, True):
-        with Pipeline(
-            mlp(), stages=2, loss_fn=F.mse_loss, optimizer=(SGD, {"lr": 0.1}), workers="serial"
-        ) as pipe:
+        with small() as pipe:
             if resume:
                 pipe.load(tmp_path)
             for result in pipe.train_epoch(DATA, progress=resume):
@@ -180,9 +174,7 @@ def test_a_bar_after_a_resume_begins_where_the_run_was(seen, tmp_path):
 
 
 def test_what_is_no_loader_is_refused_with_a_bar_too(seen):
-    with Pipeline(
-        mlp(), stages=2, loss_fn=F.mse_loss, optimizer=(SGD, {"lr": 0.1}), workers="serial"
-    ) as pipe:
+    with small() as pipe:
         with pytest.raises(ConfigError, match="evaluate takes a loader"):
             pipe.evaluate(5, progress=True)
         with pytest.raises(ConfigError, match="train_epoch takes a loader"):

@@ -64,3 +64,21 @@ def train_by_hand(pipe, data, loss_fn=F.cross_entropy, *, at=lambda step, where:
         at(step, "step")
         pipe.step()
     return [loss.item() for loss in losses]
+
+
+class Plain:
+    """A model in plain PyTorch, with the calls of a pipeline whose loss the script computes."""
+
+    def __init__(self, model):
+        self.forward, self.state_dict = model, model.state_dict
+        self._optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(self, update=True):
+        if update:
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def outputs(self, data):
+        for item in data:
+            yield self.forward(*item[0]), item
+            self.step()

@@ -28,60 +28,38 @@ def test_a_loss_that_is_no_number_is_written_as_strict_json(loss):
     assert again == loss or (math.isnan(again) and math.isnan(loss))
 
 
+ENDED = whole_run(3)[-1]
+COUNTERS = begun().stages[0]
+
+
 @pytest.mark.parametrize(
-    "change",
+    ("event", "change"),
     [
-        {"event": "unheard of"},
-        {"event": None},
-        {"loss": "much"},
-        {"step": -1},
-        {"step": 1.5},
-        {"versions": [1, "2"]},
-        {"time": None},
-        {"busy_s": 3},
-        {"time": 10**400},
-        {"time": math.inf},
-        {"time": 1e300},
-        {"loss": 10**400},
-        {"rates": [10**400]},
+        *((stepped(1), change) for change in (
+            {"event": "unheard of"}, {"event": None}, {"loss": "much"}, {"step": -1}, {"step": 1.5},
+            {"versions": [1, "2"]}, {"time": None}, {"busy_s": 3}, {"time": 10**400},
+            {"time": math.inf}, {"time": 1e300}, {"loss": 10**400}, {"rates": [10**400]},
+        )),
+        *((begun(), change) for change in (
+            {"plan": {}}, {"plan": {**begun().plan, "hosts": "many"}},
+            {"plan": {**begun().plan, "workers": 2}},
+            {"plan": {**begun().plan, "hosts": [0, 1.5, 2]}},
+            {"stages": []}, {"stages": [{}, {}, {}]},
+            {"stages": [{**COUNTERS, "parameters": "few"}] * 3},
+            {"workers": ["alone"]}, {"pid": 2**31},
+        )),
+        (ENDED, {"stages": [{}] * 3}),
+        *((ENDED, {"stages": [{**COUNTERS, **wrong}] * 3}) for wrong in (
+            {"parameters": None}, {"weight_bytes": "x"}, {"peak_device_memory_bytes": []},
+            {"versions_kept_most": 10**400},
+        )),
     ],
-    ids=str,
-)
-def test_what_is_no_event_is_refused(change):
-    with pytest.raises(TraceError, match="no event"):
-        unpacked({**packed(stepped(1)), **change})
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"plan": {}},
-        {"plan": {**begun().plan, "hosts": "many"}},
-        {"plan": {**begun().plan, "workers": 2}},
-        {"stages": []},
-        {"stages": [{}, {}, {}]},
-        {"stages": [{**begun().stages[0], "parameters": "few"}] * 3},
-        {"workers": ["alone"]},
-        {"plan": {**begun().plan, "hosts": [0, 1.5, 2]}},
-        {"pid": 2**31},
-    ],
-    ids=lambda change: str(change)[:40],
-)
-def test_a_beginning_whose_parts_do_not_fit_is_refused(change):
-    with pytest.raises(TraceError, match="no event"):
-        unpacked({**packed(begun()), **change})
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{}, {"parameters": None}, {"weight_bytes": "x"}, {"peak_device_memory_bytes": []},
-     {"versions_kept_most": 10**400}],
-    ids=lambda change: str(change)[:40],
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) else type(value).__name__,
 )  # fmt: skip
-def test_an_end_with_counters_that_are_none_is_refused(change):
-    counters = change and {**begun().stages[0], **change}
+def test_what_is_no_event_or_whose_parts_do_not_fit_is_refused(event, change):
+    assert unpacked(packed(event))
     with pytest.raises(TraceError, match="no event"):
-        unpacked({**packed(whole_run(3)[-1]), "stages": [counters] * 3})
+        unpacked({**packed(event), **change})
 
 
 def test_a_missing_field_is_refused_and_an_unknown_one_passed_over():

@@ -1,7 +1,6 @@
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from pipedream_rt.tracing.spans import SPAN, Recorder, SpanFolder, newest_spans
@@ -56,8 +55,3 @@ def test_a_file_that_cannot_be_written_is_given_up():
     for number in range(6):
         write(recorder, number)
     assert recorder.spans()["index"].tolist() == [2, 3, 4, 5]
-
-
-def test_the_record_is_as_its_type_says():
-    assert SPAN.itemsize == 64
-    assert isinstance(SPAN, np.dtype)

@@ -13,14 +13,13 @@ from pathlib import Path
 import msgpack
 import pytest
 import torch
-import torch.nn.functional as F
 from click.testing import CliRunner
 from support import forked
 from support.deadlines import LATEST_S
 from support.inside import cluster
-from support.models import mlp, regression
+from support.models import regression
 from support.oracle import assert_same
-from support.pinned import Pipeline
+from support.small import losses, small
 
 from pipedream_rt import CheckpointError, Checkpoints, ConfigError
 from pipedream_rt.checkpoint import Manifest, checkpoints, manifest, read_manifest
@@ -31,11 +30,8 @@ from pipedream_rt.coordinator.results import StepResult
 DATA = regression(20)
 
 
-def open_pipe(**kwargs):
-    return Pipeline(
-        mlp(), stages=2, loss_fn=F.mse_loss, optimizer=(torch.optim.AdamW, {}),
-        **{"workers": "serial", **kwargs},
-    )  # fmt: skip
+def open_pipe(**options):
+    return small(**{"stages": 2, "optimizer": (torch.optim.AdamW, {}), **options})
 
 
 @pytest.mark.threads
@@ -86,7 +82,7 @@ def test_a_run_that_begins_anew_puts_those_of_another_aside(tmp_path, caplog):
 def test_a_recovery_does_not_take_the_checkpoint_of_another_run(tmp_path, caplog):
     """One that has taken its place, as by a copy; the run goes back further, to its own."""
     with open_pipe() as pipe:
-        expected = [r.loss for r in pipe.train_epoch(DATA)]
+        expected = losses(pipe, DATA)
     with open_pipe() as other:
         list(other.train_epoch(DATA[:3]))
         list(other.train_epoch(DATA[:3]))
@@ -189,15 +185,14 @@ def test_a_checkpoint_that_makes_no_sense_is_passed_over_by_a_resume(
 
 SCRIPT = """
 import sys
-import torch, torch.nn.functional as F
-from support.models import mlp, regression
-from support.pinned import Pipeline
+import torch
+from support.models import regression
+from support.small import small
 from pipedream_rt import Checkpoints
 if __name__ == "__main__":
-    with Pipeline(
-        mlp(), stages=2, loss_fn=F.mse_loss, optimizer=(torch.optim.AdamW, {}), workers=sys.argv[2],
-        checkpoint=Checkpoints(sys.argv[1], every=2, resume=True),
-    ) as pipe:
+    kept = Checkpoints(sys.argv[1], every=2, resume=True)
+    options = {"stages": 2, "optimizer": (torch.optim.AdamW, {}), "workers": sys.argv[2]}
+    with small(checkpoint=kept, **options) as pipe:
         for result in pipe.train_epoch(regression(20)):
             if result.step > 3 and pipe._run.checkpointer.is_begun and sys.argv[3] == "stop":
                 print("begun", flush=True)
@@ -274,9 +269,7 @@ def test_a_run_that_can_write_no_checkpoint_ends_after_some(tmp_path):
     with open_pipe(checkpoint=Checkpoints(tmp_path / "run", every=2, attempts=4)) as pipe:
         (tmp_path / "run").rmdir()
         (tmp_path / "run").write_text("in the way")
-        with pytest.raises(
-            CheckpointError, match="4 checkpoints in a row could not be written; th"
-        ):
+        with pytest.raises(CheckpointError, match="4 checkpoints in a row could not be written; t"):
             list(pipe.train_epoch(DATA))
         assert pipe.step == 8
         pipe.save(tmp_path / "elsewhere")

@@ -9,11 +9,10 @@ from datetime import timedelta
 
 import pytest
 import torch
-import torch.nn.functional as F
 from support import forked
 from support.deadlines import LATEST_S
-from support.models import mlp, regression
-from support.pinned import Pipeline
+from support.models import regression
+from support.small import losses, small
 from torch import nn
 
 from pipedream_rt import Checkpoints
@@ -27,6 +26,17 @@ def preemption():
     made = Preemption(timedelta(seconds=LATEST_S))
     yield made
     made.close()
+
+
+@pytest.fixture
+def writing():
+    """A socket that signals may wake, as asyncio has one; in the end they wake none."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    yield writing
+    signal.set_wakeup_fd(-1)
+    os.close(reading)
+    os.close(writing)
 
 
 def test_the_signal_is_noted_and_afterwards_handled_as_before(preemption, caplog):
@@ -87,15 +97,27 @@ def test_sigterm_right_after_a_close_on_another_thread_ends_the_script():
     assert (ended.returncode, ended.stdout) == (-signal.SIGTERM, ""), ended.stderr
 
 
-def test_what_a_close_on_another_thread_could_not_restore_the_next_restores(preemption):
-    preemption.watch()
+@pytest.fixture
+def own_handler():
+    """The way to set a handler of the script's own, whose calls are noted in what it returns."""
     came = []
-    signal.signal(signal.SIGTERM, lambda *_: came.append(True))  # the script's own, meanwhile
-    try:
-        on_a_thread(preemption.close)
-        assert not came
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def set_handler():
+        signal.signal(signal.SIGTERM, handler := lambda *_: came.append(True))
+        return came, handler
+
+    yield set_handler
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_what_a_close_on_another_thread_could_not_restore_the_next_restores(
+    preemption, own_handler
+):
+    preemption.watch()
+    came, _ = own_handler()
+    on_a_thread(preemption.close)
+    assert not came
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     later = Preemption(timedelta(seconds=LATEST_S))
     try:
         later.watch()
@@ -106,59 +128,35 @@ def test_what_a_close_on_another_thread_could_not_restore_the_next_restores(pree
     assert wakes() == -1
 
 
-def test_a_socket_that_was_set_meanwhile_stays(preemption):
+def test_a_socket_that_was_set_meanwhile_stays(preemption, writing):
     preemption.watch()
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing)
-    try:
-        preemption.close()
-        assert wakes() == writing
-    finally:
-        signal.set_wakeup_fd(-1)
-        os.close(reading)
-        os.close(writing)
+    preemption.close()
+    assert wakes() == writing
 
 
-def test_a_script_that_handles_the_signal_keeps_its_handler(preemption):
-    came = []
-    before = signal.signal(signal.SIGTERM, lambda *_: came.append(True))
-    try:
-        preemption.watch()
-        signal.raise_signal(signal.SIGTERM)
-        preemption.close()
-        signal.raise_signal(signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def test_a_script_that_handles_the_signal_keeps_its_handler(preemption, own_handler):
+    came, _ = own_handler()
+    preemption.watch()
+    signal.raise_signal(signal.SIGTERM)
+    preemption.close()
+    signal.raise_signal(signal.SIGTERM)
     assert (came, preemption.noted) == ([True, True], False)
 
 
-def test_a_script_that_wakes_by_signals_itself_keeps_its_socket(preemption):
-    """As asyncio does."""
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    before = signal.set_wakeup_fd(writing)
-    try:
-        preemption.watch()
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        preemption.close()
-        assert signal.set_wakeup_fd(before) == writing
-    finally:
-        signal.set_wakeup_fd(before)
-        os.close(reading)
-        os.close(writing)
-
-
-def test_a_handler_that_was_set_meanwhile_stays(preemption):
+def test_a_handler_that_was_set_meanwhile_stays(preemption, own_handler):
     preemption.watch()
-    later = lambda *_: None  # noqa: E731
-    before = signal.signal(signal.SIGTERM, later)
-    try:
-        preemption.close()
-        assert signal.getsignal(signal.SIGTERM) is later
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    assert before is not later
+    _, handler = own_handler()
+    preemption.close()
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_a_script_that_wakes_by_signals_itself_keeps_its_socket(preemption, writing):
+    signal.set_wakeup_fd(writing)
+    preemption.watch()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    preemption.close()
+    assert wakes() == writing
 
 
 SCRIPT = """
@@ -215,14 +213,11 @@ def test_sigterm_makes_a_checkpoint_and_ends(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     data = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(40)]
-    options = {
-        "stages": 2, "loss_fn": F.mse_loss, "optimizer": (torch.optim.Adam, {}),
-        "workers": "serial",
-    }  # fmt: skip
-    with Pipeline(model, **options) as pipe:
-        whole = [result.loss for result in pipe.train_epoch(data)]
-    with Pipeline(model, checkpoint=Checkpoints(tmp_path / "run", resume=True), **options) as pipe:
-        rest = [result.loss for result in pipe.train_epoch(data)]
+    options = {"stages": 2, "optimizer": (torch.optim.Adam, {})}
+    with small(model, **options) as pipe:
+        whole = losses(pipe, data)
+    with small(model, checkpoint=Checkpoints(tmp_path / "run", resume=True), **options) as pipe:
+        rest = losses(pipe, data)
     assert rest == whole[-len(rest) :]
     assert 0 < len(rest) < 30
     assert folder.name.startswith("step-")
@@ -242,10 +237,7 @@ def test_sigterm_does_not_wait_longer_than_its_grace_time(tmp_path):
 
 def test_a_forked_child_of_a_watched_script_ends_by_sigterm_alone(tmp_path):
     """As a data loader's worker does; its parent takes no notice."""
-    with Pipeline(
-        mlp(), stages=3, loss_fn=F.mse_loss, optimizer=(torch.optim.SGD, {}), workers="serial",
-        checkpoint=Checkpoints(tmp_path, every=1000),
-    ) as pipe:  # fmt: skip
+    with small(checkpoint=Checkpoints(tmp_path, every=1000)) as pipe:
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
         reading, writing = os.pipe()
         pid = os.fork()

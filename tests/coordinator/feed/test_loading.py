@@ -53,15 +53,26 @@ def counting():
     return DataLoader(DATA, batch_size=4, sampler=Counting(DATA))
 
 
-def prepared():
+def prepared(**options):
     accelerate = pytest.importorskip("accelerate")
-    return accelerate.Accelerator(cpu=True).prepare(plain())
+    config = accelerate.DataLoaderConfiguration(**options)
+    return accelerate.Accelerator(cpu=True, dataloader_config=config).prepare(plain())
 
 
 def seedable():
-    accelerate = pytest.importorskip("accelerate")
-    config = accelerate.DataLoaderConfiguration(use_seedable_sampler=True)
-    return accelerate.Accelerator(cpu=True, dataloader_config=config).prepare(plain())
+    return prepared(use_seedable_sampler=True)
+
+
+def run(make, seed, epochs):
+    """A loader of a new script that has gone through some epochs."""
+    torch.manual_seed(seed)
+    loader = make()
+    for number in range(epochs):
+        epoch_of(loader, number)
+    return loader
+
+
+any_loader = pytest.mark.parametrize("make", [plain, own_generator, counting, prepared, seedable])
 
 
 def epoch_of(loader, number, place=None, most=100):
@@ -73,24 +84,16 @@ def epoch_of(loader, number, place=None, most=100):
     return found, loading.place()
 
 
-@pytest.mark.parametrize("make", [plain, own_generator, counting, prepared, seedable])
+@any_loader
 @pytest.mark.parametrize("epoch", [0, 1, 2])
 @pytest.mark.parametrize("most", [0, 1, 3])
 def test_the_same_items_follow(make, epoch, most, caplog):
-    torch.manual_seed(1)
-    loader = make()
-    for number in range(epoch):
-        epoch_of(loader, number)
-    before, place = epoch_of(loader, epoch, most=most)
-    torch.manual_seed(1)
-    loader = make()
-    for number in range(epoch):
-        epoch_of(loader, number)
+    before, place = epoch_of(run(make, 1, epoch), epoch, most=most)
+    loader = run(make, 1, epoch)
     whole, _ = epoch_of(loader, epoch)
     following, _ = epoch_of(loader, epoch + 1)
 
-    torch.manual_seed(2)
-    loader = make()
+    loader = run(make, 2, 0)
     after, _ = epoch_of(loader, epoch, place)
     assert before + after == whole
     assert epoch_of(loader, epoch + 1)[0] == following
@@ -98,15 +101,12 @@ def test_the_same_items_follow(make, epoch, most, caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize("make", [plain, own_generator, counting, prepared, seedable])
+@any_loader
 def test_between_two_epochs_the_next_one_is_the_same(make):
-    torch.manual_seed(1)
-    loader = make()
-    epoch_of(loader, 0)
+    loader = run(make, 1, 1)
     place = between_epochs(1, loader)
     expected, _ = epoch_of(loader, 1)
-    torch.manual_seed(2)
-    loader = make()
+    loader = run(make, 2, 0)
     begin_epoch_at(place, loader)
     assert epoch_of(loader, 1)[0] == expected
 

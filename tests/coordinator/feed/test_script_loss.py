@@ -1,8 +1,8 @@
 """The loss in the script: bits, loops that are left, and what is refused."""
 
 import dataclasses
+import functools
 import gc
-import itertools
 import threading
 import weakref
 from contextlib import suppress
@@ -10,12 +10,16 @@ from datetime import timedelta
 
 import pytest
 import torch
+from support.between import Forward
 from support.inside import feed_log, kill, script_loss
 from support.late import Late, late_at
-from support.models import OPTIMIZERS, POINTS, batches, kitchen_sink, mlp, regression
+from support.models import OPTIMIZERS, POINTS, Of, batches, kitchen_sink, mlp, regression
 from support.oracle import assert_same, oracle
-from support.outside import train_by_hand, train_joined, train_outputs
+from support.outside import Plain, train_by_hand, train_joined, train_outputs
 from support.pinned import Pipeline
+from support.small import SGD
+from support.small import losses as trained_with_loss
+from support.small import small as with_loss
 from torch import nn
 from torch.nn import functional as F
 
@@ -37,12 +41,16 @@ from pipedream_rt.observers import Stepped
 from pipedream_rt.schedules import COORDINATOR
 from pipedream_rt.tracing.trace import GAVE, INJECTED, LOSS_CAME, Trace
 
-SGD = (torch.optim.SGD, {"lr": 0.1})
+
+def make(parameters):
+    cls, options = OPTIMIZERS["adamw"]
+    return cls(parameters, **options)
 
 
-def make(kind="adamw"):
-    cls, options = OPTIMIZERS[kind]
-    return lambda parameters: cls(parameters, **options)
+sgd = functools.partial(torch.optim.SGD, lr=0.1)
+both_ways = pytest.mark.parametrize(
+    "train", [train_outputs, train_by_hand], ids=["outputs", "by hand"]
+)
 
 
 def sink(stages=3, **options):
@@ -52,15 +60,14 @@ def sink(stages=3, **options):
 
 
 def small(model=None, **options):
-    """A pipeline over some linear layers."""
-    given = {"stages": 3, "optimizer": SGD, "schedule": "gpipe", "workers": "serial"}
-    return Pipeline(mlp() if model is None else model, **{**given, **options})
+    """A pipeline over some linear layers, whose loss the script computes."""
+    return with_loss(model, **{"loss_fn": None, "schedule": "gpipe", **options})
 
 
 def joined(data, k=1, **options):
     """The weights and the losses of plain PyTorch."""
     model = kitchen_sink()
-    losses = train_joined(model, data, F.cross_entropy, make(), k=k, **options)
+    losses = train_joined(model, data, F.cross_entropy, make, k=k, **options)
     return model.state_dict(), losses
 
 
@@ -79,28 +86,20 @@ def assert_equal(found, expected):
 # -- bits ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("schedule", "k"), [("gpipe", 1), ("gpipe", 4), ("zero-bubble", 1), ("1f1b", 1)]
-)
-def test_schedules_that_flush_have_the_bits_of_plain_pytorch(schedule, k):
-    data = batches(6, samples=8)
-    pipe = sink(schedule=schedule, micro_batches=k)
-    assert_equal(trained(pipe, data), joined(data, k))
-
-
+@both_ways
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
-def test_a_loop_by_hand_has_the_bits_of_plain_pytorch(schedule):
+def test_schedules_that_flush_have_the_bits_of_plain_pytorch(schedule, train):
     data = batches(6)
-    assert_equal(trained(sink(schedule=schedule), data, train_by_hand), joined(data))
+    assert_equal(trained(sink(schedule=schedule), data, train), joined(data))
 
 
-@pytest.mark.parametrize("samples", [5, 3, 2], ids=["last one short", "one empty", "two empty"])
-def test_mini_batches_may_be_too_short_for_all_micro_batches(samples):
+@pytest.mark.parametrize("samples", [8, 5, 3, 2], ids=["all", "last short", "one empty", "two"])
+def test_micro_batches_are_joined_also_where_a_mini_batch_is_too_short_for_all(samples):
     data = [*batches(2, samples=8), *batches(1, samples=samples), *batches(1, samples=8, seed=4)]
     assert_equal(trained(sink(micro_batches=4), data), joined(data, 4))
 
 
-@pytest.mark.parametrize("train", [train_outputs, train_by_hand], ids=["outputs", "by hand"])
+@both_ways
 @pytest.mark.parametrize(
     ("stages", "reads", "slack"),
     [(2, "async-1f1b", ()), (3, "async-1f1b", ()), (3, "vertical-sync", ()),
@@ -111,36 +110,14 @@ def test_asynchronous_schedules_read_the_versions_of_the_oracle(stages, reads, s
     data = batches(9)
     pipe = sink(stages, schedule=schedule, **({"slack": slack} if slack else {}))
     expected = oracle(
-        kitchen_sink(), POINTS[stages], data, F.cross_entropy, make(), reads=reads, slack=slack
+        kitchen_sink(), POINTS[stages], data, F.cross_entropy, make, reads=reads, slack=slack
     )
     assert_equal(trained(pipe, data, train), expected)
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("schedule", ["gpipe", "async-1f1b"])
-def test_worker_processes_have_the_same_bits(schedule):
-    data, options = batches(6), {"schedule": schedule}
-    one = trained(sink(2, workers="local", **options), data)
-    assert_equal(one, trained(sink(2, **options), data))
-
-
-@pytest.mark.parametrize("kind", ["sgd", "adam", "adamw"])
-@pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble"])
-def test_a_mini_batch_without_a_backward_changes_no_weight_and_counts(kind, schedule):
-    def odd(step):
-        return step % 2 == 1
-
-    data, model = regression(6), mlp()
-    losses = train_joined(model, data, F.mse_loss, make(kind), leaves_out=odd)
-    with small(optimizer=OPTIMIZERS[kind], schedule=schedule) as pipe:
-        assert train_outputs(pipe, data, F.mse_loss, leaves_out=odd) == losses
-        assert_same(pipe.state_dict(), model.state_dict())
-        assert (pipe.step, pipe.seen) == (6, 6)
-
-
 def test_two_backwards_are_added():
     data, model = regression(3), mlp()
-    optimizer = make("sgd")(model.parameters())
+    optimizer = sgd(model.parameters())
     for x, y in data:
         optimizer.zero_grad()
         output = model(x)
@@ -149,7 +126,7 @@ def test_two_backwards_are_added():
         leaf.pow(2).mean().backward()
         output.backward(leaf.grad)
         optimizer.step()
-    with small(optimizer=OPTIMIZERS["sgd"]) as pipe:
+    with small() as pipe:
         for output, (_, y) in pipe.outputs(data):
             F.mse_loss(output, y).backward()
             output.pow(2).mean().backward()
@@ -157,8 +134,6 @@ def test_two_backwards_are_added():
 
 
 def test_a_script_may_put_the_gradient_on_an_output_itself():
-    data = regression(3)
-
     def by_grad(output, loss):
         (output.grad,) = torch.autograd.grad(loss, output)
 
@@ -173,7 +148,7 @@ def test_a_script_may_put_the_gradient_on_an_output_itself():
     found = []
     for way in (by_grad, lambda output, loss: loss.backward(), clipped, afterwards):
         with small() as pipe:
-            for output, (_, y) in pipe.outputs(data):
+            for output, (_, y) in pipe.outputs(regression(3)):
                 way(output, F.mse_loss(output, y))
             found.append(pipe.state_dict())
     assert_same(found[0], found[1])
@@ -186,60 +161,29 @@ def test_a_script_may_put_the_gradient_on_an_output_itself():
     [
         {"recompute": True},
         {"clip": Clip(norm=0.01)},
+        {"autocast": torch.bfloat16},
+        {"ema": 0.5},
+        {"codecs": BFloat16()},
+        {"codecs": Int8()},
         {"replicas": (2, 1, 1), "micro_batches": 2},
-        {"schedule": "async-1f1b", "replicas": (2, 1, 1)},
-        {"schedule": "async-1f1b+vertical-sync", "clip": Clip(norm=0.01)},
-        {"schedule": "async-1f1b", "synchronous_updates": 3},
-        {"schedule": "async-1f1b", "corrections": "auto", "optimizer": OPTIMIZERS["adamw"]},
+        {"replicas": (2, 1, 1), "schedule": "async-1f1b"},
+        {"clip": Clip(norm=0.01), "schedule": "async-1f1b+vertical-sync"},
+        {"synchronous_updates": 3, "schedule": "async-1f1b"},
+        {"corrections": "auto", "schedule": "async-1f1b", "optimizer": OPTIMIZERS["adamw"]},
     ],
-    ids=[
-        "recompute",
-        "clip",
-        "replicas",
-        "asynchronous replicas",
-        "exact norms",
-        "synchronous",
-        "corrections",
-    ],
+    ids="-".join,
 )
-def test_options_of_training_have_the_bits_that_they_have_with_a_loss_on_the_stages(options):
+def test_options_have_the_bits_that_they_have_with_a_loss_on_the_stages(options):
     """By a loss that is a sum over samples of a mean, so that the shares are powers of two."""
+
+    def loss_fn(output, y):
+        return F.mse_loss(output.float(), y)
+
     data = regression(5)
-    with small(**options) as pipe:
-        train_outputs(pipe, data, F.mse_loss)
-        found = pipe.state_dict()
-    with small(loss_fn=F.mse_loss, **options) as pipe:
-        for _ in pipe.train_epoch(data):
-            pass
-        assert_same(found, pipe.state_dict())
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"autocast": torch.bfloat16}, {"ema": 0.5}, {"codecs": BFloat16()}, {"codecs": Int8()}],
-    ids=lambda options: str(next(iter(options.values()))),
-)
-def test_other_options_work_with_a_loss_in_the_script(options):
-    """With one micro-batch the gradient of the output is that which the stage would have."""
-    data = regression(5)
-    with small(**options) as pipe:
-        train_outputs(pipe, data, lambda output, y: F.mse_loss(output.float(), y))
-        found = pipe.state_dict()
-    with small(loss_fn=lambda output, y: F.mse_loss(output.float(), y), **options) as pipe:
-        for _ in pipe.train_epoch(data):
-            pass
-        assert_same(found, pipe.state_dict())
-
-
-def test_a_tied_weight_gets_the_gradients_of_both_places():
-    model = mlp()
-    model[5].weight = model[0].weight
-    data = regression(4)
-    with small(model) as pipe:
-        train_outputs(pipe, data, F.mse_loss)
-        found = pipe.state_dict()
-    train_joined(model, data, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1))
-    assert_same(found, model.state_dict())
+    with small(**options) as pipe, small(loss_fn=loss_fn, **options) as other:
+        train_outputs(pipe, data, loss_fn)
+        trained_with_loss(other, data)
+        assert_same(pipe.state_dict(), other.state_dict())
 
 
 @dataclasses.dataclass
@@ -248,18 +192,16 @@ class Said:
     more: dict
 
 
-class Recorded(nn.Module):
-    """A model with its own forward: two inputs, of which the second enters the second stage."""
+def said_of(self, x, beside, factor=1):
+    """The forward of a model with two inputs, of which the second enters the second stage."""
+    hidden = torch.relu(self.a(x))
+    late = self.b(hidden + 2 * beside) * factor
+    return Said(self.c(late), {"late": late, "hidden": hidden})
 
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(2)
-        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
 
-    def forward(self, x, beside, factor=1):
-        hidden = torch.relu(self.a(x))
-        late = self.b(hidden + 2 * beside) * factor
-        return Said(self.c(late), {"late": late, "hidden": hidden})
+def of_three():
+    torch.manual_seed(2)
+    return Forward(said_of)
 
 
 def of_all(said, y):
@@ -267,28 +209,25 @@ def of_all(said, y):
 
 
 def recorded(k=1, **options):
-    example = ((torch.randn(4, 8), torch.randn(4, 8)), {}, None)
+    example = ((torch.randn(4, 4), torch.randn(4, 4)), {}, None)
     options = {"stages": ["b", "c"], "example": example, "micro_batches": k, **options}
-    return small(Recorded(), **options)
+    return small(of_three(), **options)
 
 
 def two_inputs(count):
-    return [((x, y), {}, y) for x, y in regression(count)]
+    return [((x, y), {}, y) for x, y in regression(count, width=4)]
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble"])
 def test_a_recorded_model_gives_all_that_its_forward_returns(schedule):
-    model = Recorded()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for (x, beside), _, y in two_inputs(4):
-        optimizer.zero_grad()
-        of_all(model(x, beside), y).backward()
-        optimizer.step()
+    found = []
     with recorded(schedule=schedule) as pipe:
-        for said, (_, _, y) in pipe.outputs(two_inputs(4)):
-            assert isinstance(said, Said)
-            of_all(said, y).backward()
-        assert_same(pipe.state_dict(), model.state_dict())
+        for model in (pipe, Plain(of_three())):
+            for said, (_, _, y) in model.outputs(two_inputs(4)):
+                assert isinstance(said, Said)
+                of_all(said, y).backward()
+            found.append(model.state_dict())
+    assert_same(*found)
 
 
 def test_a_recorded_model_in_micro_batches_has_all_its_outputs_joined():
@@ -310,7 +249,7 @@ def test_an_output_that_gets_no_gradient_has_none():
         for said, _ in pipe.outputs(two_inputs(2)):
             said.more["hidden"].mean().backward()
         found = pipe.state_dict()
-    fresh = Recorded().state_dict()
+    fresh = of_three().state_dict()
     assert torch.equal(found["c.weight"], fresh["c.weight"])
     assert not torch.equal(found["a.weight"], fresh["a.weight"])
 
@@ -334,18 +273,15 @@ def test_a_break_after_a_backward_keeps_its_update_and_skips_those_on_their_way(
         assert_same(found, pipe.state_dict())
 
 
-def test_a_break_before_a_backward_changes_nothing():
-    with small(schedule="async-1f1b") as pipe:
-        for _ in pipe.outputs(regression(9)):
-            break
-        assert_same(pipe.state_dict(), mlp().state_dict())
-
-
-def test_after_an_error_in_the_loop_the_pipeline_trains_on():
+@pytest.mark.parametrize("error", [None, KeyError])
+def test_a_loop_left_before_a_backward_changes_nothing_and_the_pipeline_trains_on(error):
     with small(schedule="async-1f1b") as pipe:
         with suppress(KeyError):
             for _ in pipe.outputs(regression(9)):
-                raise KeyError
+                if error:
+                    raise error
+                break
+        assert_same(pipe.state_dict(), mlp().state_dict())
         assert len(train_outputs(pipe, regression(4), F.mse_loss)) == 4
 
 
@@ -409,7 +345,7 @@ def test_an_output_is_freed_when_the_loop_goes_on():
 def test_with_nothing_on_its_way_the_stages_can_be_asked_in_the_loop():
     """That ends the update, whose gradient is there."""
     data, model = regression(4), mlp()
-    train_joined(model, data, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1))
+    train_joined(model, data, F.mse_loss, sgd)
     updates = []
     with small() as pipe:
         for output, (_, y) in pipe.outputs(data):
@@ -468,70 +404,19 @@ def test_what_draws_the_items_may_ask_the_stages_or_is_refused(schedule, where):
 # -- by hand ---------------------------------------------------------------------------------------
 
 
-def test_several_forwards_make_one_update():
-    data, model = regression(3), mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for (x, y), (z, _) in itertools.product(data, data):
-        optimizer.zero_grad()
-        (F.mse_loss(model(x), y) - model(z).mean()).backward()
-        optimizer.step()
-    with small(micro_batches=4) as pipe:
-        for (x, y), (z, _) in itertools.product(data, data):
-            one, two = pipe.forward(x), pipe.forward(z)
-            (F.mse_loss(one, y) - two.mean()).backward()
-            pipe.step()
-        assert pipe.step == 9
-        for key, value in pipe.state_dict().items():
-            torch.testing.assert_close(value, model.state_dict()[key])
-
-
-def test_the_gradients_of_inputs_flow_on_to_an_encoder_in_front():
-    encoder, model, data = nn.Linear(8, 8), mlp(), regression(3)
-    plain = nn.Linear(8, 8)
-    plain.load_state_dict(encoder.state_dict())
-    optimizer = torch.optim.SGD([*plain.parameters(), *model.parameters()], lr=0.1)
-    for x, y in data:
-        optimizer.zero_grad()
-        F.mse_loss(model(plain(x)), y).backward()
-        optimizer.step()
-    ours = torch.optim.SGD(encoder.parameters(), lr=0.1)
-    with small() as pipe:
-        for x, y in data:
-            ours.zero_grad()
-            F.mse_loss(pipe.forward(encoder(x)), y).backward()
-            ours.step()
-            pipe.step()
-        assert_same(pipe.state_dict(), model.state_dict())
-    assert_same(encoder.state_dict(), plain.state_dict())
-
-
 @pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble", "1f1b"])
-def test_two_entries_give_the_gradients_of_their_inputs(schedule):
-    model, (x, y) = Recorded(), regression(1)[0]
-    found = []
-    for forward in (model, None):
-        one, two = x.clone().requires_grad_(), y.clone().requires_grad_()
-        with recorded(schedule=schedule) as pipe:
-            of_all((forward or pipe.forward)(one, two), y).backward()
-            if forward is None:
-                pipe.step()
-        found.append((one.grad, two.grad))
+@pytest.mark.parametrize("twice", [False, True], ids=["two inputs", "one that is given twice"])
+def test_two_entries_give_the_gradients_of_their_inputs(schedule, twice):
+    """An input that is given twice gets the sum."""
+    (x, y), found = regression(1, width=4)[0], []
+    with recorded(schedule=schedule) as pipe:
+        for forward in (of_three(), pipe.forward):
+            one = x.clone().requires_grad_()
+            two = one if twice else y.clone().requires_grad_()
+            of_all(forward(one, two), y).backward()
+            found.append((one.grad, two.grad))
+        pipe.step()
     assert all(map(torch.equal, *found))
-
-
-def test_an_input_that_is_given_twice_gets_the_sum():
-    x = torch.randn(4, 8)
-    found = []
-    for pipe in (recorded(), None):
-        leaf = x.clone().requires_grad_()
-        if pipe is None:
-            of_all(Recorded()(leaf, leaf), x).backward()
-        else:
-            with pipe:
-                of_all(pipe.forward(leaf, leaf), x).backward()
-                pipe.step()
-        found.append(leaf.grad)
-    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("codec", [BFloat16(), Int8()], ids=repr)
@@ -565,39 +450,27 @@ def test_an_update_is_dropped_before_or_after_the_gradients_of_its_inputs():
         pipe.step()
 
 
-def plain_gan(zs, reals):
-    made, judge = mlp(layers=4), mlp(layers=4)
-    one = torch.optim.SGD(made.parameters(), lr=0.1)
-    other = torch.optim.SGD(judge.parameters(), lr=0.1)
-    for z, real in zip(zs, reals):
-        fake = made(z)
-        other.zero_grad()
-        a, b = judge(real), judge(fake.detach())
+def gan(made, judge):
+    """Train a generator and its judge; return their weights."""
+    for z, real in regression(4):
+        fake = made.forward(z)
+        a, b = judge.forward(real), judge.forward(fake.detach())
         (a.mean() - b.mean()).backward()
-        other.step()
-        one.zero_grad()
-        judge(fake).mean().backward()
-        one.step()
+        judge.step()
+        judge.forward(fake).mean().backward()
+        made.step()
+        judge.step(update=False)
     return made.state_dict(), judge.state_dict()
 
 
 @pytest.mark.parametrize("workers", ["serial", pytest.param("local", marks=pytest.mark.processes)])
 def test_two_pipelines_are_a_generator_and_its_judge(workers):
-    zs, reals = zip(*regression(4))
     with (
         small(mlp(layers=4), stages=2, workers=workers) as made,
         small(mlp(layers=4), stages=2, micro_batches=3) as judge,
     ):
-        for z, real in zip(zs, reals):
-            fake = made.forward(z)
-            a, b = judge.forward(real), judge.forward(fake.detach())
-            (a.mean() - b.mean()).backward()
-            judge.step()
-            judge.forward(fake).mean().backward()
-            made.step()
-            judge.step(update=False)
-        found = made.state_dict(), judge.state_dict()
-    for one, other in zip(found, plain_gan(zs, reals)):
+        found = gan(made, judge)
+    for one, other in zip(found, gan(Plain(mlp(layers=4)), Plain(mlp(layers=4)))):
         assert_same(one, other)
 
 
@@ -713,29 +586,22 @@ def test_gradients_of_sparse_rows_are_those_of_dense_ones():
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble"])
-def test_the_gradient_of_an_input_can_be_asked_for_alone(schedule):
+def test_the_gradient_of_an_input_can_be_asked_for_alone_and_trains_no_weight(schedule):
+    """As plain PyTorch has it: of adversarial inputs, which come before the update itself."""
     x = regression(1)[0][0].requires_grad_()
     (expected,) = torch.autograd.grad(mlp()(x).pow(2).sum(), x)
     with small(schedule=schedule) as pipe:
         (found,) = torch.autograd.grad(pipe.forward(x).pow(2).sum(), x)
         pipe.step()
+        assert_same(pipe.state_dict(), mlp().state_dict())
     assert torch.equal(found, expected)
     assert x.grad is None
 
 
-def test_the_gradient_of_an_input_that_is_asked_for_alone_trains_no_weight():
-    """As plain PyTorch has it: of adversarial inputs, which come before the update itself."""
-    x = regression(1)[0][0].requires_grad_()
-    with small() as pipe:
-        torch.autograd.grad(pipe.forward(x).sum(), x)
-        pipe.step()
-        assert_same(pipe.state_dict(), mlp().state_dict())
-
-
-@pytest.mark.parametrize("train", [train_outputs, train_by_hand], ids=["outputs", "by hand"])
+@both_ways
 def test_learning_rates_follow_a_scheduler(train):
     data, model = regression(5), mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model.parameters())
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     for item in data:
         train_joined(model, [item], F.mse_loss, lambda parameters: optimizer)
@@ -764,33 +630,45 @@ def test_without_gradients_an_open_update_with_replicas_is_asked_or_refuses():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "k"), [("1f1b", 4), ("async-1f1b", 2), ("zero-bubble", 4), ("2bw", 3)]
+    ("options", "error", "words"),
+    [
+        ({"weigh": lambda x, y: 1}, ConfigError, "weigh"),
+        ({"autocast": torch.float16}, ConfigError, "float16"),
+        # Schedules whose stages would wait, with one that does not.
+        *(({"schedule": schedule, "micro_batches": k}, ScheduleError, 'use schedule="gpipe"')
+          for schedule, k in (("1f1b", 4), ("async-1f1b", 2), ("zero-bubble", 4), ("2bw", 3))),
+    ],
+    ids=["weigh", "float16", "1f1b", "async-1f1b", "zero-bubble", "2bw"],
+)  # fmt: skip
+def test_what_a_loss_in_the_script_excludes_is_refused_by_name(options, error, words):
+    with pytest.raises(error, match=words):
+        small(**options)
+
+
+def forward_of(wanted):
+    return lambda pipe: pipe.forward(torch.ones(4, 8, requires_grad=wanted))
+
+
+BESIDE, OF_SCRIPT = {"loss_fn": F.mse_loss}, "is for a loss that the script computes"
+
+
+@pytest.mark.parametrize(
+    ("options", "use", "words"),
+    [
+        ({}, lambda pipe: pipe.train_epoch(regression(1)), "train_epoch needs a loss on the stage"),
+        ({}, lambda pipe: pipe.submit(regression(1)), "submit needs a loss on the stages"),
+        (BESIDE, lambda pipe: list(pipe.outputs([])), OF_SCRIPT),
+        (BESIDE, forward_of(False), OF_SCRIPT),
+        (BESIDE, lambda pipe: pipe.step(), OF_SCRIPT),
+        ({"optimizer": None}, forward_of(False), "needs an optimizer"),
+        ({"schedule": "async-1f1b"}, forward_of(True), "a gradient, which with async-1f1b"),
+        ({"stages": 2, "replicas": 2}, forward_of(True), "a gradient, which with replicas"),
+    ],
+    ids=["epoch", "submit", "outputs", "forward", "step", "no optimizer", "stale", "replicas"],
 )
-def test_schedules_whose_stages_would_wait_are_refused_with_one_that_does_not(schedule, k):
-    with pytest.raises(ScheduleError, match='use schedule="gpipe"'):
-        small(schedule=schedule, micro_batches=k)
-
-
-@pytest.mark.parametrize("what", ["train_epoch", "submit"])
-def test_what_needs_a_loss_on_the_stages_is_refused(what):
-    with small() as pipe, pytest.raises(ConfigError, match=f"{what} needs a loss on the stages"):
-        getattr(pipe, what)(regression(1))
-
-
-def test_a_loss_on_the_stages_is_none_in_the_script():
-    with small(loss_fn=F.mse_loss) as pipe:
-        for ask in (lambda: list(pipe.outputs([])), lambda: pipe.forward(1), lambda: pipe.step()):
-            with pytest.raises(ConfigError, match="is for a loss that the script computes"):
-                ask()
-    with small(optimizer=None) as pipe, pytest.raises(ConfigError, match="needs an optimizer"):
-        pipe.forward(torch.ones(4, 8))
-
-
-def test_what_the_script_cannot_do_is_refused_by_name():
-    with pytest.raises(ConfigError, match="weigh"):
-        small(weigh=lambda x, y: 1)
-    with pytest.raises(ConfigError, match="float16"):
-        small(autocast=torch.float16)
+def test_what_the_loss_or_the_schedule_does_not_allow_is_refused(options, use, words):
+    with small(**options) as pipe, pytest.raises(ConfigError, match=words):
+        use(pipe)
 
 
 def test_too_many_forwards_and_too_few_are_refused():
@@ -807,16 +685,20 @@ def test_too_many_forwards_and_too_few_are_refused():
             pipe.step(update=1)
 
 
-def test_an_open_update_keeps_all_else_from_the_stages():
+@pytest.mark.parametrize("k", [1, 2])
+def test_an_open_update_keeps_all_else_from_the_stages_and_nothing_is_lost(k):
     x = torch.ones(4, 8)
-    with small() as pipe:
+    with small(micro_batches=k) as pipe:
         output = pipe.forward(x)
-        for ask in (pipe.state_dict, pipe.flush, pipe.statistics, lambda: pipe(x), pipe.explain):
+        for ask in (
+            pipe.state_dict, pipe.flush, pipe.statistics, lambda: pipe(x), pipe.explain,
+            lambda: next(pipe.outputs(regression(2))),
+        ):  # fmt: skip
             with pytest.raises(ConfigError, match=r"call step\(\) first"):
                 ask()
         output.sum().backward()
         pipe.step()
-        assert pipe.statistics()[0]["updates"] == 1
+        assert pipe.statistics()[0]["updates"] == pipe.step == 1
 
 
 def test_forwards_in_a_loop_over_outputs_are_refused():
@@ -826,19 +708,6 @@ def test_forwards_in_a_loop_over_outputs_are_refused():
                 pipe.forward(x)
             output.sum().backward()
         assert pipe.step == 4
-
-
-@pytest.mark.parametrize("k", [1, 2])
-def test_a_loop_over_outputs_within_an_open_update_is_refused_and_nothing_is_lost(k):
-    x = torch.ones(4, 8)
-    with small(micro_batches=k) as pipe:
-        output = pipe.forward(x)
-        with pytest.raises(ConfigError, match=r"call step\(\) first"):
-            next(pipe.outputs(regression(2)))
-        output.sum().backward()
-        pipe.step()
-        pipe.flush()
-        assert pipe.step == 1
 
 
 def test_backwards_that_come_too_late_are_refused():
@@ -870,34 +739,14 @@ def test_a_forward_on_the_output_of_another_one_is_refused_in_its_backward():
         pipe.step()
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [({"schedule": "async-1f1b"}, "with async-1f1b"), ({"replicas": 2}, "with replicas")],
-)
-def test_gradients_of_inputs_that_come_too_late_are_refused(options, words):
-    said = pytest.raises(ConfigError, match=f"requires a gradient, which {words}")
-    with small(stages=2, **options) as pipe, said:
-        pipe.forward(torch.ones(4, 8, requires_grad=True))
-
-
-class Aside(nn.Module):
-    """A last layer that also returns something else."""
-
-    def __init__(self, aside):
-        super().__init__()
-        self.linear, self.aside = nn.Linear(8, 8), aside
-
-    def forward(self, x):
-        output = self.linear(x)
-        return output, self.aside(output)
-
-
-def beside(aside, k=2, **options):
-    return small(nn.Sequential(nn.Linear(8, 8), Aside(aside)), stages=2, micro_batches=k, **options)
+def beside():
+    """A pipeline whose last layer also returns a mean over samples."""
+    last = Of(lambda x, layer: (layer(x), layer(x).mean()), nn.Linear(8, 8))
+    return small(nn.Sequential(nn.Linear(8, 8), last), stages=2, micro_batches=2)
 
 
 def test_outputs_that_cannot_be_joined_are_refused_and_the_pipeline_goes_on():
-    with beside(torch.mean) as pipe:
+    with beside() as pipe:
         with pytest.raises(ConfigError, match="and only tensors of"):
             next(pipe.outputs(regression(2)))
         pipe.forward(torch.ones(4, 8))[1].backward()
@@ -907,37 +756,29 @@ def test_outputs_that_cannot_be_joined_are_refused_and_the_pipeline_goes_on():
 
 def test_a_mini_batch_of_one_micro_batch_may_have_outputs_that_are_not_of_samples():
     """The others are empty, so nothing is joined."""
-    with beside(torch.mean) as pipe:
+    with beside() as pipe:
         for (output, mean), _ in pipe.outputs(regression(2, samples=1)):
             (output.sum() + mean).backward()
         assert pipe.step == 2
 
 
-class Sometimes(nn.Module):
-    """Returns a value first that is detached in some micro-batches."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x):
-        output = self.linear(x)
+def test_an_output_may_require_a_gradient_in_some_micro_batches_alone():
+    def twice(x, layer):
+        output = layer(x)
         return output.detach() if x.detach().abs().max() > 50 else output * 2, output
 
-
-def test_an_output_may_require_a_gradient_in_some_micro_batches_alone():
     torch.manual_seed(0)
-    model, x = Sometimes(), torch.randn(4, 8)
+    layer, x = nn.Linear(8, 8), torch.randn(4, 8)
     x[0, 0] = 100.0
     ones, others = torch.randn(4, 8), torch.randn(4, 8)
-    with small(nn.Sequential(model), stages=1, micro_batches=2) as pipe:
+    with small(nn.Sequential(Of(twice, layer)), stages=1, micro_batches=2) as pipe:
         for (one, other), _ in pipe.outputs([(x, x)]):
             ((one * ones).sum() + (other * others).sum()).backward()
-        found = pipe.state_dict()["0.linear.weight"]
+        found = pipe.state_dict()["0.part0.weight"]
     for part in (slice(0, 2), slice(2, 4)):
-        one, other = model(x[part])
+        one, other = twice(x[part], layer)
         ((one * ones[part]).sum() + (other * others[part]).sum()).backward()
-    torch.testing.assert_close(found, model.linear.weight - 0.1 * model.linear.weight.grad)
+    torch.testing.assert_close(found, layer.weight - 0.1 * layer.weight.grad)
 
 
 def test_mini_batches_that_are_cut_along_another_dimension_are_not_joined_along_the_first():
@@ -962,39 +803,28 @@ def test_stages_are_chosen_for_a_loss_in_the_script():
 # -- observers, traces -----------------------------------------------------------------------------
 
 
-def told_by(train, **options):
-    """The steps and samples that observers are told of."""
+@pytest.mark.parametrize(
+    ("train", "schedule", "left"),
+    [
+        (train_outputs, "async-1f1b", []),
+        (train_outputs, "async-1f1b", [(0, 3), (1, 3), (2, 3), (3, 3)]),
+        (train_by_hand, "gpipe", []),
+    ],
+    ids=["outputs", "after a break", "by hand"],
+)
+def test_observers_are_told_of_each_mini_batch(train, schedule, left):
     told = []
-    with small(**options, to=[told.append]) as pipe:
-        train(pipe)
-    return [(each.step, each.samples) for each in told if isinstance(each, Stepped)]
-
-
-def test_observers_are_told_of_outputs():
-    def train(pipe):
-        train_outputs(pipe, regression(3, samples=5), F.mse_loss)
-
-    assert told_by(train, schedule="async-1f1b") == [(0, 5), (1, 5), (2, 5)]
-
-
-def test_observers_are_told_of_the_right_mini_batch_after_a_break():
-    def train(pipe):
-        for output, _ in pipe.outputs(regression(9, samples=3)):
+    with small(schedule=schedule, to=[told.append]) as pipe:
+        for output, _ in pipe.outputs(regression(9, samples=3)) if left else ():
             output.sum().backward()
             break
-        train_outputs(pipe, regression(2, samples=5), F.mse_loss)
-
-    assert told_by(train, schedule="async-1f1b")[-2:] == [(4, 5), (5, 5)]
-
-
-def test_observers_are_told_of_a_loop_by_hand():
-    def train(pipe):
-        train_by_hand(pipe, regression(2, samples=5), F.mse_loss)
-
-    assert told_by(train) == [(0, 5), (1, 5)]
+        train(pipe, regression(2, samples=5), F.mse_loss)
+        first = pipe.plan.credits() if left else 0
+    steps = [(each.step, each.samples) for each in told if isinstance(each, Stepped)]
+    assert steps == [*left, (first, 5), (first + 1, 5)]
 
 
-@pytest.mark.parametrize("train", [train_outputs, train_by_hand], ids=["outputs", "by hand"])
+@both_ways
 @pytest.mark.parametrize(("schedule", "k"), [("gpipe", 2), ("async-1f1b", 1)])
 def test_a_trace_shows_when_the_script_gave_its_gradients(tmp_path, schedule, k, train):
     path = tmp_path / "trace.json"
@@ -1050,55 +880,43 @@ def test_a_gradient_that_is_nan_is_told_of_after_a_break_too(caplog):
 
 
 def test_gradients_of_complex_outputs_are_looked_at_too():
-    with small(nn.Sequential(nn.Linear(8, 8), Spectrum()), stages=1) as pipe:
+    with small(nn.Sequential(nn.Linear(8, 8), Of(torch.fft.fft)), stages=1) as pipe:
         for output, _ in pipe.outputs(regression(2)):
             output.abs().sum().backward()
         assert pipe.step == 2
 
 
-class Spectrum(nn.Module):
-    def forward(self, x):
-        return torch.fft.fft(x)
-
-
 # -- failures --------------------------------------------------------------------------------------
 
 
-class Once:
-    """Kills a worker once, at a place in the loop."""
-
-    def __init__(self, pipe, victim, step, where=""):
-        self.pipe, self.victim, self.place, self.calls = pipe, victim, (step, where), []
-
-    def __call__(self, step, where=""):
-        self.calls.append((step, where))
-        if (step, where) == self.place:
-            kill(self.pipe, self.victim)
-
-
 @pytest.mark.processes
-@pytest.mark.parametrize("victim", ["worker-0", "worker-1"])
-@pytest.mark.parametrize("schedule", ["gpipe", "async-1f1b"])
-def test_a_worker_dies_while_the_script_thinks(schedule, victim):
-    data = batches(7)
-    calm = trained(sink(2, schedule=schedule), data)
-    with sink(2, schedule=schedule, workers="local", max_restarts=3) as pipe:
-        at = Once(pipe, victim, 3)
-        losses = train_outputs(pipe, data, at=at)
-        assert_equal((pipe.state_dict(), losses), calm)
-        assert [step for step, _ in at.calls] == [*range(7)]
-        assert len(pipe.restarts) == 1
+@pytest.mark.parametrize(
+    ("train", "schedule", "kills"),
+    [
+        *((train_outputs, schedule, {(3,): victim})
+          for schedule in ("gpipe", "async-1f1b") for victim in ("worker-0", "worker-1")),
+        *((train_by_hand, "gpipe", {(2, where): "worker-1"})
+          for where in ("forward", "backward", "step")),
+        (train_outputs, "gpipe", {(4,): "worker-0", (7,): "worker-1"}),  # behind a checkpoint
+    ],
+    ids=lambda value: str([*value.items()]) if isinstance(value, dict) else None,
+)  # fmt: skip
+def test_a_worker_dies_while_the_script_thinks(tmp_path, train, schedule, kills):
+    """What the script is asked for it is asked for once."""
+    data, calls = batches(10 if len(kills) > 1 else 7), []
+    calm = trained(sink(2, schedule=schedule), data, train)
+    kept = Checkpoints(tmp_path, every=3) if len(kills) > 1 else None
+    with sink(2, schedule=schedule, workers="local", max_restarts=3, checkpoint=kept) as pipe:
 
+        def at(*place):
+            calls.append(place)
+            if place in kills:
+                kill(pipe, kills[place])
 
-@pytest.mark.processes
-@pytest.mark.parametrize("where", ["forward", "backward", "step"])
-def test_a_worker_dies_in_a_loop_by_hand(where):
-    data = batches(5)
-    calm = trained(sink(2), data, train_by_hand)
-    with sink(2, workers="local", max_restarts=3) as pipe:
-        losses = train_by_hand(pipe, data, at=Once(pipe, "worker-1", 2, where))
+        losses = train(pipe, data, at=at)
         assert_equal((pipe.state_dict(), losses), calm)
-        assert len(pipe.restarts) == 1
+        assert len(calls) == len(set(calls)) == len(data) * (3 if train is train_by_hand else 1)
+        assert len(pipe.restarts) == len(kills)
 
 
 @pytest.mark.processes
@@ -1117,24 +935,6 @@ def test_a_worker_dies_after_a_loop_was_left():
             found.append(pipe.state_dict())
             assert len(pipe.restarts) == (workers == "local")
     assert_same(*found)
-
-
-@pytest.mark.processes
-def test_a_worker_dies_behind_a_checkpoint(tmp_path):
-    found = []
-    for victims in ({}, {4: "worker-0", 7: "worker-1"}):
-        workers = "local" if victims else "serial"
-        kept = Checkpoints(tmp_path / workers, every=3)
-        with sink(2, workers=workers, max_restarts=3, checkpoint=kept) as pipe:
-
-            def at(step, pipe=pipe, victims=victims):
-                if step in victims:
-                    kill(pipe, victims[step])
-
-            losses = train_outputs(pipe, batches(10), at=at)
-            found.append((pipe.state_dict(), losses))
-            assert len(pipe.restarts) == len(victims)
-    assert_equal(*found)
 
 
 def test_an_interrupt_between_two_gradients_ends_the_pipeline(monkeypatch):
@@ -1210,7 +1010,7 @@ class FailsOnce(nn.Module):
 
 
 @pytest.mark.threads
-@pytest.mark.parametrize("train", [train_outputs, train_by_hand], ids=["outputs", "by hand"])
+@both_ways
 @pytest.mark.parametrize("schedule", ["gpipe", "async-1f1b"])
 def test_a_backward_that_fails_is_done_again_without_asking_the_script(tmp_path, schedule, train):
     def model(at):
@@ -1241,15 +1041,14 @@ def test_gradients_are_kept_since_the_last_two_checkpoints(tmp_path):
 
 
 def test_an_error_of_a_stage_reaches_the_loop():
-    class Fails(nn.Module):
-        def forward(self, x):
-            if x.abs().max() > 50:
-                raise ZeroDivisionError("the layer's own words")
-            return x
+    def fails(x):
+        if x.abs().max() > 50:
+            raise ZeroDivisionError("the layer's own words")
+        return x
 
     bad = (torch.full((4, 8), 100.0), torch.ones(4, 8))
     said = pytest.raises(StageFailed, match="the layer's own words")
-    with small(nn.Sequential(Fails(), *mlp()), max_restarts=0) as pipe, said:
+    with small(nn.Sequential(Of(fails), *mlp()), max_restarts=0) as pipe, said:
         train_outputs(pipe, [*regression(2), bad, *regression(1)], F.mse_loss)
 
 

@@ -46,17 +46,15 @@ def message(payload, sender=2, generation=GENERATION):
 
 
 def failed(error=None, **changes):
-    return Failed(
-        **{
-            "address": 2,
-            "action": "F3",
-            "type_name": "KeyError",
-            "text": "'x'",
-            "trace": "line 1\nline 2",
-            "pickled": b"" if error is None else cloudpickle.dumps(error),
-            **changes,
-        }
-    )
+    pickled = b"" if error is None else cloudpickle.dumps(error)
+    said = {"type_name": "KeyError", "text": "'x'", "trace": "line 1\nline 2", "pickled": pickled}
+    return Failed(**{"address": 2, "action": "F3", **said, **changes})
+
+
+def on_a_thread(call, *arguments):
+    thread = threading.Thread(target=call, args=arguments)
+    thread.start()
+    thread.join(LATEST_S)
 
 
 def take(reception, expected):
@@ -183,9 +181,7 @@ def test_a_failure_is_found_out_by_the_taker_not_by_the_thread_that_receives(rec
         found_out_by.append(threading.get_ident())
         return KeyError("x")
 
-    thread = threading.Thread(target=reception.fail_of(GENERATION), args=(find_out,))
-    thread.start()
-    thread.join(LATEST_S)
+    on_a_thread(reception.fail_of(GENERATION), find_out)
     assert not found_out_by
     with pytest.raises(KeyError, match="x"):
         take(reception, message(Ready()))
@@ -202,10 +198,7 @@ def test_so_is_a_failure_that_a_stage_sent_and_only_once(reception):
             return super().name_loss(error)
 
     reception.cluster = Cluster()
-    lost = message(failed(PeerLost("gone", peer="worker-1")))
-    thread = threading.Thread(target=reception.receive, args=(lost,))
-    thread.start()
-    thread.join(LATEST_S)
+    on_a_thread(reception.receive, message(failed(PeerLost("gone", peer="worker-1"))))
     assert not named_by
     errors = []
     for _ in range(2):

@@ -37,10 +37,11 @@ def feed_of(forwards=None, layers=(), logged=True, **shape):
     return feed, sent
 
 
-def train(feed, number, mode=Mode.TRAIN):
+def train(feed, number, mode=Mode.TRAIN, program=0):
     value = torch.full((2,), float(number))
-    part = MicroBatch(0, flat_copy(value), flat_copy(value))
-    feed.micro_batch(head(number, position=feed.position, mode=mode), part, PLAIN_LOSS)
+    part = MicroBatch(program, flat_copy(value), flat_copy(value))
+    of_it = head(number, position=feed.position, mode=mode, program=program)
+    feed.micro_batch(of_it, part, PLAIN_LOSS)
 
 
 def test_positions_count_everything_and_turns_what_an_address_was_given():
@@ -181,15 +182,10 @@ def test_a_forgotten_program_is_kept_as_long_as_a_recovery_may_need_it():
         assert new == [str(number).encode()]
         return forgotten
 
-    def feed_one(number):
-        value = torch.zeros(2)
-        part = MicroBatch(number, flat_copy(value), flat_copy(value))
-        feed.micro_batch(head(number, position=feed.position, program=number), part, PLAIN_LOSS)
-
     assert define(1) == []
-    feed_one(1)
+    train(feed, 1, program=1)
     assert define(2) == [1]
-    feed_one(2)
+    train(feed, 2, program=2)
     assert sorted(forwards.definitions) == [1, 2]
     # A later generation begins with what the log needs, and is told once more.
     assert feed.begin(sent) == [b"1", b"2"]

@@ -54,6 +54,9 @@ def test_what_left_no_trace_is_forgotten_and_the_order_of_the_others_stays(gone)
 def test_while_something_is_held_no_newer_restore_point_is_added():
     log = fed(10)
     log.hold()
+    log.release()  # none came meanwhile
+    assert list(log.restore_points) == [START]
+    log.hold()
     log.hold()
     for position in (4, 8):
         log.begin(RestorePoint(position=position, folder=Path(f"step-{position}")))
@@ -64,13 +67,6 @@ def test_while_something_is_held_no_newer_restore_point_is_added():
     assert [o.position for o in log.restore_points] == [0, 8]
     log.begin(RestorePoint(position=9))
     assert positions(log) == [8, 9]
-
-
-def test_a_release_without_a_restore_point_meanwhile_adds_none():
-    log = fed(2)
-    log.hold()
-    log.release()
-    assert list(log.restore_points) == [START]
 
 
 def given(log, *positions):

@@ -21,18 +21,12 @@ from support.late import Late, late_at
 from support.models import OPTIMIZERS, POINTS, Raises, batches, kitchen_sink, mlp, regression
 from support.oracle import assert_same
 from support.pinned import Pipeline
+from support.small import losses, small
 from torch import nn
 
-from pipedream_rt import (
-    Checkpoints,
-    ConfigError,
-    PipelineClosed,
-    PoisonedMicroBatch,
-    StageFailed,
-)
+from pipedream_rt import Checkpoints, ConfigError, PipelineClosed, PoisonedMicroBatch, StageFailed
 from pipedream_rt.lifecycle import Life
 from pipedream_rt.messages.message import CommandName
-from pipedream_rt.stage import stage_state
 
 DATA = batches(30, samples=8)
 
@@ -54,20 +48,43 @@ def open_pipe(stages=3, folder=None, faults=(), **kwargs):
 
 
 @functools.cache
-def calm(stages=3, epochs=1):
+def calm(stages=3):
     """The losses and the weights of a run that nothing disturbs."""
     with open_pipe(stages) as pipe:
-        return [r.loss for r in pipe.train_epoch(DATA * epochs)], pipe.state_dict()
+        return losses(pipe, DATA), pipe.state_dict()
 
 
 def losses_with_checkpoints(pipe):
     """Train with two checkpoints before the 25th forward."""
-    losses = []
+    found = []
     for result in pipe.train_epoch(DATA):
-        losses.append(result.loss)
+        found.append(result.loss)
         if result.step in (10, 20):
             finish_checkpoint(pipe)
-    return losses
+    return found
+
+
+def disturbed(pipe, do, at=7):
+    """The losses of an epoch in which something is done that one recovery makes up for."""
+    found = []
+    for result in pipe.train_epoch(DATA):
+        found.append(result.loss)
+        if result.step == at:
+            do()
+    assert len(pipe.restarts) == 1
+    return found
+
+
+def failing(monkeypatch, name, errors):
+    """Let a function of the library raise errors as long as there are some."""
+    there = pkgutil.resolve_name(f"pipedream_rt.{name}")
+
+    def failing_first(*arguments, **options):
+        if errors:
+            raise errors.pop()
+        return there(*arguments, **options)
+
+    monkeypatch.setattr(f"pipedream_rt.{name}", failing_first)
 
 
 def fault(stage, phase, after, kind="raise"):
@@ -76,15 +93,14 @@ def fault(stage, phase, after, kind="raise"):
 
 @pytest.mark.threads
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, caplog):
-    data = DATA * 3
-    expected, weights = calm(epochs=3)
+    expected, weights = calm()
     with open_pipe(folder=tmp_path, checkpoint=Checkpoints(tmp_path / "run", every=3)) as pipe:
         found = []
-        for result in pipe.train_epoch(data):
+        for result in pipe.train_epoch(DATA):
             found.append(result.loss)
-            if result.step in (10, 20, 30):
+            if result.step in (5, 10, 15):
                 finish_checkpoint(pipe)
-            if result.step == 30:
+            if result.step == 15:
                 before, newest = feed_log(pipe).restore_points
                 assert before.folder.exists()
                 pipe._run.checkpointer._every = None  # the last one, and it is damaged
@@ -99,50 +115,26 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, caplog):
 
 @pytest.mark.threads
 @pytest.mark.parametrize(
-    ("of", "times"),
-    [("checkpoint.reading.open_tensors", 1), ("coordinator.recovery.recovery.newest_good", 2)],
+    ("of", "errors"),
+    [
+        ("checkpoint.reading.open_tensors", lambda: [of_system().__cause__]),
+        ("coordinator.recovery.recovery.newest_good", lambda: [of_system(), of_system()]),
+        ("stage.stage_state.load_module_state", lambda: [RuntimeError("out of memory")]),
+    ],
+    ids=["a file", "both restore points", "the model"],
 )
-def test_a_checkpoint_out_of_reach_for_a_moment_is_one_more_failure(
-    tmp_path, monkeypatch, of, times
+def test_a_checkpoint_that_cannot_be_restored_for_a_moment_is_one_more_failure(
+    tmp_path, monkeypatch, of, errors
 ):
-    """For a stage that reads it; or for the coordinator, of both that it can go back to."""
-    expected, _ = calm()
-    left = [of_system() if "newest_good" in of else of_system().__cause__ for _ in range(times)]
-    there = pkgutil.resolve_name(f"pipedream_rt.{of}")
-
-    def reading(*arguments, **options):
-        if left:
-            raise left.pop()
-        return there(*arguments, **options)
-
-    monkeypatch.setattr(f"pipedream_rt.{of}", reading)
+    """It is out of reach for a stage or the coordinator, or the model raises, as without memory."""
+    failing(monkeypatch, of, left := errors())
     with open_pipe(
         folder=tmp_path, faults=[fault(1, "forward", 25)],
         checkpoint=Checkpoints(tmp_path / "run", every=3),
     ) as pipe:  # fmt: skip
-        assert losses_with_checkpoints(pipe) == expected
-        assert len(pipe.restarts) == 1
-        assert recovery(pipe)._failures.left == 98
-
-
-@pytest.mark.threads
-def test_what_a_model_raises_while_it_is_restored_is_one_more_failure(tmp_path, monkeypatch):
-    """As a device without memory for a moment: it says nothing of the checkpoint."""
-    expected, _ = calm()
-    left, there = [RuntimeError("out of memory")], stage_state.load_module_state
-
-    def loading(*arguments):
-        if left:
-            raise left.pop()
-        there(*arguments)
-
-    monkeypatch.setattr(stage_state, "load_module_state", loading)
-    with open_pipe(
-        folder=tmp_path, faults=[fault(1, "forward", 25)],
-        checkpoint=Checkpoints(tmp_path / "run", every=3),
-    ) as pipe:  # fmt: skip
-        assert losses_with_checkpoints(pipe) == expected
+        assert losses_with_checkpoints(pipe) == calm()[0]
         assert not left
+        assert len(pipe.restarts) == 1
         assert recovery(pipe)._failures.left == 98
 
 
@@ -158,29 +150,25 @@ def test_a_failure_after_going_back(tmp_path, stages):
         with open_pipe(stages=4, folder=folder, faults=faults) as pipe:
             list(pipe.train_epoch(DATA[:9]))
             pipe.load(tmp_path / "run")
-            losses = [r.loss for r in pipe.train_epoch(DATA[6:])]
-            return losses, pipe.state_dict(), len(pipe.restarts)
+            return losses(pipe, DATA[6:]), pipe.state_dict(), len(pipe.restarts)
 
-    losses, weights, _ = train(tmp_path / "calm", [])
+    expected, weights, _ = train(tmp_path / "calm", [])
     faults = [fault(1, "forward", 15), fault(3, "backward", 5), fault(2, "step", 6)]
     found, found_weights, restarts = train(tmp_path / "stormy", faults)
     assert restarts == 3
-    assert found == losses
+    assert found == expected
     assert_same(found_weights, weights)
 
 
 @pytest.mark.threads
-def test_poison_is_named(tmp_path):
+def test_poison_is_named():
     """The same micro-batch fails again and again: its third time is the last."""
     layers = list(mlp())
     layers.insert(3, Raises(at=5))
     with (
         pytest.raises(PoisonedMicroBatch, match=r"micro-batch 5 .* 3 times, .* in 1:F5") as e,
-        Pipeline(
-            nn.Sequential(*layers), stages=[2, 5], loss_fn=F.mse_loss,
-            optimizer=(torch.optim.SGD, {"lr": 0.1}), workers="serial", max_restarts=100,
-        ) as pipe,
-    ):  # fmt: skip
+        small(nn.Sequential(*layers), stages=[2, 5], max_restarts=100) as pipe,
+    ):
         list(pipe.train_epoch(regression(20)))
     assert (e.value.micro_batch, e.value.stage) == (5, 1)
     assert isinstance(e.value.__cause__.__cause__, ZeroDivisionError)
@@ -208,7 +196,7 @@ def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(tmp_path, capl
     ) as pipe:  # fmt: skip
         (tmp_path / "run").rmdir()
         (tmp_path / "run").write_text("in the way")
-        assert [r.loss for r in pipe.train_epoch(DATA)] == expected
+        assert losses(pipe, DATA) == expected
         assert len(pipe.restarts) == 1
     assert "the run goes on, and a recovery would go back to its start" in caplog.text
 
@@ -219,7 +207,7 @@ def test_an_evaluation_is_not_fed_again(tmp_path):
     with open_pipe(folder=tmp_path / "calm") as pipe:
         list(pipe.train_epoch(DATA[:6]))
         pipe(DATA[0][0], training=True)
-        expected = [r.loss for r in pipe.train_epoch(DATA[6:])]
+        expected = losses(pipe, DATA[6:])
     with open_pipe(folder=tmp_path, faults=[fault(1, "forward", 9)]) as pipe:
         list(pipe.train_epoch(DATA[:6]))
         before = len(feed_log(pipe)._entries)
@@ -231,15 +219,15 @@ def test_an_evaluation_is_not_fed_again(tmp_path):
         flushes = 3 * 4
         assert len(feed_log(pipe)._entries) == before + flushes
         pipe(DATA[0][0], training=True)
-        assert [r.loss for r in pipe.train_epoch(DATA[6:])] == expected
+        assert losses(pipe, DATA[6:]) == expected
         assert pipe.restarts[0].replayed < 20  # an evaluation has 30
 
 
 @pytest.mark.threads
 def test_the_feed_does_not_grow_with_the_run(tmp_path):
-    with open_pipe(checkpoint=Checkpoints(tmp_path, every=5)) as pipe:
-        for _ in pipe.train_epoch(DATA * 10):
-            assert len(feed_log(pipe)._entries) < 300  # of 600
+    with small(checkpoint=Checkpoints(tmp_path, every=5), max_restarts=1) as pipe:
+        for _ in pipe.train_epoch(regression(300)):
+            assert len(feed_log(pipe)._entries) < 150  # of 300
 
 
 @pytest.mark.threads
@@ -291,7 +279,7 @@ def after_interruptions(pipe, after):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("schedule", ["async-1f1b", "1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["async-1f1b", "gpipe"])
 def test_what_a_signal_handler_raises_in_a_wait_leaves_the_pipeline_open(schedule, caplog):
     """What was waited for can be waited for again, and the bits are those of a calm run."""
     calm_run = []
@@ -342,13 +330,13 @@ def script(folder, faults, workers):
                 seen.append(pipe.evaluate(DATA[:3]))
         seen.append(pipe(DATA[0][0]).sum().item())  # in training mode: draws, changes buffers
         pipe.load_state_dict({k: v * 0.5 for k, v in pipe.state_dict().items()})
-        seen += [r.loss for r in pipe.train_epoch(DATA[10:16])]
+        seen += losses(pipe, DATA[10:16])
         pipe.train(False)
-        seen += [r.loss for r in pipe.train_epoch(DATA[16:18])]
+        seen += losses(pipe, DATA[16:18])
         pipe.train()
         state = pipe.optimizer.state_dict()
         pipe.optimizer.load_state_dict(state)
-        seen += [r.loss for r in pipe.train_epoch(DATA[18:])]
+        seen += losses(pipe, DATA[18:])
         return seen, pipe.state_dict(), len(pipe.restarts)
 
 
@@ -366,17 +354,8 @@ def test_everything_a_script_does_survives(workers, tmp_path, undisturbed):
     """Faults between all that a script does."""
     seen, weights, restarts = undisturbed
     assert restarts == 0
-    faults = [
-        fault(stage, phase, after)
-        for after in (1, 3, 5, 6)
-        for phase, stage in (
-            ("forward", 2),
-            ("step", 0),
-            ("backward", 1),
-            ("start", 1),
-            ("save", 0),
-        )
-    ]
+    places = ((2, "forward"), (0, "step"), (1, "backward"), (1, "start"), (0, "save"))
+    faults = [fault(*place, after) for after in (1, 3, 5, 6) for place in places]
     found, found_weights, restarts = script(tmp_path, faults, workers)
     assert found == seen
     assert_same(found_weights, weights)
@@ -384,39 +363,27 @@ def test_everything_a_script_does_survives(workers, tmp_path, undisturbed):
 
 
 @pytest.mark.processes
-def test_a_worker_without_a_sign_of_life_has_failed(tmp_path):
+def test_a_worker_without_a_sign_of_life_has_failed():
     """SIGSTOP: the process is there, its connections stand, it says nothing."""
-    expected, _ = calm(stages=2)
-    with open_pipe(
-        stages=2,
-        workers="local",
-        heartbeat=timedelta(seconds=1),
-        answer=timedelta(seconds=50),
-    ) as pipe:
-        found = []
-        for result in pipe.train_epoch(DATA):
-            found.append(result.loss)
-            if result.step == 7:
-                kill(pipe, "worker-1", signal.SIGSTOP)
-        (restart,) = pipe.restarts
-    assert found == expected
-    assert "does not answer" in restart.reason
+    waits = {"heartbeat": timedelta(seconds=1), "answer": timedelta(seconds=50)}
+    with open_pipe(stages=2, workers="local", **waits) as pipe:
+        found = disturbed(pipe, lambda: kill(pipe, "worker-1", signal.SIGSTOP))
+        assert "does not answer" in pipe.restarts[0].reason
+    assert found == calm(stages=2)[0]
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_fork_server_that_does_not_answer_is_replaced(number, caplog):
+def test_a_fork_server_that_does_not_answer_is_replaced(number):
     """It forks the workers of every recovery, so it is watched as they are."""
-    expected, _ = calm(stages=2)
+
+    def strike():
+        os.kill(local_workers(pipe)._forks._process.pid, number)
+        kill(pipe, "worker-1")
+
+    expected, start = calm(stages=2)[0], time.monotonic()
     with open_pipe(stages=2, workers="local", heartbeat=timedelta(seconds=2)) as pipe:
-        found, start = [], time.monotonic()
-        for result in pipe.train_epoch(DATA):
-            found.append(result.loss)
-            if result.step == 7:
-                os.kill(local_workers(pipe)._forks._process.pid, number)
-                kill(pipe, "worker-1")
-        assert len(pipe.restarts) == 1
-    assert found == expected
+        assert disturbed(pipe, strike) == expected
     assert time.monotonic() - start < LATEST_S
 
 
@@ -433,26 +400,16 @@ SHORTAGES = {
 @pytest.mark.parametrize("what", SHORTAGES)
 def test_a_shortage_in_the_script_passes(what, monkeypatch):
     """Of what workers are started with, when one has to be replaced."""
-    expected, _ = calm(stages=2)
-    name, error = SHORTAGES[what]
-    there, left = pkgutil.resolve_name(f"pipedream_rt.{name}"), []
+    (name, error), left = SHORTAGES[what], []
 
-    def short(*args, **kwargs):
-        if left:
-            raise left.pop()
-        return there(*args, **kwargs)
+    def run_short():
+        left.append(error)
+        kill(pipe, "worker-1")
 
-    monkeypatch.setattr(f"pipedream_rt.{name}", short)
+    failing(monkeypatch, name, left)
     with open_pipe(stages=2, workers="local") as pipe:
-        found = []
-        for result in pipe.train_epoch(DATA):
-            found.append(result.loss)
-            if result.step == 7:
-                left.append(error)
-                kill(pipe, "worker-1")
-        assert len(pipe.restarts) == 1
+        assert disturbed(pipe, run_short) == calm(stages=2)[0]
         assert recovery(pipe)._failures.left == 98
-    assert found == expected
     assert not left
 
 
@@ -473,10 +430,8 @@ def test_a_stage_that_stalls_is_told_of_and_replaced(tmp_path, caplog):
             threading.Event().wait()
 
     model = nn.Sequential(*mlp(), StallsOnce(tmp_path / "stalled"))
-    with Pipeline(
-        model, stages=2, loss_fn=F.mse_loss, optimizer=(torch.optim.SGD, {"lr": 0.1}),
-        workers="local", max_restarts=1, answer=timedelta(seconds=3),
-    ) as pipe:  # fmt: skip
+    options = {"workers": "local", "max_restarts": 1, "answer": timedelta(seconds=3)}
+    with small(model, stages=2, **options) as pipe:
         assert len(list(pipe.train_epoch(regression(8)))) == 8
         assert len(pipe.restarts) == 1
     assert "stage 1 (worker 'worker-1'): computing; last actions: optimizer F0" in caplog.text

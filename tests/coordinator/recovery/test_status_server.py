@@ -2,6 +2,7 @@
 
 import os
 import socket
+import tempfile
 import threading
 
 import msgpack
@@ -68,9 +69,6 @@ def test_what_is_right_is_taken(folder):
 
 @pytest.mark.parametrize("kind", ["open", "file", "link"])
 def test_a_folder_of_somebody_else_is_refused_in_words(tmp_path, monkeypatch, kind):
-    import os
-    import tempfile
-
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     place = tmp_path / f"pipedream-rt-{os.geteuid()}"
     if kind == "file":

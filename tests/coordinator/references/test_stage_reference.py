@@ -5,9 +5,9 @@ import signal
 
 import pytest
 import torch
-import torch.nn.functional as F
-from support.models import mlp, regression
-from support.pinned import Flat as Pipeline
+from support.between import Forward
+from support.models import regression
+from support.small import small
 from torch import nn
 
 from pipedream_rt import Checkpoints, DistributedOptimizer
@@ -19,16 +19,18 @@ SGD = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
 
 
 def open_pipe(model=None, **options):
-    defaults = {"stages": 2, "loss_fn": F.mse_loss, "optimizer": SGD, "workers": "serial"}
-    return Pipeline(model or mlp(), **{**defaults, **options})
+    return small(model, **{"stages": 2, "optimizer": SGD, **options})
 
 
 def inputs(pipe):
     return regression(1)[0][0]
 
 
-@pytest.fixture(params=["serial", pytest.param("local", marks=pytest.mark.processes)])
+@pytest.fixture(
+    scope="module", params=["serial", pytest.param("local", marks=pytest.mark.processes)]
+)
 def pipe(request):
+    """One for all that leaves it as it was, but for what it has trained."""
     with open_pipe(workers=request.param) as opened:
         list(opened.train_epoch(regression(5)))
         yield opened
@@ -106,8 +108,8 @@ class Noisy(nn.Module):
 @pytest.mark.parametrize("every", [None, 4])
 def test_a_result_that_nobody_waited_for_before_a_recovery(tmp_path, every):
     """It is lost, which is said, and not waited for. A mode that was set stays set."""
-    checkpoint = None if every is None else Checkpoints(tmp_path / "run", every=every)
-    with open_pipe(workers="local", max_restarts=1, checkpoint=checkpoint) as pipe:
+    kept = every and Checkpoints(tmp_path / "run", every=every)
+    with open_pipe(workers="local", max_restarts=1, checkpoint=kept) as pipe:
         for result in pipe.train_epoch(regression(14)):
             if result.step == 2:
                 pending = pipe.stages[0].rref.rpc_async().num_parameters()
@@ -195,34 +197,25 @@ def test_the_mode_of_a_stage_is_its_own():
 @pytest.mark.parametrize("every", [None, 4])
 def test_modes_and_calls_survive_a_recovery(tmp_path, every):
     """Also where a checkpoint lies between the call and the recovery."""
-    options = {} if every is None else {"checkpoint": str(tmp_path / "run")}
-    if every is not None:
-        options = {"checkpoint": Checkpoints(tmp_path / "run", every=every)}
-    disturbed = trained(modes=MODES, kill=True, workers="local", max_restarts=1, **options)
-    assert disturbed == trained(modes=MODES)
-
-
-class Whole(nn.Module):
-    """A model given whole, with a skip connection."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x):
-        h = self.a(x)
-        return self.c(torch.relu(self.b(h)) + h)
+    kept = every and Checkpoints(tmp_path / "run", every=every)
+    options = {"workers": "local", "max_restarts": 1, "checkpoint": kept}
+    assert trained(modes=MODES, kill=True, **options) == trained(modes=MODES)
 
 
 def test_a_model_given_whole():
     """Its forward holds for whole mini-batches and one mode; all else can be asked."""
-    x = torch.randn(4, 8)
-    with open_pipe(Whole(), stages=["b"], example=(x, torch.randn(4, 8))) as pipe:
+    x, model = torch.randn(3, 4), Forward(skipping)
+    with open_pipe(model, stages=["b"], example=(x, torch.randn(3, 4))) as pipe:
         rref = pipe.stages[0].rref
         assert rref.rpc_sync().parameter_names() == ["a.weight", "a.bias"]
         for name, given in (("forward", (x,)), ("eval", ()), ("train", (True,))):
             with pytest.raises(ConfigError, match=rf"{name} of a stage alone is for sequences"):
                 getattr(rref.rpc_async(), name)(*given)
+
+
+def skipping(self, x):
+    hidden = self.a(x)
+    return self.c(torch.relu(self.b(hidden)) + hidden)
 
 
 def test_replicas_are_one_stage():

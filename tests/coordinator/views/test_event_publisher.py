@@ -7,45 +7,26 @@ import math
 import subprocess
 import sys
 from collections import Counter
+from contextlib import suppress
 
 import pytest
 import torch
-import torch.nn.functional as F
 from support.deadlines import LATEST_S
 from support.inside import kill
-from support.models import mlp, regression
+from support.models import regression
 from support.oracle import assert_same
-from support.pinned import Pipeline
+from support.small import losses, small
 
-from pipedream_rt import (
-    Checkpoints,
-    ConfigError,
-    NonFiniteLoss,
-    Observe,
-    Recovery,
-    Training,
-)
-from pipedream_rt.observers import (
-    Begun,
-    Ended,
-    Evaluated,
-    Recovered,
-    Saved,
-    Stepped,
-    Warned,
-)
+from pipedream_rt import Checkpoints, ConfigError, NonFiniteLoss, Observe, Recovery, Training
+from pipedream_rt.observers import Begun, Ended, Evaluated, Recovered, Saved, Stepped, Warned
 from pipedream_rt.observers.folder import read_run
 
 DATA = regression(12, samples=8)
 
 
 def pipeline(workers="serial", **options):
-    torch.manual_seed(0)
     sgd = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
-    return Pipeline(
-        mlp(), stages=3, loss_fn=F.mse_loss, optimizer=sgd, micro_batches=2, workers=workers,
-        **options,
-    )  # fmt: skip
+    return small(optimizer=sgd, micro_batches=2, workers=workers, **options)
 
 
 def of(kind, events):
@@ -54,15 +35,16 @@ def of(kind, events):
 
 def test_an_observer_is_told_of_everything():
     events = []
-    with pipeline(observe=Observe(to=[events.append])) as pipe:
+    with pipeline(to=[events.append]) as pipe:
         schedule = torch.optim.lr_scheduler.StepLR(pipe.optimizer, 1, gamma=0.5)
         results = []
         for x, y in DATA:
             results.append(pipe.submit(x, y).result())
             schedule.step()
         loss = pipe.evaluate(DATA[:2])
-    assert isinstance(events[0], Begun)
-    assert isinstance(events[-1], Ended)
+    pipe.close()  # once more
+    begun, *_, ended = events
+    assert (of(Begun, events), of(Ended, events)) == ([begun], [ended])
     steps = of(Stepped, events)
     assert [(e.step, e.loss, e.versions, e.staleness) for e in steps] == [
         (r.step, r.loss, r.versions, r.staleness) for r in results
@@ -72,7 +54,6 @@ def test_an_observer_is_told_of_everything():
     (evaluated,) = of(Evaluated, events)
     assert evaluated.values == {"loss": loss}
     assert evaluated.step == 12
-    begun, ended = events[0], events[-1]
     assert begun.plan == pipe.plan.packed()
     assert begun.settings["stages"] == "3"
     assert begun.settings["optimizer"].startswith("(SGD, ")
@@ -85,7 +66,7 @@ def test_an_observer_is_told_of_everything():
 def test_rates_are_those_of_the_injection():
     """The pipe is some mini-batches ahead of the results."""
     events = []
-    with pipeline(observe=Observe(to=[events.append])) as pipe:
+    with pipeline(to=[events.append]) as pipe:
         schedule = torch.optim.lr_scheduler.StepLR(pipe.optimizer, 1, gamma=0.5)
         pending = []
         for x, y in DATA[:2]:
@@ -104,8 +85,7 @@ def test_a_run_that_is_watched_has_the_same_bits(tmp_path, workers):
         {"report": tmp_path / "r.html", "observe": Observe(record=tmp_path / "run", to=[print])},
     ):
         with pipeline(workers, **options) as pipe:
-            losses = [result.loss for result in pipe.train_epoch(DATA)]
-            ends.append((losses, pipe.state_dict()))
+            ends.append((losses(pipe, DATA), pipe.state_dict()))
     assert ends[0][0] == ends[1][0]
     assert_same(ends[0][1], ends[1][1])
     record = read_run(tmp_path / "run")
@@ -121,7 +101,8 @@ def test_a_death_and_a_checkpoint_are_told(tmp_path):
         "local",
         checkpoint=Checkpoints(tmp_path / "saved", every=4),
         recovery=Recovery(max_restarts=1),
-        observe=Observe(to=[events.append], report=tmp_path / "report.html"),
+        to=[events.append],
+        report=tmp_path / "report.html",
     ) as pipe:
         for result in pipe.train_epoch(DATA):
             if result.step == 6:
@@ -141,9 +122,8 @@ def test_a_death_and_a_checkpoint_are_told(tmp_path):
 
 def test_a_checkpoint_of_the_script_is_told_at_once(tmp_path):
     events = []
-    with pipeline(observe=Observe(to=[events.append])) as pipe:
-        for _ in pipe.train_epoch(DATA[:3]):
-            pass
+    with pipeline(to=[events.append]) as pipe:
+        list(pipe.train_epoch(DATA[:3]))
         pipe.save(tmp_path / "saved")
         assert [event.step for event in of(Saved, events)] == [3]
     assert len(of(Saved, events)) == 1
@@ -152,9 +132,8 @@ def test_a_checkpoint_of_the_script_is_told_at_once(tmp_path):
 def test_a_script_that_goes_on_adds_to_its_record(tmp_path):
     def run(data):
         kept = Checkpoints(tmp_path / "saved", every=4, resume=True)
-        with pipeline(checkpoint=kept, observe=Observe(record=tmp_path / "run")) as pipe:
-            for _ in pipe.train_epoch(data):
-                pass
+        with pipeline(checkpoint=kept, record=tmp_path / "run") as pipe:
+            list(pipe.train_epoch(data))
 
     run(DATA[:10])
     assert len(list(read_run(tmp_path / "run").steps)) == 10
@@ -174,7 +153,7 @@ def test_an_observer_that_raises_is_told_no_more(caplog, error):
         if isinstance(event, Stepped):
             raise error
 
-    with pipeline(observe=Observe(to=[broken, others.append])) as pipe:
+    with pipeline(to=[broken, others.append]) as pipe:
         list(pipe.train_epoch(DATA[:4]))
     assert len(of(Stepped, told)) == 1
     assert len(of(Stepped, others)) == 4
@@ -187,40 +166,25 @@ def test_an_interrupt_in_an_observer_is_one_of_the_script():
         if isinstance(event, Stepped):
             raise KeyboardInterrupt
 
-    with (
-        pytest.raises(KeyboardInterrupt),
-        pipeline(observe=Observe(to=[interrupts])) as pipe,
-    ):
+    with pytest.raises(KeyboardInterrupt), pipeline(to=[interrupts]) as pipe:
         list(pipe.train_epoch(DATA))
 
 
 def test_a_run_that_fails_says_why(tmp_path):
     events = []
     x, y = DATA[0]
-    with (
-        pytest.raises(NonFiniteLoss),
-        pipeline(observe=Observe(to=[events.append], report=tmp_path / "r.html")) as pipe,
-    ):
-        for _ in pipe.train_epoch([*DATA[:2], (x * math.nan, y)]):
-            pass
+    said = {"to": [events.append], "report": tmp_path / "r.html"}
+    with pytest.raises(NonFiniteLoss), pipeline(**said) as pipe:
+        list(pipe.train_epoch([*DATA[:2], (x * math.nan, y)]))
     assert events[-1].reason.startswith("NonFiniteLoss: ")
     assert events[-1].stages == ()
     assert "failed: NonFiniteLoss" in (tmp_path / "r.html").read_text()
 
 
-def test_the_last_event_comes_once():
-    events = []
-    pipe = pipeline(observe=Observe(to=[events.append]))
-    list(pipe.train_epoch(DATA[:2]))
-    pipe.close()
-    pipe.close()
-    assert len(of(Ended, events)) == 1
-
-
 @pytest.mark.processes
 def test_a_pipeline_that_nobody_closes_tells_its_end():
     events = []
-    pipe = pipeline("local", observe=Observe(to=[events.append]))
+    pipe = pipeline("local", to=[events.append])
     pipe.submit(*DATA[0]).result()
     del pipe
     gc.collect()
@@ -228,7 +192,7 @@ def test_a_pipeline_that_nobody_closes_tells_its_end():
 
 
 def test_a_report_of_a_run_that_goes_on(tmp_path):
-    with pipeline(observe=Observe(report=tmp_path / "end.html")) as pipe:
+    with pipeline(report=tmp_path / "end.html") as pipe:
         list(pipe.train_epoch(DATA[:4]))
         path = pipe.report(tmp_path / "now.html")
         assert "Timeline" in path.read_text()
@@ -305,8 +269,8 @@ def printed(monkeypatch, handler=None):
         monkeypatch.setattr(ours, "handlers", [handler])
     events = []
     with (
-        pipeline(observe=Observe(to=[events.append]), training=Training(on_nan="ignore")),
-        pipeline(observe=Observe(to=[events.append])),
+        pipeline(to=[events.append], training=Training(on_nan="ignore")),
+        pipeline(to=[events.append]),
     ):
         logging.getLogger("pipedream_rt.coordinator.feed.feeder").warning("it is late")
         logging.getLogger("pipedream_rt.coordinator.feed.feeder").info("never mind")
@@ -325,42 +289,24 @@ def test_warnings_that_the_user_handles_are_not_printed_besides(monkeypatch):
     assert own.lines.count("it is late") == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({}, ""),
-        ({"every": 100}, "interrupted after 12 mini-batches, before the first checkpoint"),
-        ({"every": 5}, "the last checkpoint is "),
-    ],
-    ids=["none", "too early", "saved"],
-)
-def test_after_ctrl_c_it_is_said_what_is_left(tmp_path, caplog, options, words):
-    kept = Checkpoints(tmp_path, **options) if options else None
-
-    def train():
-        with pipeline(checkpoint=kept) as pipe:
-            for _ in pipe.train_epoch(DATA):
-                pass
-            if words.startswith("the last"):  # on a busy machine one may not be whole yet
-                pipe.save()
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train()
-    assert words in caplog.text
-    assert ("interrupted" in caplog.text) == bool(words)
+def test_after_ctrl_c_it_is_said_what_is_left(tmp_path, caplog):
+    kept = Checkpoints(tmp_path, every=100)
+    with suppress(KeyboardInterrupt), pipeline(checkpoint=kept) as pipe:
+        list(pipe.train_epoch(DATA))
+        raise KeyboardInterrupt
+    assert "interrupted after 12 mini-batches, before the first checkpoint" in caplog.text
 
 
 def test_the_folder_of_an_earlier_run_is_told_of(tmp_path, caplog):
     for _ in range(2):
         assert "has the record of an earlier run" not in caplog.text
-        with pipeline(observe=Observe(record=tmp_path)) as pipe:
+        with pipeline(record=tmp_path) as pipe:
             pipe.submit(*DATA[0]).result()
     assert "has the record of an earlier run" in caplog.text
     assert [b.last.step for b in read_run(tmp_path).steps] == [0]
 
 
 def test_the_report_says_where_it_is(tmp_path, caplog):
-    with pipeline(observe=Observe(report=tmp_path / "r.html")):
+    with pipeline(report=tmp_path / "r.html"):
         pass
     assert f"the report of the run is in {tmp_path / 'r.html'}" in caplog.text

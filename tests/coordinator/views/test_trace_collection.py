@@ -15,6 +15,7 @@ from support.inside import kill, pids
 from support.models import OPTIMIZERS, POINTS, Raises, batches, kitchen_sink, mlp, regression
 from support.oracle import assert_same
 from support.pinned import Pipeline
+from support.small import small
 
 from pipedream_rt import ConfigError, Replay, StageFailed, Trace, TraceError
 from pipedream_rt.coordinator.views.trace_collection import put_together
@@ -29,13 +30,17 @@ from pipedream_rt.tracing.summary import describe, summarize
 
 def open_pipe(**kwargs):
     defaults = {
-        "stages": POINTS[3][1:],
-        "loss_fn": F.cross_entropy,
-        "optimizer": OPTIMIZERS["adamw"],
-        "workers": "serial",
-        "trace": True,
-    }
+        "stages": POINTS[3][1:], "loss_fn": F.cross_entropy, "optimizer": OPTIMIZERS["adamw"],
+        "workers": "serial", "trace": True,
+    }  # fmt: skip
     return Pipeline(kitchen_sink(), **{**defaults, **kwargs})
+
+
+@pytest.fixture
+def path(tmp_path):
+    """Where a trace is to be written, in a folder that is there to be removed."""
+    (tmp_path / "traces").mkdir()
+    return tmp_path / "traces" / "run.trace"
 
 
 def actions_of(trace, stage):
@@ -47,14 +52,9 @@ def actions_of(trace, stage):
 @pytest.mark.threads
 @pytest.mark.parametrize(
     ("schedule", "k", "stages"),
-    [
-        ("async-1f1b", 1, 3),
-        ("1f1b", 4, 3),
-        ("zero-bubble", 4, 3),
-        ("2bw", 4, 3),
-        ("interleaved-1f1b", 4, 4),
-    ],
-)
+    [("async-1f1b", 1, 3), ("1f1b", 4, 3), ("zero-bubble", 4, 3), ("2bw", 4, 3),
+     ("interleaved-1f1b", 4, 4)],
+)  # fmt: skip
 def test_a_trace_is_what_the_order_says(schedule, k, stages):
     with open_pipe(schedule=schedule, micro_batches=k, stages=POINTS[stages][1:]) as pipe:
         results = list(pipe.train_epoch(batches(4, samples=8)))
@@ -128,8 +128,7 @@ def test_what_does_not_train_is_in_the_trace_too():
 
 
 @pytest.mark.threads
-def test_a_file_is_written_at_the_end(tmp_path):
-    path = tmp_path / "run.trace"
+def test_a_file_is_written_at_the_end(path):
     with open_pipe(trace=path) as pipe:
         list(pipe.train_epoch(batches(5)))
         assert not path.exists()
@@ -141,44 +140,30 @@ def test_a_file_is_written_at_the_end(tmp_path):
 
 
 @pytest.mark.threads
-def test_after_a_failure_and_after_ctrl_c_nothing_is_written(tmp_path):
-    path = tmp_path / "run.trace"
+def test_after_a_failure_and_after_ctrl_c_nothing_is_written(path):
     model = torch.nn.Sequential(*mlp(), Raises())
-    with pytest.raises(StageFailed), Pipeline(
-        model, stages=2, loss_fn=F.mse_loss, optimizer=OPTIMIZERS["sgd"], workers="serial",
-        trace=path,
-    ) as pipe:  # fmt: skip
+    with pytest.raises(StageFailed), small(model, stages=2, trace=path) as pipe:
         list(pipe.train_epoch(regression(9)))
     with pytest.raises(KeyboardInterrupt), open_pipe(trace=path):
         raise KeyboardInterrupt
-    assert not list(tmp_path.iterdir())
+    assert not list(path.parent.iterdir())
 
 
 @pytest.mark.threads
-def test_a_trace_that_can_no_longer_be_written_ends_everything_all_the_same(tmp_path):
-    folder = tmp_path / "soon gone"
-    folder.mkdir()
-    pipe = open_pipe(trace=folder / "run.trace")
-    folder.rmdir()
+def test_a_trace_that_can_no_longer_be_written_ends_everything_and_hides_no_error(path, caplog):
+    pipe, other = open_pipe(trace=path), open_pipe(trace=path)
+    path.parent.rmdir()
     with pytest.raises(TraceError, match="cannot be written"):
         pipe.close()
     pipe.close()
-
-
-@pytest.mark.threads
-def test_the_callers_own_error_is_not_hidden(tmp_path, caplog):
-    folder = tmp_path / "soon gone"
-    folder.mkdir()
-    with contextlib.suppress(ZeroDivisionError), open_pipe(trace=folder / "run.trace"):
-        folder.rmdir()
-        raise ZeroDivisionError
+    with contextlib.suppress(ZeroDivisionError), other:
+        raise ZeroDivisionError  # the caller's own
     assert "no trace is left" in caplog.text
 
 
 @pytest.mark.threads
-def test_a_forked_child_writes_no_trace(tmp_path):
+def test_a_forked_child_writes_no_trace(path):
     """It would wait for messages that go to its parent."""
-    path = tmp_path / "run.trace"
     with open_pipe(trace=path) as pipe:
         list(pipe.train_epoch(batches(2)))
         child = os.fork()
@@ -225,9 +210,8 @@ def test_old_spans_are_overwritten(monkeypatch):
 
 
 @pytest.mark.processes
-def test_processes(tmp_path):
+def test_processes(path):
     """One clock, and messages that arrive after they were sent."""
-    path = tmp_path / "run.trace"
     with open_pipe(workers="local", trace=path) as pipe:
         list(pipe.train_epoch(batches(20)))
         planned = pipe.plan
@@ -259,8 +243,7 @@ def test_the_environment_may_ask_for_a_trace(tmp_path, monkeypatch):
 
 
 @pytest.mark.processes
-def test_a_worker_that_is_killed_while_the_trace_is_collected(tmp_path):
-    path = tmp_path / "run.trace"
+def test_a_worker_that_is_killed_while_the_trace_is_collected(path):
     pipe = open_pipe(workers="local", trace=path)
     list(pipe.train_epoch(batches(3)))
     kill(pipe, next(iter(pids(pipe))))

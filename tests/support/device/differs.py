@@ -69,7 +69,7 @@ ON_AN_ACCELERATOR = {
     "*test_feeder.py::test_an_evaluation_that_is_left_in_the_middle*": ON_THE_HOST,
     "*test_feeder.py::test_buffers_stay_if_the_user_asks_for_it": ON_THE_HOST,
     "*test_feeder.py::test_predictions_that_nobody_takes_leave_nothing_on_its_way": ON_THE_HOST,
-    "*test_feeder.py::test_a_worker_that_dies_in_an_evaluation*": PROCESSES,
+    "*test_feeder.py::test_an_evaluation_in_which_a_worker_dies*buffers*": PROCESSES,
     "*test_feeder.py::test_after_a_kill_and_after_a_resume_they_are_the_same": PROCESSES,
     "*test_replicas.py::test_evaluation_and_inference_read*": ON_THE_HOST,
     "*test_replicas.py::test_one_stage_with_replicas_and_a_flush*": ON_THE_HOST,
