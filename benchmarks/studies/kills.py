@@ -33,6 +33,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from grid import said  # from benchmarks/
+
 STARTERS = ("local", "run", "node", "persist", "torchrun")
 PHASES = ("preparing", "computing", "idle")
 SIGNALS = ("KILL", "TERM", "SEGV", "exit 7")
@@ -112,23 +115,22 @@ def free_port() -> int:
 
 
 @contextmanager
-def started(*words: str | Path, **variables: str) -> Iterator[subprocess.Popen[str]]:
+def started(*words: str | Path, **variables: str) -> Iterator[None]:
     """Start a process in a session of its own; nothing of it is left behind."""
     process = subprocess.Popen(
         list(map(str, words)),
         env={**os.environ, **variables},
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
+        stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
     try:
-        yield process
+        yield
     finally:
         for number in (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(process.pid, number)
-                process.communicate(timeout=10)
+                process.wait(timeout=10)
             except (ProcessLookupError, subprocess.TimeoutExpired):
                 continue
 
@@ -162,17 +164,16 @@ def trained(python: Path, starter: str, phase: str, how: str) -> dict[str, objec
                 bin_ / "torchrun", "--nproc-per-node", "3", "--max-restarts", "2",
                 "--master-port", str(port), *words,
             ], {}  # fmt: skip
-        with started(*command, **secret) as process:
-            try:
-                _, errors = process.communicate(timeout=LIMIT_S)
-                code: int | str = process.returncode
-            except subprocess.TimeoutExpired:
-                code, errors = "hangs", ""
-        found = folder / "found.json"
+        ended = said(list(map(str, command)), LIMIT_S, secret, apart=True)
+        place = folder / "found.json"
+        found = (
+            json.loads(place.read_text()) if place.exists() else {"errors": ended.errors[-2000:]}
+        )
         return {
-            "starter": starter, "phase": phase, "signal": how, "code": code,
+            "starter": starter, "phase": phase, "signal": how,
+            "code": "hangs" if ended.code is None else ended.code,
             "struck": (folder / "struck").exists(),
-            **(json.loads(found.read_text()) if found.exists() else {"errors": errors[-2000:]}),
+            **found,
         }  # fmt: skip
 
 

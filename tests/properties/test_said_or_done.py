@@ -15,6 +15,7 @@ import torch
 from support import forked
 from support.both import SGD, assert_same, batches, layers, piped, plain
 from support.deadlines import LATEST_S
+from support.models import Counts
 from support.pinned import Flat as Pipeline
 from torch import nn
 from torch.ao.quantization import (
@@ -395,21 +396,11 @@ def test_an_unusual_way_out_of_a_layer_is_named():
         piped(Whole())
 
 
-class Counting(nn.Linear):
-    def __init__(self, *sizes):
-        super().__init__(*sizes)
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return super().forward(x)
-
-
 class ReadsCount(nn.Module):
     def __init__(self, after):
         super().__init__()
         self.after = after
-        self.one, self.two = layers(Counting, nn.Linear)
+        self.one, self.two = layers(Counts, nn.Linear)
 
     def forward(self, x):
         if self.after:
@@ -424,7 +415,7 @@ def test_an_attribute_that_a_layer_changes_cannot_be_recorded(after):
 
 
 def test_a_layer_may_count_for_itself():
-    class Warming(Counting):
+    class Warming(Counts):
         def forward(self, x):
             return super().forward(x) * min(1.0, self.calls / 3)
 

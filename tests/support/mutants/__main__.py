@@ -11,7 +11,6 @@ of their own, one for each of two runs, are made of the files that git knows her
 """
 
 import atexit
-import json
 import os
 import select
 import shutil
@@ -28,10 +27,12 @@ import click
 import pytest
 import torch  # noqa: F401 - imported once, for all that are forked
 
+from benchmarks.grid import RESULTS, keep, lines_of
+from support.durations import SECONDS, SHORT
 from support.mutants.faults import chosen, faults_of, with_fault
 
 ROOT = Path(__file__).resolve().parents[3]
-KNOWN = ROOT / "benchmarks" / "results" / "mutants.jsonl"
+KNOWN = RESULTS / "mutants.jsonl"
 ENTERED = ROOT / ".mutants" / "entered.jsonl"
 PAGE = ROOT / "docs" / "design" / "mutants.md"
 BEGIN, END = "<!-- what make mutants has found: begin -->\n", "<!-- end -->\n"
@@ -57,7 +58,6 @@ class Slot:
     """A tree of its own, in which one run of the tests goes on at a time."""
 
     def __init__(self, folder, number):
-        self.number = number
         self.tree, self.temporary = folder / f"tree{number}", folder / f"t{number}"
         self.temporary.mkdir()
         names = subprocess.check_output(
@@ -69,6 +69,7 @@ class Slot:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(ROOT / name, target)
         self.changes = int(time.time())
+        self.mark = f"{os.getpid()}-{number}"  # in the environment of all that it starts
         self.pid = self.watch = None
 
     def write(self, path, text):
@@ -120,10 +121,6 @@ class Slot:
             atexit._run_exitfuncs()
         finally:
             os._exit(code)
-
-    @property
-    def mark(self):
-        return f"{os.getppid()}-{self.number}" if self.pid == 0 else f"{os.getpid()}-{self.number}"
 
     def left_s(self, limit_s):
         return self.begun + limit_s - time.monotonic()
@@ -200,13 +197,10 @@ def entered(tests):
         place = ROOT / "tests" / name
         files += sorted(place.rglob("test_*.py")) if place.is_dir() else [place]
     names = [str(file.relative_to(ROOT)) for file in dict.fromkeys(files)]
-    from support.durations import SECONDS, SHORT
-
     names.sort(key=lambda name: -SECONDS.get(name, SHORT))
-    ENTERED.parent.mkdir(exist_ok=True)
-    with ENTERED.open("a") as out, _slots() as slots:
-        known = {json.loads(line)["name"].partition("::")[0] for line in ENTERED.open()}
-        waiting = [name for name in names if name not in known]
+    known = {line["name"].partition("::")[0] for line in lines_of(ENTERED)}
+    waiting = [name for name in names if name not in known]
+    with _slots() as slots:
 
         def work(slot):
             while waiting:
@@ -217,8 +211,7 @@ def entered(tests):
                 yield 3600
                 slot.end()
                 for test in _noted(slot, folder):
-                    out.write(json.dumps(test._asdict() | {"entered": sorted(test.entered)}) + "\n")
-                out.flush()
+                    keep(ENTERED, test._asdict() | {"entered": sorted(test.entered)})
                 shutil.rmtree(folder)
                 click.echo(f"{file}: {time.monotonic() - slot.begun:.0f} s")
 
@@ -228,13 +221,11 @@ def entered(tests):
 def _noted(slot, folder):
     """The tests of a run that passed."""
     passed = {}
-    for line in slot.results.read_text().splitlines() if slot.results.exists() else ():
-        result = json.loads(line)
+    for result in lines_of(slot.results):
         if result.get("outcome") in ("failed", "skipped"):
-            passed.pop(result["test"], None)
             passed[result["test"]] = None
-        elif result.get("outcome") == "passed" and result["test"] not in passed:
-            passed[result["test"]] = result["seconds"]
+        elif result.get("outcome") == "passed":
+            passed.setdefault(result["test"], result["seconds"])
     for name in folder.glob("*.name"):
         test, functions = name.read_text(), name.with_suffix("")
         if passed.get(test) is not None and functions.exists():
@@ -247,7 +238,7 @@ def _noted(slot, folder):
 @click.option("--out", type=click.Path(path_type=Path), default=KNOWN)
 def run(rooms, count, out):
     """Try the faults that nobody has tried, and add a line for each."""
-    known = {line["key"] for line in _lines(out)}
+    known = {line["key"] for line in lines_of(out)}
     waiting = []
     for room in rooms or ROOMS:
         found = {}
@@ -265,8 +256,8 @@ def run(rooms, count, out):
 @click.option("--room", "rooms", multiple=True, help="Of these rooms alone.")
 def again(known, out, rooms):
     """Try the faults that were found once more: first with the test that found them."""
-    done, waiting = {line["key"] for line in _lines(out)}, []
-    for line in _lines(known):
+    done, waiting = {line["key"] for line in lines_of(out)}, []
+    for line in lines_of(known):
         if not line["found"] or line["key"] in done or (rooms and line["room"] not in rooms):
             continue
         file = ROOT / line["path"]
@@ -280,11 +271,12 @@ def again(known, out, rooms):
 def _try(waiting, out):
     """Try faults, and write a line for each: by which test it was found, or None."""
     tests = [
-        Test(line["name"], line["seconds"], frozenset(line["entered"])) for line in _lines(ENTERED)
+        Test(line["name"], line["seconds"], frozenset(line["entered"]))
+        for line in lines_of(ENTERED)
     ]
     by_name = {test.name: test for test in tests}
     count = len(waiting)
-    with out.open("a") as file, _slots() as slots:
+    with _slots() as slots:
 
         def work(slot):
             while waiting:
@@ -321,8 +313,7 @@ def _try(waiting, out):
                     "entered": len(candidates), "tried": tried,
                     "seconds": round(time.monotonic() - begun, 1),
                 }  # fmt: skip
-                file.write(json.dumps(line) + "\n")
-                file.flush()
+                keep(out, line)
                 place = f"{fault.path}:{fault.line}"
                 click.echo(f"{count - len(waiting)}/{count} {place} {fault.kind}: {found}")
 
@@ -331,10 +322,8 @@ def _try(waiting, out):
 
 def _failed(slot):
     """The first test that failed."""
-    for line in slot.results.read_text().splitlines() if slot.results.exists() else ():
-        if (result := json.loads(line)).get("outcome") == "failed":
-            return result["test"]
-    return None
+    failed = (r["test"] for r in lines_of(slot.results) if r.get("outcome") == "failed")
+    return next(failed, None)
 
 
 def _nearness(test, path, room):
@@ -387,14 +376,10 @@ def _step(going, slot, worker):
         going[slot] = worker, limit_s
 
 
-def _lines(path):
-    return [json.loads(line) for line in path.open()] if path.exists() else []
-
-
 @main.command()
 def table():
     """Write the table into its page."""
-    rooms, lines = defaultdict(Counter), _lines(KNOWN)
+    rooms, lines = defaultdict(Counter), lines_of(KNOWN)
     for line in lines:
         for room in (line["room"], "**all**"):
             rooms[room]["faults"] += 1
