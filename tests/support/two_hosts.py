@@ -43,8 +43,8 @@ def why_not():
 class Child:
     """A process on one of the two machines, whose output is read on a thread of its own."""
 
-    def __init__(self, command, environment):
-        self.process = subprocess.Popen(
+    def __init__(self, command, environment, popen=subprocess.Popen):
+        self.process = popen(
             command, env=environment, text=True, start_new_session=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
