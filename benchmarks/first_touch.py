@@ -4,9 +4,9 @@ A newcomer gives ``stages=4`` and an optimizer and leaves everything else out. H
 trained so: a transformer on bytes (``text``), with a constant rate, and a convolutional network
 with BatchNorm on pictures (``pictures``), whose rate falls along a cosine, since BatchNorm makes
 losses leap at a constant one. Plain training, one process and one micro-batch, is done at several
-rates. The one with the lowest held-out loss is then used with stages too, and half of it, of which
-the better counts. *Slowdown* is how many times the updates of plain training a pipeline took to the
-held-out loss that it ends with.
+rates. The one with the lowest held-out loss is then used with stages too. Where it needs more than
+1.05 times the updates, half of it is tried as well, of which the better counts. *Slowdown* is how
+many times the updates of plain training a pipeline took to the held-out loss that it ends with.
 
 All stages run in one thread (``workers="serial"``), which gives the bits of a distributed run. Each
 run is a line of JSON in ``benchmarks/results``, and is not done again.
@@ -35,6 +35,7 @@ import click
 import grid
 import learning
 import torch
+import torch.nn.functional as F
 from grid import RESULTS, Line, Results
 from learning import Narrow, Task, method_named, task_named, trained, transformer_layers
 from rich.console import Console
@@ -62,6 +63,7 @@ class Program:
         last: The share of the rate that is left at the end of a cosine.
         clip: The largest norm of gradients; None for any.
         times: How many times as high the rates are as those of `RATES`.
+        rates: The rates that are tried in the place of those; empty for none.
         seeds: Over which losses are averaged.
     """
 
@@ -73,6 +75,7 @@ class Program:
     last: float = 0.0
     clip: float | None = None
     times: int = 1
+    rates: tuple[float, ...] = ()
     seeds: tuple[int, ...] = (0, 1)
 
     @property
@@ -108,6 +111,71 @@ class Dropped(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Drop out."""
         return x + self.drop(self.inner(x) - x)
+
+
+class RotaryAttention(learning.Attention):
+    """Attention as in Llama: no biases, and places are turns of queries and keys."""
+
+    def __init__(self, width: int, context: int = 64) -> None:
+        super().__init__(width)
+        self.norm: nn.Module = nn.RMSNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width, False), nn.Linear(width, width, False)
+        half = width // self.heads // 2
+        turns = torch.outer(torch.arange(context), 1e4 ** -(torch.arange(half) / half))
+        self.register_buffer("cos", turns.cos())
+        self.register_buffer("sin", turns.sin())
+
+    def _turned(self, x: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * self.cos - b * self.sin, b * self.cos + a * self.sin], -1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend, causally."""
+        b, t, d = x.shape
+        qkv = self.qkv(self.norm(x)).view(b, t, 3, self.heads, d // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(self._turned(q), self._turned(k), v, is_causal=True)
+        return x + self.out(mixed.transpose(1, 2).reshape(b, t, d))
+
+
+class Gated(nn.Module):
+    """The feed-forward layer of Llama, beside a residual: (B, T, D) -> (B, T, D)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.up = nn.Linear(width, 6 * width, False)
+        self.down = nn.Linear(3 * width, width, False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Feed forward."""
+        gate, up = self.up(self.norm(x)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
+def _llama(blocks: int, width: int) -> Task:
+    """Text, by a small Llama whose blocks are cut in halves."""
+
+    def model() -> nn.Sequential:
+        halves = [half(width) for _ in range(blocks) for half in (RotaryAttention, Gated)]
+        head = nn.Sequential(nn.RMSNorm(width), nn.Linear(width, 256, False))
+        return nn.Sequential(nn.Embedding(256, width), *halves, head)
+
+    return replace(task_named("transformer"), model=model)
+
+
+def _groups() -> Task:
+    """Pictures by convolutions without BatchNorm."""
+    plain = task_named("conv")
+
+    def model() -> nn.Sequential:
+        made: nn.Sequential = plain.model()
+        for layer in made:
+            if isinstance(layer, learning.Convolution):
+                layer.norm = nn.GroupNorm(4, layer.norm.num_features)
+        return made
+
+    return replace(plain, model=model)
 
 
 def _mlp() -> Task:
@@ -170,6 +238,10 @@ def _with_spikes() -> Task:
     return replace(plain, batches=batches)
 
 
+_PICTURES = Program(
+    task=lambda: task_named("conv"), batch=32, updates=400, lengths=(200, 280, 400, 560), last=0.05
+)
+
 _NEWCOMER = Program(
     task=lambda: _text(4, 64, 0.1), batch=32, updates=240, lengths=(120, 168, 240, 336),
     warm_up=20, clip=1.0, times=2, seeds=(0,),
@@ -179,15 +251,19 @@ PROGRAMS = {
     "text": Program(
         task=lambda: _text(4, 48), batch=16, updates=400, lengths=(480,), last=1.0, seeds=(0,)
     ),
-    "pictures": Program(
-        task=lambda: task_named("conv"), batch=32, updates=400, lengths=(200, 280, 400, 560),
-        last=0.05,
-    ),
+    "pictures": _PICTURES,
+    "groups": replace(_PICTURES, task=_groups),
     "newcomer": _NEWCOMER,
     "newcomer-800": replace(
         _NEWCOMER, updates=800, lengths=(400, 560, 800, 1120), warm_up=40, seeds=(0,)
     ),
     "wide": replace(_NEWCOMER, task=lambda: _text(4, 256, 0.1)),
+    # The text and the rate are those of a tutorial; no other rate is tried.
+    "bytes": replace(
+        _NEWCOMER, task=lambda: _text(4, 128, 0.1), updates=232, lengths=(116, 164, 232, 324),
+        rates=(2e-3,),
+    ),
+    "llama": replace(_NEWCOMER, task=lambda: _llama(4, 64), times=1),
     "spikes": replace(_NEWCOMER, task=_with_spikes),
     "unclipped": replace(_NEWCOMER, clip=None),
     "mlp": Program(
@@ -202,6 +278,9 @@ PROGRAMS = {
 """By name."""
 
 TASKS = ("text", "pictures")
+
+SEVEN = ("newcomer", "tuned", "mlp", "pictures", "groups", "bytes", "llama")
+"""The programs on which corrections for an optimizer are compared."""
 
 RATES = {
     "sgd": (0.1, 0.3, 1.0),
@@ -220,6 +299,9 @@ RATES = {
 MAIN = ("adamw", "adam", "momentum", "nadam")
 
 EVALUATIONS = 24
+
+ENOUGH = 1.05
+"""The slowdown up to which a rate is not halved."""
 
 
 def optimizer_named(name: str, model: nn.Module, rate: float) -> Any:
@@ -257,6 +339,7 @@ class Run:
         rate: The learning rate.
         updates: The number of updates.
         seed: Of the model and the data.
+        seeds: Over which the losses of a set are averaged; empty for those of the program.
     """
 
     task: str
@@ -268,6 +351,7 @@ class Run:
     rate: float = 0.0
     updates: int = 0
     seed: int = 0
+    seeds: tuple[int, ...] = ()
 
     @property
     def program(self) -> Program:
@@ -278,7 +362,8 @@ class Run:
     def key(self) -> str:
         """A short digest of the run, and of the defaults that it leaves to the pipeline."""
         default = self.k is None or self.corrections == "default"
-        return grid.key_of(self, more=advised_for(self.optimizer) if default else "")
+        one = replace(self, seeds=())
+        return grid.key_of(one, ("seeds",), advised_for(self.optimizer) if default else "")
 
 
 @functools.cache
@@ -307,6 +392,7 @@ def done(run: Run) -> Line:
         model=model, stages=run.stages, optimizer=optimizer_named(run.optimizer, model, run.rate),
         training=Training(on_nan="ignore", clip=clip, verify=False), **given,
     )  # fmt: skip
+    del line["seeds"]
     return {**line, "curve": [(number, round(loss, 4)) for number, loss in line["curve"]]}
 
 
@@ -317,9 +403,9 @@ def of_plain(run: Run, rates: Sequence[float], updates: int) -> list[Run]:
     """The runs of plain training for the task and the optimizer of a run."""
     made = Run(
         task=run.task, optimizer=run.optimizer, schedule="1f1b", updates=updates, k=1,
-        corrections="none",
+        corrections="none", seeds=run.seeds,
     )  # fmt: skip
-    return [replace(made, rate=rate, seed=seed) for rate in rates for seed in run.program.seeds]
+    return [each for rate in rates for each in seeded(replace(made, rate=rate))]
 
 
 def all_sets() -> dict[str, list[Run]]:
@@ -375,6 +461,26 @@ def all_sets() -> dict[str, list[Run]]:
             "adamw", tasks=["spikes"], stages=4, k=4, corrections="none",
             schedule=["async-1f1b", "async-1f1b+vertical-sync", "1f1b"],
         ),
+        # The correction that is chosen for AdamW, over depths and cuts, and what else was tried.
+        "nesterov": [
+            run
+            for stages, k in ((4, 4), (8, 8), (2, 2), (4, 8), (8, 16), (2, 4))
+            for run in some(
+                "adamw", tasks=SEVEN, stages=stages, k=k, corrections="nesterov", seeds=(0, 1)
+            )
+        ],
+        # What else was tried in its place.
+        "ideas": [
+            run
+            for names in (
+                "nesterov2", "ef+extrapolation", "none", "nesterov-long", "prediction",
+                "nesterov+prediction", "momentum+nesterov-long",
+            )
+            for run in some(
+                "adamw", tasks=SEVEN, stages=[4, 8], k=[4, 8], corrections=names, seeds=(0, 1)
+            )
+            if run.k == run.stages
+        ],
         "2bw": some("adamw", "muon", tasks=["newcomer"], stages=4, k=[4, 16], schedule="2bw"),
         "longer": some("adamw", tasks=["newcomer-800"], stages=4, k=16),
         # More micro-batches than stages.
@@ -418,7 +524,7 @@ def read() -> Results:
 
 def rates_of(run: Run) -> list[float]:
     """The rates that plain training tries."""
-    return [run.program.times * rate for rate in RATES[run.optimizer]]
+    return [*run.program.rates] or [run.program.times * rate for rate in RATES[run.optimizer]]
 
 
 def best_rate(results: Results, run: Run) -> float | None:
@@ -434,7 +540,7 @@ def best_rate(results: Results, run: Run) -> float | None:
 
 def seeded(run: Run) -> list[Run]:
     """A run with each seed."""
-    return [replace(run, seed=seed) for seed in run.program.seeds]
+    return [replace(run, seed=seed) for seed in run.seeds or run.program.seeds]
 
 
 def plain_curve(results: Results, run: Run, rate: float) -> list[tuple[float, float]]:
@@ -469,7 +575,10 @@ def wanted(results: Results, run: Run) -> list[Run]:
     if (rate := best_rate(results, run)) is None:
         return of_plain(run, rates, lengths[0] if program.constant else program.updates)
     plain = [each for length in lengths for each in of_plain(run, [rate], length)]
-    return [*plain, *(each for part in (1, 2) for each in seeded(replace(run, rate=rate / part)))]
+    # Where the whole rate is good enough, nobody needs to know whether half of it is better.
+    enough = outcome(results, run).get("slowdown", 0.0) <= ENOUGH
+    parts = (1,) if enough else (1, 2)
+    return [*plain, *(each for part in parts for each in seeded(replace(run, rate=rate / part)))]
 
 
 @click.group(help=__doc__)

@@ -31,7 +31,7 @@ from pipedream_rt.coordinator.kept_versions import KeptVersion
 from pipedream_rt.coordinator.recovery.decision import Restart
 from pipedream_rt.coordinator.results import PendingStep, StepResult, Steps
 from pipedream_rt.coordinator.run import Run, attach, notices_of, start, warm_up
-from pipedream_rt.coordinator.script_environment import resolved, take_place
+from pipedream_rt.coordinator.script_environment import resolved, take_place, tried
 from pipedream_rt.coordinator.views.attribute_hints import ADVICE
 from pipedream_rt.coordinator.views.explanation import Explanation, explain
 from pipedream_rt.coordinator.views.tracebacks import (
@@ -207,6 +207,7 @@ class Pipeline:
             recovery=recovery,
             observe=observe,
         )
+        given = tried(given)
         unsplit = UnsplitModel(model, loss_fn, opens=example is not None)
         options, self._why = resolved(given), ""
         if options.stages == "auto":

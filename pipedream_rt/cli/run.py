@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import click
 
+from pipedream_rt.cli.compare_schedules import compare
 from pipedream_rt.cli.shared_options import GivenPath, Grouped, options_of_nodes
 from pipedream_rt.cluster.engines import EngineRequest, node_job
 from pipedream_rt.cluster.environment import (
@@ -87,7 +88,7 @@ class _RunCommand(Grouped):
     cls=_RunCommand,
     groups={
         "Workers": "nproc_per_node threads max_restarts",
-        "The run": "resume verify module",
+        "The run": "resume verify compare_schedules updates module",
         "What is kept of it": "trace record log_dir",
         "Several nodes": "nnodes node_rank rdzv_endpoint master_addr master_port ray_nodes "
         "patience grace",
@@ -122,6 +123,11 @@ class _RunCommand(Grouped):
 @click.option("--verify", is_flag=True,
               help="Compare the first three mini-batches with plain PyTorch, value by value, and "
               "say where they part; end the script if they do.")  # fmt: skip
+@click.option("--compare-schedules", is_flag=True,
+              help="Run the script twice for its first updates, by 1f1b and by async-1f1b, and say "
+              "which reaches a loss sooner. Its checkpoints are left alone.")  # fmt: skip
+@click.option("--updates", default=300, show_default=True, type=click.IntRange(min=2),
+              help="With --compare-schedules: how many by each.")  # fmt: skip
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as with python -m.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -138,6 +144,8 @@ def run(
     max_restarts: int | None,
     resume: bool,
     verify: bool,
+    compare_schedules: bool,
+    updates: int,
     module: bool,
     script: str,
     arguments: tuple[str, ...],
@@ -166,6 +174,11 @@ def run(
         on_nodes = [script if module else os.path.abspath(script), *arguments]
         sys.exit(run_on_ray(ray_nodes, options, on_nodes, Deadline(wait), say))
     job = node_job(os.environ, asked)
+    if compare_schedules and (job is not None or record or trace or resume):
+        raise click.UsageError(
+            "--compare-schedules is for one machine, and goes neither on nor keeps anything: leave "
+            "out --nnodes, --record, --trace and --resume"
+        )
     if job is None and nproc_per_node is None and threads > 1:
         raise click.UsageError(
             "--threads is for workers that are started here, so give --nproc-per-node too; or "
@@ -191,6 +204,9 @@ def run(
     if job is None:
         if nproc_per_node is not None:
             settings |= {NPROC: str(nproc_per_node), THREADS: str(threads)}
+        if compare_schedules:
+            signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+            sys.exit(compare(command, {**os.environ, **settings, PREPARE: "1"}, updates))
         # In this process, so that signals and exit codes are the script's own.
         os.execve(sys.executable, command, {**os.environ, **settings, PREPARE: "1"})
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))

@@ -54,6 +54,10 @@ LOG_DIR = "PIPEDREAM_RT_LOG_DIR"
 RESUME = "PIPEDREAM_RT_RESUME"
 """`pipedream-rt run --resume` sets it: the pipeline goes on from the last checkpoint."""
 
+SCHEDULE = "PIPEDREAM_RT_SCHEDULE"
+"""`pipedream-rt run --compare-schedules` sets it beside `RECORD`: the schedule of the pipeline,
+whatever the script says. The pipeline keeps nothing else: no checkpoint, no report, no trace."""
+
 VERIFY = "PIPEDREAM_RT_VERIFY"
 """`pipedream-rt run --verify` sets it: how many mini-batches to compare with plain PyTorch."""
 

@@ -11,19 +11,35 @@ import tempfile
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from pipedream_rt.cluster.environment import (
     MAX_RESTARTS,
     PROFILE,
     RECORD,
     RESUME,
+    SCHEDULE,
     TRACE,
     count_of_environment,
 )
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.options import Checkpoints, Options, TraceOption
 from pipedream_rt.paths import given_path
+from pipedream_rt.schedules.recipes import ScheduleName
 from pipedream_rt.schema import takes_output
+
+
+def tried(options: Options) -> Options:
+    """Return the options with which a schedule is tried, if one is: its events alone are kept."""
+    if SCHEDULE not in os.environ:
+        return options
+    return replace(
+        options,
+        schedule=cast(ScheduleName, os.environ[SCHEDULE]),  # which `Options` checks
+        is_tried=True,
+        checkpoint=None,
+        observe=replace(options.observe, record=None, report=None, trace=False),
+    )
 
 
 def resolved(options: Options) -> Options:

@@ -4,6 +4,7 @@ They are given to ``Pipeline(corrections=[...])`` and applied in that order.
 """
 
 from pipedream_rt.corrections.gradients import DelayCompensation, ErrorFeedback
+from pipedream_rt.corrections.nesterov import StalenessNesterov
 from pipedream_rt.corrections.prediction import Extrapolation, WeightPrediction
 from pipedream_rt.corrections.rates import (
     StalenessDamping,
@@ -21,6 +22,7 @@ __all__ = [
     "Moment",
     "StalenessDamping",
     "StalenessMomentum",
+    "StalenessNesterov",
     "StalenessRate",
     "StalenessRefresh",
     "WeightPrediction",

@@ -39,6 +39,10 @@ PER_STAGE = 4
 """Micro-batches for each stage. With fewer, a flush costs more time and staleness more samples;
 with more, each is smaller and most models compute longer."""
 
+ENOUGH = 1.05
+"""With up to so many times the samples, staleness is no reason for more micro-batches than stages.
+"""
+
 AHEAD = 1.1
 """How many times sooner an asynchronous schedule must reach a loss to be the default. Below that,
 having the bits of one stage is worth more."""
@@ -55,7 +59,8 @@ def with_schedule(
 
     ``of_all``: whether the loss is of the whole mini-batch, or may be.
     """
-    if options.schedule is not None:
+    tried = options.schedule if options.is_tried else None
+    if options.schedule is not None and not tried:
         # The gradient of a mini-batch comes when all of it has been forward.
         one = of_all and options.micro_batches is None and options.schedule != OF_SCRIPT
         return replace(options, micro_batches=1) if one else options
@@ -64,6 +69,8 @@ def with_schedule(
     # Without training nothing is stale; with few micro-batches workers idle at a flush; the last
     # two options are for asynchronous schedules.
     asynchronous = options.corrections or options.layout.synchronous_updates
+    if tried:
+        few = asynchronous = False
     if of_all and asynchronous:
         return replace(options, schedule=ASYNCHRONOUS, micro_batches=1 if count is None else count)
     if optimizer is None or (few and not of_all) or asynchronous:
@@ -73,13 +80,15 @@ def with_schedule(
     if count is None and stages * replicas > 1:
         # One stage has no bubble that more micro-batches would fill.
         whole = stages == 1 or any(map(keeps_state, modules))
-        count = replicas * stages * (1 if whole else PER_STAGE)
+        least = samples_taken(ASYNCHRONOUS, optimizer, 1.0)
+        bears = least is not None and least <= ENOUGH and tried != FLUSHED
+        count = replicas * stages * (1 if whole or (bears and not of_all) else PER_STAGE)
     if of_all:
         return replace(options, schedule=OF_SCRIPT, micro_batches=count)
     each = (count or 1) / replicas
     samples = samples_taken(ASYNCHRONOUS, optimizer, each / stages)
     sooner = 0.0 if samples is None else time_of_flush(stages, each) / samples
-    schedule = ASYNCHRONOUS if sooner >= AHEAD else FLUSHED
+    schedule = tried or (ASYNCHRONOUS if sooner >= AHEAD else FLUSHED)
     return replace(options, schedule=schedule, micro_batches=count)
 
 

@@ -377,6 +377,9 @@ class Options:
     layout: Layout = field(default_factory=Layout)
     recovery: Recovery = field(default_factory=Recovery)
     observe: Observe = field(default_factory=Observe)
+    is_tried: bool = False
+    """No option of `Pipeline`: the schedule is one that `run --compare-schedules` tries, and has
+    the micro-batches that it would have if it were chosen."""
 
     def __post_init__(self) -> None:
         """Check what can be checked without the model."""
@@ -414,4 +417,4 @@ class Options:
         return self.kept is not None and self.kept.every is not None
 
 
-know_options("Pipeline", [each.name for each in fields(Options)])
+know_options("Pipeline", [each.name for each in fields(Options) if each.name != "is_tried"])

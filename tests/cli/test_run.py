@@ -305,8 +305,20 @@ def test_what_is_no_number_of_workers_is_refused(text):
         (["--num_processes=2", "x.py"], "no option --num_processes: here it is --nproc-per-node"),
         (["--standalone", "x.py"], "no option --standalone, and needs none in its place"),
         (["--bogus", "x.py"], "No such option"),
+        (["--compare-schedules", "--resume", "x.py"], "leave out --nnodes, --record, --trace"),
     ],
-    ids=["script", "threads", "workers", "logs", "ray", "nproc", "accelerate", "needless", "other"],
+    ids=[
+        "script",
+        "threads",
+        "workers",
+        "logs",
+        "ray",
+        "nproc",
+        "accelerate",
+        "needless",
+        "other",
+        "comparison",
+    ],
 )
 def test_wrong_words_are_refused_before_anything_is_started(call, tmp_path, words, message):
     (tmp_path / "file").touch()

@@ -25,6 +25,7 @@ from pipedream_rt.corrections import (
     Extrapolation,
     StalenessDamping,
     StalenessMomentum,
+    StalenessNesterov,
     StalenessRate,
     StalenessRefresh,
     WeightPrediction,
@@ -35,6 +36,7 @@ MADE = {
     "rate": lambda: StalenessRate(updates=8),
     "damping": lambda: StalenessDamping(),
     "momentum": lambda: StalenessMomentum(),
+    "nesterov": lambda: StalenessNesterov(),
     "prediction": lambda: WeightPrediction(),
     "extrapolation": lambda: Extrapolation(),
     "averaged": lambda: Extrapolation(decay=0.6),
@@ -48,6 +50,7 @@ TOGETHER = [
     ("feedback", "prediction"),
     ("adaptive", "rate", "prediction", "feedback"),
     ("stronger", "averaged", "damping"),
+    ("nesterov", "prediction"),
 ]
 
 OPTIMIZERS = {
@@ -135,6 +138,14 @@ def test_the_rule_of_a_prediction_is_that_of_the_optimizer(optimizer):
     assert_equal(found, judged(data, ("prediction", "momentum"), optimizer))
 
 
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "nadam"])
+def test_nesterovs_form_is_that_of_the_momentum_of_the_optimizer(optimizer):
+    data = batches(9, samples=8)
+    options, reads = SCHEDULES["async, 2 per update"]
+    found = trained(data, ("nesterov",), optimizer, **options)
+    assert_equal(found, judged(data, ("nesterov",), optimizer, reads=reads, k=2))
+
+
 @pytest.mark.threads
 @pytest.mark.parametrize("names", [("prediction",), TOGETHER[1]], ids="+".join)
 def test_threads_give_the_same_bits(names):
@@ -150,6 +161,7 @@ def test_threads_give_the_same_bits(names):
         (TOGETHER[1], ""),
         (TOGETHER[1], "worker-0"),
         (TOGETHER[2], "worker-1"),
+        (TOGETHER[3], "worker-0"),
     ],
     ids=str,
 )

@@ -148,6 +148,37 @@ class Momentum(Rule):
                 group["momentum"] += share * (0.99 - group["momentum"])
 
 
+class Nesterov(Rule):
+    memory, strength = 0.5, 1.0
+    optimizer = None
+
+    def options(self, optimizer, tau, t, n):
+        self.optimizer = optimizer if tau else None
+        (group,) = optimizer.param_groups
+        self.key = "exp_avg" if "betas" in group else "momentum_buffer"
+        self.old = {p: s[self.key].clone() for p, s in optimizer.state.items() if self.key in s}
+        if tau and "betas" in group:
+            b1, b2 = group["betas"]
+            group["betas"] = (max(0.0, 1.0 - (1.0 - b1) / self.memory), b2)
+        elif tau:
+            group["momentum"] = max(0.0, 1.0 - (1.0 - group["momentum"]) / self.memory)
+            group["lr"] = group["lr"] / self.memory
+
+    def weights(self, own, before, tau):
+        for p in own.values() if self.optimizer else ():
+            (group,), state = self.optimizer.param_groups, self.optimizer.state[p]
+            if p not in self.old:
+                continue
+            change = state[self.key] - self.old[p]
+            if self.key == "exp_avg":
+                t, (b1, b2) = state["step"].item(), group["betas"]
+                v = state["exp_avg_sq"] / (1 - b2**t)
+                change = group["lr"] * (change / (1 - b1**t) / (v.sqrt() + group["eps"]))
+                p.data.sub_(change, alpha=self.strength)
+            else:
+                p.data.sub_(change, alpha=self.strength * group["lr"])
+
+
 class Prediction(Rule):
     def view(self, seen, own, optimizer, d):
         (group,) = optimizer.param_groups
@@ -234,6 +265,7 @@ RULES = {
     "rate": Rate,
     "damping": Damping,
     "momentum": Momentum,
+    "nesterov": Nesterov,
     "prediction": Prediction,
     "extrapolation": Extrapolated,
     "averaged": Averaged,
