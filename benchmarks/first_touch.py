@@ -469,6 +469,14 @@ def all_sets() -> dict[str, list[Run]]:
                 "adamw", tasks=SEVEN, stages=stages, k=k, corrections="nesterov", seeds=(0, 1)
             )
         ],
+        "nesterov-sgd": [
+            run
+            for n in (4, 8, 2)
+            for run in some(
+                "momentum", tasks=SEVEN[:5], stages=n, k=n, corrections="nesterov", seeds=(0, 1)
+            )
+        ],
+        "nesterov-adam": some("adam", tasks=SEVEN[:4], stages=4, k=4, corrections="nesterov"),
         # What else was tried in its place.
         "ideas": [
             run
@@ -476,10 +484,7 @@ def all_sets() -> dict[str, list[Run]]:
                 "nesterov2", "ef+extrapolation", "none", "nesterov-long", "prediction",
                 "nesterov+prediction", "momentum+nesterov-long",
             )
-            for run in some(
-                "adamw", tasks=SEVEN, stages=[4, 8], k=[4, 8], corrections=names, seeds=(0, 1)
-            )
-            if run.k == run.stages
+            for run in some("adamw", tasks=SEVEN, stages=4, k=4, corrections=names, seeds=(0, 1))
         ],
         "2bw": some("adamw", "muon", tasks=["newcomer"], stages=4, k=[4, 16], schedule="2bw"),
         "longer": some("adamw", tasks=["newcomer-800"], stages=4, k=16),

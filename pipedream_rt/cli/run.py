@@ -10,7 +10,6 @@ from datetime import timedelta
 
 import click
 
-from pipedream_rt.cli.compare_schedules import compare
 from pipedream_rt.cli.shared_options import GivenPath, Grouped, options_of_nodes
 from pipedream_rt.cluster.engines import EngineRequest, node_job
 from pipedream_rt.cluster.environment import (
@@ -205,6 +204,8 @@ def run(
         if nproc_per_node is not None:
             settings |= {NPROC: str(nproc_per_node), THREADS: str(threads)}
         if compare_schedules:
+            from pipedream_rt.cli.compare_schedules import compare  # reads records: imports torch
+
             signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
             sys.exit(compare(command, {**os.environ, **settings, PREPARE: "1"}, updates))
         # In this process, so that signals and exit codes are the script's own.
