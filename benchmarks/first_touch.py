@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 import click
@@ -340,6 +340,7 @@ class Run:
         updates: The number of updates.
         seed: Of the model and the data.
         seeds: Over which the losses of a set are averaged; empty for those of the program.
+        whole: Whether held-out losses are taken from the beginning on, for a picture.
     """
 
     task: str
@@ -352,6 +353,7 @@ class Run:
     updates: int = 0
     seed: int = 0
     seeds: tuple[int, ...] = ()
+    whole: bool = False
 
     @property
     def program(self) -> Program:
@@ -363,7 +365,7 @@ class Run:
         """A short digest of the run, and of the defaults that it leaves to the pipeline."""
         default = self.k is None or self.corrections == "default"
         one = replace(self, seeds=())
-        return grid.key_of(one, ("seeds",), advised_for(self.optimizer) if default else "")
+        return grid.key_of(one, ("seeds", "whole"), advised_for(self.optimizer) if default else "")
 
 
 @functools.cache
@@ -385,14 +387,15 @@ def done(run: Run) -> Line:
         names = "" if run.corrections == "none" else f"+{run.corrections}"
         given["corrections"] = method_named(f"sgd{names}", model)[1]
     clip = None if program.clip is None else Clip(norm=program.clip)
-    often = run.updates // EVALUATIONS if program.constant else run.updates
+    often = run.updates // EVALUATIONS if program.constant or run.whole else run.updates
     line = trained(
         run, task, program.batch, lambda step: program.factor(step, run.updates),
-        lambda number: number % often == 0 and number >= run.updates // 4,
+        lambda number: number % often == 0 and (run.whole or number >= run.updates // 4),
         model=model, stages=run.stages, optimizer=optimizer_named(run.optimizer, model, run.rate),
         training=Training(on_nan="ignore", clip=clip, verify=False), **given,
     )  # fmt: skip
     del line["seeds"]
+    line = {name: value for name, value in line.items() if name != "whole" or value}
     return {**line, "curve": [(number, round(loss, 4)) for number, loss in line["curve"]]}
 
 
@@ -644,6 +647,74 @@ def table(names: tuple[str, ...]) -> None:
                 *(f"{made['rate']:g}", f"{made['loss']:.3f}", f"{made['slowdown']:.2f}"),
             )
     Console(width=150).print(shown)
+
+
+# -- losses over time ---------------------------------------------------------------------------
+
+SHOWN = (
+    ("pipedream-rt", "async-1f1b"), ("pipedream-rt", "1f1b"),
+    ("torch.distributed.pipelining", "zero-bubble"), ("torch.distributed.pipelining", "1f1b"),
+)  # fmt: skip
+"""Whose rates a picture shows, as the benchmark ``peers`` has measured them."""
+
+
+def rates_measured(stages: int) -> dict[tuple[str, str], float]:
+    """Micro-batches per second on emulated stages of 30 ms, as many as there are stages."""
+    rates: dict[tuple[str, str], list[float]] = {}
+    for line in grid.lines_of(RESULTS / "peers.jsonl"):
+        shape = (line["model"], line["workers"], line["micro_batches"])
+        if shape == ("emulated", stages, stages) and "seconds" in line:
+            made = line["updates"] * line["micro_batches"] / line["seconds"]
+            rates.setdefault((line["who"], line["schedule"]), []).append(made)
+    return {who: median(each) for who, each in rates.items()}
+
+
+@main.command()
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="An SVG file.")
+@click.option("--task", default="bytes", show_default=True, type=click.Choice(list(PROGRAMS)))
+@click.option("--stages", default=8, show_default=True)
+@click.option("--jobs", default=2, show_default=True, help="Runs at a time, one core each.")
+def plot(output: Path, task: str, stages: int, jobs: int) -> None:
+    """Draw the held-out loss of AdamW over time, by schedules of this project and of torch.
+
+    The losses are those of serial runs: of plain training, which a schedule that flushes computes
+    too, and of async-1f1b with its corrections. The time is that of the updates until then at the
+    rates that `python -m benchmarks peers` has measured on emulated stages.
+    """
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "pipedream-rt"
+    from matplotlib import pyplot
+
+    results, updates = read(), PROGRAMS[task].updates
+    run = Run(
+        task=task, optimizer="adamw", stages=stages, k=stages, corrections="nesterov",
+        updates=updates, seeds=(0,), whole=True,
+    )  # fmt: skip
+    rate = best_rate(results, replace(run, whole=False))
+    if rate is None:
+        raise click.UsageError(f"first: python benchmarks/first_touch.py run nesterov ({task})")
+    runs = {
+        "async-1f1b": replace(run, rate=rate),
+        "": replace(of_plain(run, [rate], updates)[0], whole=True),
+    }
+    for line in grid.fill(results, lambda _: list(runs.values()), done, file_of, jobs):
+        print(line["stages"], line["curve"][-1], file=sys.stderr, flush=True)
+    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    measured = rates_measured(stages)
+    for who, schedule in SHOWN:
+        curve = results[runs[schedule if schedule in runs else ""].key]["curve"]
+        seconds = stages / measured[who, schedule]
+        points = [(number * seconds, loss) for number, loss in curve]
+        style = {"linewidth": 2.5} if schedule in runs else {"linestyle": "--"}
+        axes.plot(*zip(*points, strict=True), label=f"{who}, {schedule}", **style)
+        print(f"{who}, {schedule}: {points[-1][1]} after {points[-1][0]:.0f} s")
+    axes.set_xlabel(f"seconds, {stages} emulated stages of 30 ms for a micro-batch")
+    axes.set_ylabel("held-out loss, AdamW")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(output, metadata={"Date": None})
 
 
 # -- what cutting costs in time -----------------------------------------------------------------

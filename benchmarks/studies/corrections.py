@@ -29,6 +29,7 @@ from pipedream_rt.corrections import (
     DelayCompensation,
     ErrorFeedback,
     Extrapolation,
+    StalenessNesterov,
     StalenessRate,
     WeightPrediction,
 )
@@ -40,6 +41,7 @@ CORRECTIONS: tuple[Correction, ...] = (
     ErrorFeedback(),
     Extrapolation(),
     WeightPrediction(),
+    StalenessNesterov(),
     DelayCompensation(),
     DelayCompensation(adaptive=True),
 )

@@ -51,7 +51,7 @@ class StalenessNesterov(Correction):
 
     strength: float = 1.0
     memory: float = 0.5
-    passes = 0.0
+    passes = 36.0  # with AdamW
 
     def __post_init__(self) -> None:
         require_number("strength", self.strength, 0.0)

@@ -50,6 +50,13 @@ def choice_line(chosen: Mapping[str, object], why: str) -> str:
     return f"chosen: {named}: {why}".replace("'", '"')
 
 
+class _Named(tuple[Correction, ...]):
+    """Corrections, by their classes."""
+
+    def __repr__(self) -> str:
+        return "+".join(type(each).__name__ for each in self)
+
+
 def about_choice(
     plan: Plan, corrections: Sequence[Correction], left_out: DisabledFeatures, optimizer: type
 ) -> str:
@@ -64,7 +71,7 @@ def about_choice(
     if left_out.micro_batches:
         chosen["micro_batches"] = plan.per_update
     if left_out.corrections and corrections:
-        chosen["corrections"] = "auto"
+        chosen["corrections"] = _Named(corrections)
     if not chosen:
         return ""
     if plan.loss_in_script:

@@ -19,13 +19,30 @@ FEW, MANY, UNKNOWN = torch.optim.NAdam, torch.optim.AdamW, torch.optim.Adagrad
 
 @pytest.fixture(autouse=True)
 def measured(monkeypatch):
-    rows = {"NAdam": (1.02, 0.99), "AdamW": (1.3, 1.12)}
+    rows = {"NAdam": (1.08, 0.99), "AdamW": (1.3, 1.12), "Adam": (1.05, 1.04)}
     monkeypatch.setattr(samples, "SAMPLES", {"async-1f1b": rows, "2bw": {"AdamW": (1.4, 1.5)}})
 
 
 def chosen(optimizer, stages=4, modules=(), **options):
     made = with_schedule(Options(**options), optimizer, stages, modules)
     return made.schedule, made.micro_batches
+
+
+def test_one_that_bears_as_much_of_it_as_there_can_be_has_no_more_micro_batches_than_stages():
+    assert chosen(torch.optim.Adam) == ("async-1f1b", 4)
+    assert chosen(torch.optim.Adam, stages=2) == ("async-1f1b", 2)
+    assert chosen(torch.optim.Adam, micro_batches=16) == ("async-1f1b", 16)
+
+
+@pytest.mark.parametrize("optimizer", [FEW, MANY, UNKNOWN, torch.optim.Adam])
+def test_a_schedule_that_is_tried_has_the_micro_batches_that_it_would_be_chosen_with(optimizer):
+    """Whatever speaks for another one."""
+    few = 4 if optimizer is torch.optim.Adam else 16
+    for schedule, count in (("1f1b", 16), ("async-1f1b", few)):
+        given = {"schedule": schedule, "is_tried": True}
+        assert chosen(optimizer, **given) == (schedule, count)
+        assert chosen(optimizer, **given, micro_batches=2) == (schedule, 2)
+        assert chosen(optimizer, **given, corrections=[ErrorFeedback()]) == (schedule, count)
 
 
 def test_an_optimizer_that_bears_staleness_has_a_schedule_that_waits_for_nothing():

@@ -98,7 +98,7 @@ def test_what_was_chosen_is_said_in_a_line():
             said = about_choice(made, CORRECTED, left_out, torch.optim.AdamW)
             named = made.flushes and not left_out.schedule  # which says all by itself
             assert said.startswith("chosen: ") or (named and not said)
-            assert len(said) < 120
+            assert len(said) < 140
             assert "\n" not in said
     assert about_choice(plan(stages=1), CORRECTED, ALL, torch.optim.AdamW).startswith("one stage,")
     assert about_choice(plan(), CORRECTED, NOTHING, torch.optim.AdamW) == ""

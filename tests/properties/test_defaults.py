@@ -9,7 +9,7 @@ from support.models import mlp, regression
 from support.pinned import Flat as Pipeline
 
 from pipedream_rt import Clip, ConfigError, LossScale
-from pipedream_rt.corrections import ErrorFeedback, Extrapolation
+from pipedream_rt.corrections import StalenessNesterov
 
 
 def open_pipe(optimizer=(torch.optim.AdamW, {"lr": 0.01}), layers=6, **options):
@@ -46,7 +46,7 @@ def test_a_schedule_that_flushes_takes_whole_mini_batches():
 
 
 def test_the_defaults_are_what_one_would_write():
-    corrections = [ErrorFeedback(), Extrapolation()]
+    corrections = [StalenessNesterov()]
     assert same(trained(), trained(micro_batches=3, corrections=corrections))
     assert same(trained(corrections=()), trained(micro_batches=3, corrections=()))
 
@@ -82,7 +82,7 @@ def test_corrections_that_sharded_optimizers_do_not_bear_are_left_out():
 def test_the_defaults_bear_every_other_option(options):
     with open_pipe(**options) as pipe:
         assert max(map(pipe.plan.staleness, range(3))) == 1
-        assert "corrections: ErrorFeedback" in pipe.explain()
+        assert "corrections: StalenessNesterov" in pipe.explain()
         list(pipe.train_epoch(regression(4)))
 
 
@@ -92,7 +92,8 @@ def test_the_defaults_bear_every_other_option(options):
 def test_what_was_chosen_is_said_at_the_start(caplog):
     caplog.set_level(logging.INFO, "pipedream_rt.pipeline")
     with open_pipe():
-        assert 'chosen: micro_batches=3, corrections="auto": no worker waits' in caplog.text
+        chosen = "chosen: micro_batches=3, corrections=StalenessNesterov: no worker waits"
+        assert chosen in caplog.text
     assert len(caplog.records) == 1
     caplog.clear()
     caplog.set_level(logging.WARNING, "pipedream_rt.pipeline")
@@ -121,4 +122,4 @@ def test_what_it_costs_is_explained():
     assert "weights MiB" in text
     assert "corrections MiB" in text
     assert all(len(line) <= 80 for line in text.splitlines())
-    assert "the time of 23 passes over a stage's weights" in text
+    assert "the time of 36 passes over a stage's weights" in text
