@@ -6,9 +6,9 @@ from collections.abc import Container, Mapping
 
 SAMPLES: Mapping[str, Mapping[str, tuple[float, float]]] = {
     "async-1f1b": {
-        "Adam": (1.17, 1.12),  # on 8 stages as AdamW
-        "AdamW": (1.16, 1.12),
-        "SGD": (1.30, 1.14),
+        "Adam": (1.05, 1.05),
+        "AdamW": (1.05, 1.05),
+        "SGD": (1.05, 1.05),
         "Muon": (1.10, 1.00),
         "NAdam": (1.08, 1.06),
     },
