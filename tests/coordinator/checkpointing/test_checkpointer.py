@@ -320,7 +320,7 @@ def test_a_checkpoint_that_a_stage_could_not_write_says_why_and_leaves_nothing(
         list(pipe.train_epoch(DATA[:2]))
         with monkeypatch.context() as patch:
             patch.setattr(saving, "write_stage", full)
-            with pytest.raises(CheckpointError, match="^No space left on device$"):
+            with pytest.raises(CheckpointError, match="No space left on device"):
                 pipe.save(tmp_path)
         assert parts(tmp_path) == checkpoints(tmp_path) == []
         assert pipe.save(tmp_path) == tmp_path / "step-00000002"
