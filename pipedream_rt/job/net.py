@@ -131,7 +131,6 @@ class Net:
             of_data = holder is not None and holder.kind == "object" and hasattr(Tensor, str(key))
             if not of_data and _is_read(self._between, place):
                 refuse(self._between.name(place), _RECORDED)
-        self._between.settle()
 
     def _judge(self, parcel: Parcel, place: int, before: Any, now: Any) -> None:
         """Refuse a change that no stage sees; leave out those that travel, or that nobody reads."""

@@ -100,6 +100,17 @@ def test_a_distributed_optimizer_over_the_parameter_references():
         assert_same(found, pipe.state_dict())
 
 
+def test_a_parameter_in_an_option_is_refused_as_the_stages_would_get_copies():
+    model = mlp()
+    with small(model, optimizer=None, schedule="1f1b") as pipe:
+        group = {"params": pipe.parameter_rrefs(), "centre": model[0].weight}
+        optimizer = DistributedOptimizer(torch.optim.SGD, [group], lr=0.1)
+        with pytest.raises(ConfigError, match=r"the parameter 0\.weight in an option"):
+            pipe.optimizer = optimizer
+        with pytest.raises(ConfigError, match="made without an optimizer"):
+            assert pipe.optimizer
+
+
 def test_what_cannot_be_loaded_ends_nothing():
     with small() as pipe:
         with pytest.raises(ConfigError):

@@ -7,6 +7,7 @@ from support.inside import kill
 from support.oracle import assert_same
 
 from pipedream_rt import Checkpoints
+from pipedream_rt.coordinator.text_generation import _GenerateCall
 from pipedream_rt.errors import ConfigError, StageFailed
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
@@ -81,6 +82,14 @@ def test_a_kept_version_generates_while_training_goes_on_and_a_worker_dies(tmp_p
     assert torch.equal(again[1], tokens)
     assert again[2][0] == average[0]
     assert_same(again[2][1], average[1])
+
+
+def test_a_text_has_the_tokens_of_the_model_and_no_others():
+    call = _GenerateCall(None, 0, iter(()), transformers.LlamaConfig(**SMALL))
+    call._refuse_inputs({"input_ids": torch.tensor([[0, 63]])})
+    for wrong in (-1, 64):
+        with pytest.raises(ConfigError, match=f"has the tokens 0 to 63, and is given {wrong}$"):
+            call._refuse_inputs({"input_ids": torch.tensor([[0, wrong]])})
 
 
 class LooksAtLength(transformers.LlamaForCausalLM):

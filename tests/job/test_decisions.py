@@ -78,6 +78,26 @@ def test_of_one_micro_batch_a_loss_is_of_its_parts():
     assert decided(training=whole, schedule="gpipe", micro_batches=2).of_loss is OfLoss.WHOLE
 
 
+class OwnLoss(nn.Module):
+    """Computes its loss itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return {"loss": self.second(self.first(x)).square().mean()}
+
+
+def test_a_loss_that_the_model_computes_itself_is_of_no_whole_but_that_of_one_micro_batch():
+    given = {"loss_fn": None, "example": torch.ones(4, 4), "schedule": "gpipe"}
+    given["training"] = Training(loss="whole")
+    assert decided(OwnLoss(), micro_batches=1, **given).of_loss is OfLoss.PARTS
+    for count in (None, 2):
+        with pytest.raises(ConfigError, match="this model computes its loss itself: give micro_b"):
+            decided(OwnLoss(), micro_batches=count, **given)
+
+
 def test_stages_that_compute_again_are_numbered():
     assert decided(training=Training(recompute=[1])).recompute == {1}
     assert decided(training=Training(recompute=True)).recompute == {0, 1}

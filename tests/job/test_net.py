@@ -122,6 +122,14 @@ def test_what_travels_is_left_to_the_look():
     made.cast()
 
 
+def test_what_an_object_holds_is_read_where_code_names_what_leads_to_it():
+    OWN.CONF.note = Config()
+    made, _, parcel = net()
+    holders = {id(holder.value): holder for holder in parcel.found.values()}
+    assert made.reads(holders[id(OWN.CONF)])
+    assert not made.reads(holders[id(OWN.CONF.note)])
+
+
 def test_nothing_of_what_is_fixed_may_change():
     config = Config()
     made, *_ = net(fixed=[("Correction", config)])

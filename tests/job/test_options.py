@@ -51,6 +51,7 @@ def no_launcher(monkeypatch):
         (lambda: Recovery(start=timedelta(-1)), "start", "timedelta(days=-1)"),
         (lambda: Layout(credits=0), "credits", "0"),
         (lambda: checkpoint_option(3), "checkpoint", "3"),
+        (lambda: Options(checkpoint=3), "checkpoint", "3"),
         (lambda: Observe(trace=3), "trace", "3"),
         (lambda: Recovery(max_restarts=-1), "max_restarts", "-1"),
         (lambda: Recovery(max_restarts=True), "max_restarts", "True"),

@@ -177,6 +177,16 @@ def test_a_copy_of_layers_that_workers_build_leaves_the_generator_of_the_script(
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_a_loss_has_weights_of_its_own_only_as_a_module():
+    model, loss = sequential(), nn.Linear(1, 1)
+    state = {"(loss).weight": torch.eye(1), "(loss).bias": torch.zeros(1), "head.x": torch.ones(1)}
+    made = UnsplitModel(model, loss).loss_with(state)
+    assert made is not loss
+    assert made(torch.tensor([3.0])).item() == 3.0
+    with pytest.raises(ConfigError, match=r"loss function is no nn\.Module, so it has no weigh"):
+        UnsplitModel(model, print).loss_with(state)
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method")  # torch.compile imports it
 @pytest.mark.parametrize(
     ("wrap", "words"),

@@ -4,6 +4,7 @@ import array
 import functools
 import os
 import random
+import sys
 import threading
 import types
 from contextvars import ContextVar, copy_context
@@ -65,6 +66,12 @@ def by_module():
     return MODULE.BETA + MODULE.other.BETA
 
 
+def by_import():
+    import own_module
+
+    return own_module.BETA
+
+
 def by_environment():
     return os.environ["PARCEL_BETA"]
 
@@ -76,6 +83,16 @@ def cached():
 
 def by_cached():
     return cached()
+
+
+class Held:
+    """Reads a module that it holds, which no code names."""
+
+    def __init__(self):
+        self.module = MODULE
+
+    def __call__(self, output, target):
+        return output * self.module.BETA
 
 
 class Loss:
@@ -113,6 +130,8 @@ def increase_entry(_):
         (Loss(), lambda p: p.setattr(Loss, "scale", 2.0), "'scale' of the class Loss"),
         (by_module, lambda p: p.setattr(MODULE, "BETA", 2.0), "'BETA' of the module own_module"),
         (by_module, lambda p: p.setattr(OTHER, "BETA", 2.0), "'BETA' of the module own_other"),
+        (by_import, lambda p: p.setattr(MODULE, "BETA", 2.0), "'BETA' of the module own_module"),
+        (Held(), lambda p: p.setattr(MODULE, "BETA", 2.0), "'BETA' of the module own_module"),
         (by_variable, lambda p: p.setattr(HERE, "beta", 2.0), "'beta' of 'HERE' of the globals"),
         (by_entry, increase_entry, "0 of 'a' of 'BANK' of the globals"),
         (by_variable, lambda p: VARIABLE.set(2.0), "'VARIABLE' of the globals"),
@@ -121,6 +140,7 @@ def increase_entry(_):
     ],
 )
 def test_what_code_names_has_a_place(root, change, expected, monkeypatch):
+    monkeypatch.setitem(sys.modules, "own_module", MODULE)
     (found,) = copy_context().run(changed, root, lambda _: change(monkeypatch))
     assert found.startswith(expected)
 

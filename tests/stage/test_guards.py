@@ -93,7 +93,8 @@ def test_weights_are_compared_in_the_micro_batches_0_1_2_4_8(micro_batch):
 
     refused = pytest.raises(ConfigError, match=r"changed the parameter '0.weight'")
     is_compared = micro_batch in (0, 1, 2, 4, 8)
-    with refused if is_compared else nullcontext(), stage.guards.watching(micro_batch):
+    given = [value(torch.ones(1, 2))]
+    with refused if is_compared else nullcontext(), stage._around_forward(micro_batch, given):
         stage.module[0].weight.data.clamp_(-0.1, 0.1)
 
 

@@ -85,12 +85,12 @@ class Host:
         return failed
 
 
-def start(layer=None, stage=0, plan=ONE, settings=None, trace_spans=0, **changes):
+def start(layer=None, stage=0, plan=ONE, settings=None, trace_spans=0, recompute=False, **changes):
     """What a stage is made of, as the coordinator sends it."""
     spec = a_spec(
         {str(stage): layer or nn.Linear(2, 2)}, plan, stage,
         loss_fn=F.mse_loss if stage in plan.exits else None,
-        trace_spans=trace_spans, settings=settings or settings_now(),
+        trace_spans=trace_spans, settings=settings or settings_now(), recompute=recompute,
     )  # fmt: skip
     tensor = torch.frombuffer(bytearray(cloudpickle.dumps(spec)), dtype=torch.uint8)
     optimizer = pickled(torch.optim.SGD, {"lr": 0.5}, dict(spec.layers.named_parameters()))
@@ -162,6 +162,19 @@ def test_without_an_optimizer_and_a_mode_a_stage_is_as_it_is():
     host = Host().put(start(nn.Linear(2, 2).eval(), optimizer=b""), *micro_batch())
     failed = host.failure()
     assert (failed.type_name, failed.action) == ("ConfigError", "S0")
+
+
+@pytest.mark.parametrize("own_process", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_memory_goes_back_at_once_where_a_stage_that_computes_again_has_a_process_of_its_own(
+    monkeypatch, recompute, own_process
+):
+    """It holds for a whole process, which a stage beside the script has not for itself."""
+    calls = []
+    name = "pipedream_rt.stage.host.give_memory_back_at_once"
+    monkeypatch.setattr(name, lambda: calls.append(1))
+    Host(own_process=own_process).put(start(recompute=recompute)).serve()
+    assert len(calls) == (recompute and own_process)
 
 
 def saved_in(folder):

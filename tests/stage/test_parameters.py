@@ -111,6 +111,21 @@ def test_buffers_are_recycled():
     assert len(addresses) == 3
 
 
+def test_the_views_of_a_version_go_with_it():
+    """Else a later version in its buffers would have them, as if they were its own."""
+    module = nn.Linear(2, 2)
+    parameters = VersionedParameters(module, 0)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for version in range(5):
+        parameters.begin(version, version, version)
+        parameters._gradients = [torch.ones_like(p) for p in module.parameters()]
+        make(parameters, version + 1, optimizer.step)
+        assert parameters.end(version) == version
+        assert (version + 1, 1) not in parameters.views()
+        parameters.add_view(1)
+    assert parameters.allocated == 4
+
+
 def test_recycling_a_buffer_that_is_still_needed_is_an_error_not_a_wrong_gradient():
     """The net below the ledger: autograd sees the copy into the buffer."""
     module = nn.Linear(2, 2)

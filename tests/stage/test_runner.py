@@ -8,6 +8,7 @@ from support.models import Raises
 from support.stages import specs_of, value
 from torch import nn
 
+from pipedream_rt.devices.device import Host
 from pipedream_rt.stage.runner import Runner
 
 
@@ -91,6 +92,28 @@ def test_a_recomputed_stage_has_the_same_gradients_and_buffers(recompute):
         assert torch.equal(one.grad, other.grad)
     for one, other in zip(module.buffers(), expected._module.buffers(), strict=True):
         assert torch.equal(one, other)
+
+
+class Near(Host):
+    """The host, beside an accelerator or not, that says what it was asked to bring back."""
+
+    def __init__(self, has_others):
+        self.has_others, self.brought = has_others, []
+
+    def brings_back(self):
+        return self.has_others
+
+    def brought_back(self, value):
+        self.brought.append(value)
+        return value + 1
+
+
+@pytest.mark.parametrize("has_others", [False, True])
+def test_outputs_are_brought_back_where_they_may_be_on_another_device(has_others):
+    model, device = nn.Sequential(nn.Linear(4, 4)), Near(has_others)
+    (found,) = ran(Runner(specs_of(model)[0], device), [X])
+    assert len(device.brought) == has_others
+    assert torch.equal(found, model(X) + has_others)
 
 
 def test_where_it_stands_is_known_while_a_step_is_done_and_after_it_failed():

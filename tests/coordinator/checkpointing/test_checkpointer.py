@@ -26,6 +26,7 @@ from pipedream_rt.checkpoint import Manifest, checkpoints, manifest, read_manife
 from pipedream_rt.cli import main
 from pipedream_rt.coordinator.checkpointing.checkpointer import result_of
 from pipedream_rt.coordinator.results import StepResult
+from pipedream_rt.stage import saving
 
 DATA = regression(20)
 
@@ -307,6 +308,22 @@ def test_a_checkpoint_that_is_left_leaves_nothing(tmp_path):
         assert checkpointer.finish() is None
         assert parts(tmp_path) == checkpoints(tmp_path) == []
         assert pipe.save(tmp_path) == tmp_path / "step-00000000"
+
+
+def test_a_checkpoint_that_a_stage_could_not_write_says_why_and_leaves_nothing(
+    tmp_path, monkeypatch
+):
+    def full(*_):
+        raise OSError("No space left on device")
+
+    with open_pipe() as pipe:
+        list(pipe.train_epoch(DATA[:2]))
+        with monkeypatch.context() as patch:
+            patch.setattr(saving, "write_stage", full)
+            with pytest.raises(CheckpointError, match="No space left on device"):
+                pipe.save(tmp_path)
+        assert parts(tmp_path) == checkpoints(tmp_path) == []
+        assert pipe.save(tmp_path) == tmp_path / "step-00000002"
 
 
 def test_results_come_back_from_a_manifest():

@@ -125,8 +125,8 @@ def test_the_first_items_of_all_kinds_are_compared():
     values = [
         torch.zeros(2), torch.ones(2), torch.zeros(2, dtype=torch.int64), torch.zeros(1, 2),
         torch.tensor([1 + 2j]).conj(), torch.eye(2).to_sparse(), [1, 2], (1, 2), [12], {"a": 1},
-        {"b": 1}, None, "None", b"a", "a", object(), torch.zeros(2).numpy(), torch.eye(3)[1:].T,
-        torch.tensor(3.0), [], [[]],
+        {"b": 1}, {"a": 2}, None, "None", b"a", "a", object(), torch.zeros(2).numpy(),
+        torch.eye(3)[1:].T, torch.tensor(3.0), [], [[]],
     ]  # fmt: skip
     assert len({_fingerprint(value) for value in values}) == len(values)
     assert _fingerprint([torch.ones(2), {"a": "b"}]) == _fingerprint([torch.ones(2), {"a": "b"}])

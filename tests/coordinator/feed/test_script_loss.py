@@ -837,6 +837,13 @@ def test_a_trace_shows_when_the_script_gave_its_gradients(tmp_path, schedule, k,
         assert spans["index"][spans["kind"] == kind].tolist() == [*range(4 * k)]
 
 
+def test_an_update_that_is_open_at_the_end_is_dropped_so_that_the_trace_is_written(tmp_path):
+    path = tmp_path / "trace.json"
+    with small(micro_batches=2, trace=path) as pipe:
+        pipe.forward(regression(1)[0][0]).sum().backward()
+    assert Trace.load(path).spans["kind"].tolist().count(INJECTED) == 2
+
+
 @pytest.mark.parametrize(("schedule", "k"), [("gpipe", 4), ("zero-bubble", 1), ("async-1f1b", 1)])
 def test_a_loss_in_the_script_is_simulated(schedule, k):
     plan = plan_for(schedule, num_stages=3, per_update=k)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from contextlib import suppress
+from datetime import timedelta
 
 import pytest
 import torch
@@ -16,8 +17,11 @@ from support.inside import kill
 from support.models import regression
 from support.oracle import assert_same
 from support.small import losses, small
+from torch.nn import functional as F
 
 from pipedream_rt import Checkpoints, ConfigError, NonFiniteLoss, Observe, Recovery, Training
+from pipedream_rt.coordinator.views.event_publisher import settings_of
+from pipedream_rt.job.options import Options
 from pipedream_rt.observers import Begun, Ended, Evaluated, Recovered, Saved, Stepped, Warned
 from pipedream_rt.observers.folder import read_run
 
@@ -61,6 +65,14 @@ def test_an_observer_is_told_of_everything():
     assert ended.step == 12
     assert ended.reason == ""
     assert ended.trace is None
+
+
+def test_settings_are_in_words_and_what_was_left_out_or_is_none_is_not_there():
+    kept = Checkpoints("run", every=None, keep=2, accept=["seed"], grace=timedelta(seconds=3))
+    options = Options(loss_fn=F.mse_loss, checkpoint=kept, training=Training(ema=0.5))
+    words = "Checkpoints(folder='run', keep=2, accept=['seed'], attempts=3, grace=3 s)"
+    expected = {"loss_fn": "mse_loss", "checkpoint": words, "training.ema": "0.5"}
+    assert settings_of(options) == expected
 
 
 def test_rates_are_those_of_the_injection():

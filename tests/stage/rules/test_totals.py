@@ -116,10 +116,13 @@ def test_no_gradient_has_the_norm_0():
 
 
 def test_those_that_no_update_needs_are_forgotten_and_the_rest_is_kept():
-    made = totals()
+    made, told = totals(), []
+    made.tell(lambda *each: told.append(each))
     for number in range(20):
         made.receive(EdgeKind.TOTAL, 0, (number, float(number)))
-    made.receive(EdgeKind.TOTAL, 0, (3, 99.0))  # known long ago
+    for number in (3, 19):  # known, long ago or just now
+        made.receive(EdgeKind.TOTAL, 0, (number, 99.0))
+    assert told == [(number, float(number)) for number in range(20)]
     assert made.of(3) is None
     assert made.of(19) == 19.0
     again = totals()
