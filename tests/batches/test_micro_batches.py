@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipedream_rt import Clip, ConfigError
-from pipedream_rt.batches.forwards import SequenceForwards
+from pipedream_rt.batches.forwards import Cache, SequenceForwards
 from pipedream_rt.batches.items import Accumulated, Batch, batch_of
 from pipedream_rt.batches.micro_batches import EMPTY, Cutter, LossChecks
 from pipedream_rt.batches.weighing import Weighing
@@ -160,10 +160,12 @@ def test_a_weight_of_the_user_takes_the_place_of_the_samples():
 
 
 @pytest.mark.parametrize(
-    ("needs", "sizes"), [(False, [2, 2, 1, 0]), (True, [3, 2, 0, 0])], ids=["alone", "pairs"]
+    ("needs", "samples", "sizes"),
+    [(False, 5, [2, 2, 1, 0]), (True, 5, [3, 2, 0, 0]), (True, 3, [3, 0])],
+    ids=["alone", "pairs", "only the first is no single one"],
 )
-def test_no_sample_stands_alone_where_the_model_needs_pairs(needs, sizes):
-    cut = cutter(4, pairs=lambda batch: needs).cut(pair(5), True)
+def test_no_sample_stands_alone_where_the_model_needs_pairs(needs, samples, sizes):
+    cut = cutter(len(sizes), pairs=lambda batch: needs).cut(pair(samples), True)
     assert [part.samples for part in cut.parts] == sizes
 
 
@@ -181,6 +183,21 @@ def test_one_micro_batch_needs_no_samples_and_inference_no_target():
     (part,) = cutter(1).cut(Batch((3,), {}, None), True).parts
     assert (part.samples, part.share) == (1, 1.0)
     assert cutter(1).part(pair(2), Mode.INFER, None).target.tensors == ()
+
+
+class Generates(SequenceForwards):
+    """Forwards whose programs are what they were asked for."""
+
+    def cached(self, inputs, cache, length):
+        return inputs, cache, length
+
+
+def test_a_forward_of_a_generation_is_fed_a_copy_and_follows_the_program_for_its_cache():
+    batch, cache = pair(2), Cache("past_key_values", None)
+    part = Cutter(Generates(), Weighing(None, None), 1).cached(batch, cache, 3)
+    batch.args[0].zero_()
+    assert inputs_of(part).tolist() == [[0.0, 1.0], [2.0, 3.0]]
+    assert part.program == (part.inputs, cache, 3)
 
 
 def test_the_first_micro_batches_are_compared_as_one_and_alone():

@@ -8,6 +8,7 @@ from torch import nn
 
 from pipedream_rt import ConfigError
 from pipedream_rt.batches import recorded_forwards
+from pipedream_rt.batches.forwards import Cache
 from pipedream_rt.batches.items import Batch
 from pipedream_rt.batches.recorded_forwards import RecordedForwards
 from pipedream_rt.messages.head import Mode
@@ -213,6 +214,33 @@ def test_a_model_that_computes_its_loss_says_over_how_many_labels():
     with pytest.raises(ConfigError, match="what it returns has none: give it the inputs"):
         follow(forwards, X)
     assert follow(forwards, X, mode=Mode.INFER) == 1
+
+
+def test_a_cache_grows_by_each_forward_and_forwards_are_recorded_at_powers_of_two(monkeypatch):
+    """A model of transformers whose program serves other lengths too, once it came twice."""
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+    sizes = {"vocab_size": 9, "n_positions": 32, "n_embd": 4, "n_layer": 2, "n_head": 1}
+    config = transformers.GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)
+    model, cache = transformers.GPT2LMHeadModel(config).eval(), transformers.DynamicCache()
+    forwards = RecordedForwards(model, find_layers(model))
+    example = Batch((), {"input_ids": torch.zeros(1, 5, dtype=torch.int64)}, None)
+    forwards.begin(example, {Mode.INFER: forwards.record(example, Mode.INFER)}, ["transformer.h.1"])
+    record, recorded = forwards.record, []
+
+    def noted(*args, **options):
+        recorded.append(cache.get_seq_length())
+        return record(*args, **options)
+
+    monkeypatch.setattr(forwards, "record", noted)
+    place = 0
+    for length in (5, *[1] * 13):
+        positions = torch.arange(place, place + length)[None]
+        named = {"input_ids": positions % 9, "position_ids": positions, "use_cache": True}
+        inputs = flat_copy(forwards.inputs(Batch((), named, None)))
+        forwards.cached(inputs, Cache("past_key_values", cache), length)
+        place += length
+        assert cache.get_seq_length() == place
+    assert recorded == [0, 5, 6, 8, 16]
 
 
 @pytest.mark.parametrize(

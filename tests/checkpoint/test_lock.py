@@ -49,6 +49,20 @@ def test_a_second_run_is_told_who_has_the_folder(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_lock_whose_descriptor_is_zero_is_released_too(tmp_path):
+    """As where a program is begun without an input."""
+    standard_input = os.dup(0)
+    os.close(0)
+    try:
+        lock = RunLock(tmp_path)
+        assert os.path.samestat(os.fstat(0), os.stat(tmp_path))
+        lock.release()
+        RunLock(tmp_path).release()
+    finally:
+        os.dup2(standard_input, 0)
+        os.close(standard_input)
+
+
 def test_who_waits_for_another_lock_does_not_hide_the_owner(tmp_path, monkeypatch):
     def with_a_waiter(*arguments):
         return b"1: -> FLOCK  ADVISORY  WRITE 7 00:01:2 0 EOF\n" + read_file(*arguments)

@@ -62,6 +62,24 @@ def test_what_a_manifest_cannot_hold_is_refused_by_name_or_when_it_is_sealed():
         seal(manifest(slack=[-1]))
 
 
+@pytest.mark.parametrize("group", [{"lr": 0.1, "params": [1]}, {None: 1}, [1]], ids=repr)
+def test_hyper_parameters_go_by_name_and_without_parameters(group):
+    with pytest.raises(CheckpointError, match=r"was not written, .* unreadable: its 'groups' is"):
+        seal(manifest(groups=[group]))
+
+
+def test_the_state_of_an_accelerator_may_have_so_many_bytes_and_no_more(tmp_path):
+    def sized(size):
+        now = _saveable(generators()) | {"devices": [torch.zeros(size, dtype=torch.uint8)]}
+        place = {"epoch": 1, "drawn": None, "now": now, "loader": None, "warm": False}
+        return seal(manifest(place=place))
+
+    found = read_manifest(written(tmp_path, sized(1 << 16))).place["now"]["devices"]
+    assert [state.numel() for state in found] == [1 << 16]
+    with pytest.raises(CheckpointError, match="its 'place' is"):
+        sized((1 << 16) + 1)
+
+
 @pytest.mark.parametrize(
     ("value", "plain"),
     [

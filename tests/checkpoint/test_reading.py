@@ -15,9 +15,12 @@ from pipedream_rt.checkpoint import (
     read_stage,
     verify,
     weights_of,
+    write_stage,
 )
-from pipedream_rt.messages.snapshot import Wanted
-from pipedream_rt.messages.state_keys import key_of
+from pipedream_rt.checkpoint.layout import file_name
+from pipedream_rt.checkpoint.writing import write_tensors
+from pipedream_rt.messages.snapshot import Snapshot, Wanted
+from pipedream_rt.messages.state_keys import StateKey, key_of
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -27,15 +30,32 @@ def test_what_is_written_is_read(tmp_path):
     assert (manifest.step, manifest.groups) == (7, [{"lr": 0.1}])
     assert manifest.extra == {"epoch": 3, "names": ["a"]}
     names = ["1.weight", "1.bias"]
-    wanted = Wanted(weights=[*names, "1.n"], parameters=names, versions=names, buffers=[])
+    wanted = Wanted(weights=names, parameters=names, versions=names, buffers=["1.n"])
     found = read_stage(folder, manifest.files, manifest.plain, wanted)
     expected = state(1, 7)
+    assert (set(found.weights), set(found.buffers)) == ({*names}, {"1.n"})
     for key, tensor in expected.weights.items():
-        assert torch.equal(found.weights[key], tensor)
+        assert torch.equal((found.weights | found.buffers)[key], tensor)
     assert found.steps[key_of("optimizer/1.weight/on")] is True
     assert found.steps[key_of("optimizer/1.weight/none")] is None
     assert torch.equal(found.steps[key_of("optimizer/1.weight/m")], SHARED * 2)
     assert found.versions.keys() == {6}
+
+
+def test_what_a_rule_keeps_of_a_parameter_is_read_whatever_its_path(tmp_path):
+    kept = {StateKey("ema", "0.weight", path): torch.ones(1) for path in [(), ("a", 3)]}
+    others = {StateKey("ema", "1.weight"): torch.ones(1)}
+    files, plain, _ = write_stage(tmp_path, 0, 1, Snapshot(steps=kept | others))
+    found = read_stage(tmp_path, files, plain, Wanted([], ["0.weight"], [], []))
+    assert found.steps.keys() == kept.keys()
+
+
+@pytest.mark.parametrize("key", ["w", "6/x/w", "six/w", "#-1/w"])
+def test_an_older_version_under_an_odd_key_is_refused(tmp_path, key):
+    path = tmp_path / file_name("versions", 0, 1)
+    write_tensors(path, {"#6/w": torch.ones(1), key: torch.ones(1)})
+    with pytest.raises(CheckpointError, match="a file of versions has the key"):
+        read_stage(tmp_path, [path.name], {}, Wanted([], [], ["w"], []))
 
 
 @pytest.mark.parametrize("how", ["cut", "flipped", "emptied", "removed"])
@@ -95,6 +115,18 @@ def test_there_is_none(tmp_path):
     for path in (tmp_path, tmp_path / "none", tmp_path / "step-00000001"):
         with pytest.raises(CheckpointError, match=r"no whole checkpoint|cannot be used"):
             newest_good(path)
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_what_only_has_the_name_of_a_checkpoint_is_not_taken(tmp_path, link):
+    """A folder of another step that was given the name, or one that lies elsewhere."""
+    write(tmp_path, step=6)
+    other = write(tmp_path / "elsewhere", step=7)
+    if link:
+        (tmp_path / "step-00000007").symlink_to(other)
+    else:
+        other.rename(tmp_path / "step-00000008")
+    assert newest_good(tmp_path)[1].step == 6
 
 
 def test_the_one_before_is_of_the_same_run_or_is_not_taken(tmp_path):

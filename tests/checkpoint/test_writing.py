@@ -14,6 +14,7 @@ from pipedream_rt import CheckpointError
 from pipedream_rt.checkpoint import (
     Manifest,
     RunLock,
+    UnfinishedCheckpoint,
     checkpoints,
     newest_good,
     prune,
@@ -55,6 +56,21 @@ def test_what_was_not_finished_is_not_there(tmp_path):
     assert os.listdir(tmp_path) == ["step-00000006"]
 
 
+def test_what_has_the_name_of_a_checkpoint_is_on_the_disk(tmp_path, monkeypatch):
+    """All its files before it gets the name, and then the name itself."""
+    synced = []
+
+    def noted(path):
+        synced.append((path.stat().st_ino, checkpoints(tmp_path)))
+
+    monkeypatch.setattr(writing, "sync", noted)
+    folder = write(tmp_path)
+    *before, last = synced
+    parts = (folder, *folder.iterdir())
+    assert {number for number, named in before if not named} == {p.stat().st_ino for p in parts}
+    assert last == (tmp_path.stat().st_ino, [folder])
+
+
 def test_the_same_step_is_replaced(tmp_path):
     write(tmp_path, extra=1)
     assert verify(write(tmp_path, extra=2)).extra == 2
@@ -92,8 +108,8 @@ def test_what_cannot_be_saved_is_named(tmp_path):
 
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(CheckpointError, match="cannot be written"):
-        write(tmp_path / "file")
+    with pytest.raises(CheckpointError, match="step-00000007 cannot be written"):
+        UnfinishedCheckpoint(tmp_path / "file", 7)
     with pytest.raises(CheckpointError, match="cannot be written"):
         write_stage(tmp_path / "none", 0, 1, state(0, 1))
 

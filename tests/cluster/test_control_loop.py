@@ -6,13 +6,16 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 from support.callers import in_loop, until_main_thread_waits
 from support.deadlines import LATEST_S
 
 from pipedream_rt.cluster import control_loop
+from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineClosed
+from pipedream_rt.lifecycle import Life
 
 pytestmark = pytest.mark.threads
 
@@ -74,6 +77,26 @@ def test_what_is_given_to_the_loop_runs_in_its_one_thread_in_order(loop):
     assert threading.current_thread().name != "control"
 
 
+def test_who_waits_until_something_holds_looks_again_at_each_change_and_at_nothing_else(loop):
+    looks = []
+
+    async def waits():
+        changed, deadline = asyncio.Event(), Deadline(timedelta(seconds=LATEST_S))
+        changed.set()  # before it waits
+        waiting = asyncio.ensure_future(
+            control_loop.until(changed, lambda: looks.append(None) or len(looks) > 2, deadline)
+        )
+        for expected in (1, 2):
+            for _ in range(20):  # turns of the loop
+                await asyncio.sleep(0)
+            assert len(looks) == expected
+            changed.set()
+        await waiting
+
+    loop.run(waits())
+    assert len(looks) == 3
+
+
 def test_an_error_comes_back_and_the_loop_runs_on(loop):
     """So does that of who waits for the loop in the loop."""
     with pytest.raises(ZeroDivisionError, match="its own words"):
@@ -92,6 +115,7 @@ def test_nothing_runs_after_the_end_which_several_threads_may_ask_for(loop, thre
         loop.run(answer())
     assert not loop._thread.is_alive()
     assert loop._loop.is_closed()
+    assert loop._life.state is Life.CLOSED
 
 
 def test_the_loop_can_be_closed_from_within(loop):

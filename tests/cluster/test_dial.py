@@ -136,6 +136,14 @@ def test_what_is_no_admission_within_a_machine_which_brings_the_secret(ends, sai
     assert getattr(raised.value, "code", 7) == 7
 
 
+def test_what_is_no_admission_is_none_either_where_the_secret_is_known(ends):
+    coordinator, control = ends
+    coordinator.send({"type": "shut"})
+    words = "failed: expected 'admitted' from the coordinator, got 'shut'; is it pipedream-rt of"
+    with pytest.raises(NotAdmitted, match=words):
+        dial.ask_to_join(control, "w", SECRET)
+
+
 @pytest.mark.parametrize("known", [None, SECRET], ids=["unknown", "known"])
 def test_a_hello_has_the_public_name_of_the_job_and_not_the_secret(ends, known):
     """The admission within a machine brings it to whoever has none."""

@@ -94,6 +94,23 @@ def test_one_that_always_ends_is_told_of_in_words(forks, monkeypatch):
         forked(forks)
 
 
+def test_a_request_that_is_too_long_is_not_sent(forks, monkeypatch):
+    kept = []
+
+    def started():
+        forks._connection, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        kept.append(other)
+        return forks._connection
+
+    monkeypatch.setattr(forks, "_start", started)
+    monkeypatch.setattr(socket, "send_fds", lambda *_: pytest.fail("it was sent"))
+    monkeypatch.setenv("LARGE", "x" * (1 << 16))
+    with pytest.raises(PeerLost, match="changed environment variables, and 65536 fit; unset large"):
+        forked(forks)
+    for each in kept:
+        each.close()
+
+
 def test_a_close_while_it_starts_leaves_no_process(forks, monkeypatch):
     made, closing_begins, begin = [], threading.Event(), forks._life.begin_closing
 

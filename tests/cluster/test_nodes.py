@@ -1,5 +1,6 @@
 """Jobs of several nodes, whose processes are started, killed and started again as engines do."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -169,6 +170,32 @@ def test_a_first_node_that_never_comes(node, host, words, caplog, capfd):
     second = timedelta(seconds=1)
     assert library.run_other(node(1, address), 1, 1, [], second, second) == 3
     assert f"{words}{address}" in caplog.text + capfd.readouterr().err
+
+
+def test_a_node_that_was_told_to_end_waits_while_the_first_one_listens(node, monkeypatch):
+    ending = []
+
+    class Workers:
+        def __init__(self, *arguments):
+            pass
+
+        ended = contextlib.nullcontext
+
+        def serve(self, is_ending):
+            ending.append(is_ending())
+            signal.raise_signal(signal.SIGTERM)
+            ending.append(is_ending())
+            first.close()
+            ending.append(is_ending())
+            return 7
+
+    monkeypatch.setattr(library, "NodeWorkers", Workers)
+    first = socket.create_server(("127.0.0.1", 0))
+    with first:
+        other = node(1, f"127.0.0.1:{first.getsockname()[1]}")
+        long = timedelta(seconds=LATEST_S)
+        assert library.run_other(other, 1, 1, [], long, long) == 7
+    assert ending == [False, False, True]
 
 
 def test_two_jobs_at_one_address(node, monkeypatch):

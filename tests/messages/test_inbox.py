@@ -112,6 +112,15 @@ def test_what_has_arrived_can_still_be_taken_after_close(inbox):
         inbox.take(Wanted(key(1), soon()))
 
 
+def test_what_waited_before_the_inbox_opens_again_gives_way_to_what_is_sent_again(inbox):
+    assert inbox.put(gradient(0))
+    inbox.close(PipelineClosed("why"))
+    inbox.reopen(1)
+    assert not inbox.holds(key(0))
+    assert inbox.put(gradient(0, generation=1))
+    assert inbox.take(Wanted(key(0), soon())).generation == 1
+
+
 def test_a_second_taker_is_refused(inbox):
     inbox._taker = 1  # as while another thread is inside take
     with pytest.raises(RuntimeError, match="waited on by two threads"):

@@ -47,6 +47,12 @@ def test_what_is_no_key_is_refused(text):
         key_of(text)
 
 
+@pytest.mark.parametrize("part", [None, True, 1.0, b"w", 2**63, -(2**63) - 1])
+def test_what_can_be_no_part_of_a_key_is_not_written(part):
+    with pytest.raises(ValueError, match="can be no part of a key"):
+        written(OPTIMIZER, part)
+
+
 def test_a_state_has_the_texts_of_its_keys_and_parts_by_name():
     state = optimizer_state({"a": {"m": 1, 3: 2}, "b": {}}) | {StateKey("ema", "a"): 5}
     assert by_text(state) == {

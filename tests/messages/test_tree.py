@@ -11,7 +11,7 @@ from support.models import Pair
 
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.messages.head import Mode
-from pipedream_rt.messages.tree import flatten, own, unflatten
+from pipedream_rt.messages.tree import flatten, own, places, unflatten
 
 Point = namedtuple("Point", "x y")
 
@@ -78,6 +78,22 @@ def test_a_class_of_the_users_script_crosses():
     first, second = crossed([made(), made()])
     assert type(first) is type(second)
     assert cloudpickle.loads(cloudpickle.dumps(made)) is made
+
+
+class PickledAsInt(int):
+    def __reduce__(self):
+        return int, (int(self),)
+
+
+def test_a_number_that_pickles_as_a_plain_one_crosses_as_that():
+    found = crossed([PickledAsInt(3)])
+    assert (found, type(found[0])) == ([3], int)
+
+
+def test_tensors_are_named_by_where_they_stand():
+    x, y = torch.ones(1), torch.zeros(1)
+    structure, _ = flatten((x, {"mask": y, "more": [None, Point(x, torch.ones(2))]}))
+    assert places(structure) == {0: "1.more.1.0", 1: "1.mask", 2: "1.more.1.1"}
 
 
 def test_a_tensor_that_occurs_twice_is_sent_once():

@@ -188,6 +188,14 @@ def test_too_many_versions_are_refused():
         check(plan, 4)
 
 
+def test_a_version_is_read_only_once_its_weights_were_taken():
+    """A replica steps its own part of the weights; the others' parts come after the step."""
+    sharded = plan_for("1f1b", num_stages=1, replicas=[2], per_update=2, shard_optimizer=True)
+    plan = listed(sharded, "F0 B0 R0 S0 F2", "F1 B1 R0 S0 T0 F3 B3 R1 S1 T1")
+    with pytest.raises(ScheduleError, match="replica 0, F2: reads version 1 before T0"):
+        check(plan, 4)
+
+
 def test_a_written_schedule_that_deadlocks_shows_where():
     class Waits:
         def order(self, worker, shape, start):

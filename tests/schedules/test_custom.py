@@ -20,6 +20,11 @@ def test_a_written_schedule_is_checked_and_taken():
     assert schedule.credits() == 1
 
 
+def test_a_written_schedule_takes_no_synchronous_updates():
+    with pytest.raises(ConfigError, match="synchronous_updates is an option of built-in schedules"):
+        plan_for(LaterBackward(), num_stages=2, per_update=2, synchronous=1)
+
+
 def test_a_written_schedule_that_starts_anew_at_the_wrong_place():
     class Forgets(LaterBackward):
         def order(self, worker, shape, start):

@@ -110,6 +110,13 @@ def test_a_diamond_forks_and_joins():
     assert (DIAMOND.producers(3), DIAMOND.consumers(0)) == ((1, 2), (1, 2))
 
 
+def test_norms_come_from_the_next_stage_whose_replicas_take_turns_though_no_link_does():
+    chain = plan_for("1f1b", num_stages=4, replicas=[1, 1, 3, 1], per_update=2)
+    plan = dataclasses.replace(chain, links=diamond.LINKS, norms="exact")
+    norms = [arrows(plan.needs(Action(Kind.STEP, update, 1))) for update in range(4)]
+    assert norms == ["norm 2>1", "norm 4>1", "norm 3>1", "norm 2>1"]
+
+
 def test_the_order_in_which_links_are_given_does_not_matter():
     backwards = dataclasses.replace(DIAMOND, links=DIAMOND.links[::-1])
     for kind in OF_STAGES:
@@ -212,7 +219,14 @@ def test_an_order_ends_with_the_last_micro_batch():
         ("2bw", {"per_update": 2}, "at least as many micro-batches per update.* is 2, .* need 3"),
         ("gpipe", {"slack": 1}, "gpipe.*slack"),
         ("interleaved-1f1b", {"num_stages": 4, "per_update": 2, "slack": 1}, "slack .*one stage"),
+        (
+            "interleaved-1f1b",
+            {"stages_per_worker": 1, "per_update": 3, "slack": 1},
+            "interleaved-1f1b has no warm-up that slack",
+        ),
+        ("zero-bubble", {"slack": 1}, "zero-bubble has no warm-up that slack"),
         ("1f1b", {"slack": (1,)}, "slack .*1 .*3 stages .*2 hops"),
+        ("1f1b", {"synchronous": 1}, "1f1b flushes .* no use for synchronous_updates"),
     ],
 )
 def test_numbers_for_which_there_is_no_schedule_are_refused(name, numbers, words):

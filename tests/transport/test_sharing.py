@@ -2,6 +2,7 @@
 
 import gc
 import os
+import socket
 
 import pytest
 import torch
@@ -66,6 +67,17 @@ def test_descriptors_are_gone_with_the_link(linked):
     assert kept.all()  # its memory is there as long as it is
     del kept
     gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_descriptors_that_have_come_and_were_not_asked_for_are_gone_with_the_link():
+    before = len(os.listdir("/proc/self/fd"))
+    end, (here, there) = SharedEnd(True), socket.socketpair()
+    with here, there:
+        socket.send_fds(here, [b"x"], [here.fileno()] * 2)
+        assert end.receive(there, memoryview(bytearray(9))) == 1
+        assert len(os.listdir("/proc/self/fd")) == before + 4
+        end.close()
     assert len(os.listdir("/proc/self/fd")) == before
 
 

@@ -1,17 +1,19 @@
 """The transport over links: a member speaks for its own addresses alone."""
 
 import socket
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import pytest
 from support.deadlines import LATEST_S
-from support.messages import End, gradient
+from support.messages import End, gradient, message
 
 from pipedream_rt.errors import PeerLost
+from pipedream_rt.messages.message import OfRule
 from pipedream_rt.messages.wire import encode
-from pipedream_rt.schedules import COORDINATOR
+from pipedream_rt.schedules import COORDINATOR, EdgeKind
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.link import Connection, Link
+from pipedream_rt.transport.links import Links
 from pipedream_rt.transport.sockets import SocketTransport
 
 
@@ -27,6 +29,25 @@ def member():
     yield end, link
     transport.close()
     link.close()
+
+
+def test_memory_is_shared_with_workers_that_drop_what_they_get_and_not_with_the_coordinator(
+    monkeypatch,
+):
+    passed = []
+
+    def send(links, rank, kind, data, tensors, passing):
+        passed.append((rank, passing))
+
+    monkeypatch.setattr(Links, "send", send)
+    group = Group(generation=1, rank=2, names=("c", "w0", "w1"), hosts=(0, 1), key=b"k" * 32)
+    with closing(SocketTransport(group)) as transport:
+        transport.connect({})
+        for to in (COORDINATOR, 0):
+            transport.send(gradient(7, sender=1, to=to))
+        weight = message(OfRule(values=[]), kind=EdgeKind.WEIGHT, sender=1, to=0, number=7)
+        transport.send(weight)  # which stays with the receiver
+    assert passed == [(0, False), (1, True), (1, False)]
 
 
 OF_OTHERS = [(COORDINATOR, 0), (0, 0), (1, 1), (2, 2), (1, COORDINATOR)]

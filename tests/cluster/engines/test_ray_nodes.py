@@ -27,7 +27,7 @@ class Engine:
 
     def __init__(self, strategy):
         self.strategy, self.placed, self.killed, self.stopped = strategy, [], [], False
-        self.lives = []
+        self.lives, self.waited = [], []
 
     def connected(self):
         def remote(kind):
@@ -36,9 +36,13 @@ class Engine:
 
         return SimpleNamespace(
             remote=remote, get=lambda value: value, kill=self.killed.append,
-            wait=lambda lives, timeout, num_returns=1: (lives, []),
+            wait=self.wait,
             util=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1"),
         )  # fmt: skip
+
+    def wait(self, lives, timeout, num_returns=1):
+        self.waited.append((lives, num_returns))
+        return lives, []
 
     def place(self, count, deadline):
         self.placed.append(count)
@@ -101,6 +105,13 @@ def test_each_node_runs_the_command_with_its_number_and_the_address_of_the_first
     assert all("--nproc-per-node=2" in each for each in words)
     assert (played.engine.strategy, played.engine.placed) == ("SPREAD", [3])
     assert played.engine.lives == ["node-0", "node-1", "node-2"]
+
+
+def test_when_the_first_node_has_ended_all_others_are_waited_for(played):
+    """What stands for the life of a node is the code with which it has ended."""
+    played.codes = [0, 1, 5]
+    run(3)
+    assert played.engine.waited == [([0], 1), ([1, 5], 2)]
 
 
 def test_the_secret_of_a_job_is_in_no_argument_and_the_same_on_all_nodes(played):

@@ -1,6 +1,7 @@
 """The command of a worker; how it joins is in test_joining.py, whole lives are in tests/cluster."""
 
 import os
+import socket
 import subprocess
 import sys
 from unittest.mock import Mock
@@ -12,7 +13,7 @@ from support.deadlines import LATEST_S
 from pipedream_rt.cluster.dial import JobOver
 from pipedream_rt.cluster.identity import Secret
 from pipedream_rt.cluster.worker import command
-from pipedream_rt.cluster.worker.joining import JoinAttempts
+from pipedream_rt.cluster.worker.joining import JoinAttempts, WorkerSettings
 from pipedream_rt.cluster.worker_life import WorkerEnd
 from pipedream_rt.errors import PeerLost, PipelineError
 
@@ -45,6 +46,32 @@ def test_how_a_life_for_one_job_ends(monkeypatch, raised, end, capsys):
     monkeypatch.setattr(command, "serve_at", Mock(side_effect=raised))
     assert command._serve_once(None, None, JoinAttempts()) == end
     assert ("KeyError: 'a bug'" in capsys.readouterr().err) == (end == WorkerEnd.AGAIN)
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_forked_worker_has_the_settings_that_were_asked_for(monkeypatch, joins):
+    lives = {name: Mock(return_value=0) for name in ("serve", "_join_for_ever")}
+    for name, life in lives.items():
+        monkeypatch.setattr(command, name, life)
+    for name in ("_set_up", "become_worker", "dies_with_parent"):
+        monkeypatch.setattr(command, name, Mock())
+    monkeypatch.setattr(command.signal, "signal", Mock())
+    monkeypatch.setattr(command.logging, "shutdown", Mock())
+    monkeypatch.setattr(command, "read_secret", lambda fd: SECRET)
+    join = {"bind": "lo", "address": "here:1", "timeout_s": 2.0} if joins else None
+    here, there = socket.socketpair()
+    with here, there:
+        # Who serves the connection takes its descriptor; the secret is not read from one here.
+        fd = there.fileno() if joins else there.detach()
+        assert command._run_forked(fd, "w", 3, join) == 0
+    if joins:
+        (options, settings), _ = lives["_join_for_ever"].call_args
+        assert (options.address, options.timeout_s, options.known) == ("here:1", 2.0, True)
+        assert settings == WorkerSettings("w", 3, SECRET, "lo")
+    else:
+        (control, settings), _ = lives["serve"].call_args
+        control.close()
+        assert settings == WorkerSettings("w", 3)
 
 
 @pytest.mark.parametrize("folder", ["s3://bucket/run", "$NOT_SET/run"])

@@ -13,6 +13,8 @@ import pytest
 from support.deadlines import LATEST_S
 from support.nodes import until, wait_for_end
 
+from pipedream_rt.cluster.worker import fork_server
+
 SERVER = """
 import os, random, signal, socket, sys
 import msgpack, numpy
@@ -79,6 +81,18 @@ def forks():
     made = Forks()
     yield made
     made.close()
+
+
+def test_workers_that_have_ended_are_told_of_and_those_that_run_are_not(monkeypatch):
+    found = [(7, 3 << 8), (8, signal.SIGKILL), (0, 0)]
+    monkeypatch.setattr(fork_server.os, "waitpid", lambda pid, options: found.pop(0))
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with here:
+        with there:
+            fork_server._report_ends(there)
+        told = [msgpack.unpackb(here.recv(1 << 12)) for _ in range(2)]
+        assert here.recv(1) == b""
+    assert told == [{"ended": 7, "code": 3}, {"ended": 8, "code": -signal.SIGKILL}]
 
 
 @pytest.mark.processes

@@ -21,7 +21,7 @@ def listener():
 
 def called(listener):
     """Both ends of a connection to a listener."""
-    caller = socket.create_connection(listener.getsockname(), timeout=LATEST_S)
+    caller = socket.create_connection(listener.getsockname()[:2], timeout=LATEST_S)
     callee, _ = listener.accept()
     callee.settimeout(LATEST_S)
     return caller, callee
@@ -37,6 +37,21 @@ def test_tcp_sockets_of_this_process_are_found_and_stay_open(listener):
         assert found[caller.fileno()][1:] == (False, caller.getsockname(), listener.getsockname())
         caller.sendall(b"still open")
         assert callee.recv(100) == b"still open"
+
+
+def test_addresses_of_ipv6_are_told_as_those_of_ipv4():
+    try:
+        listener = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError:
+        pytest.skip("there is no IPv6 here")
+    with listener:
+        listener.settimeout(LATEST_S)
+        caller, callee = called(listener)
+        with caller, callee:
+            found = {each.fd: each for each in descriptors.own_sockets()}
+            one, other = caller.getsockname()[:2], listener.getsockname()[:2]
+            assert found[listener.fileno()][1:] == (True, other, None)
+            assert found[caller.fileno()][1:] == (False, one, other)
 
 
 @pytest.mark.rights

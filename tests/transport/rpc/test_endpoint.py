@@ -4,6 +4,7 @@ from contextlib import closing
 from datetime import timedelta
 
 import pytest
+from torch.distributed.rpc import internal
 
 from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import ConfigError, PipelineError
@@ -89,6 +90,24 @@ def test_parts_are_asked_of_the_stage_that_was_exposed(opened):
     for address in (3, 4):
         made.expose(address, lambda name, address=address: (address, name))
     assert made.part(4, "module") == (4, "module")
+
+
+def test_a_peer_gets_parts_of_the_open_endpoint_and_none_of_a_closed_one(opened):
+    made = opened()
+    made.expose(3, lambda name: f"the {name}")
+    assert endpoint._part(3, "module") == "the module"
+    made.close()
+    with pytest.raises(PipelineError, match="no endpoint is open"):
+        endpoint._part(3, "module")
+
+
+def test_an_endpoint_that_is_closed_puts_the_pickler_of_torch_back(opened):
+    before = internal._internal_rpc_pickler
+    made = opened()
+    install(GROUP.key)
+    assert internal._internal_rpc_pickler is not before
+    made.close()
+    assert internal._internal_rpc_pickler is before
 
 
 def test_an_agent_finds_all_names_and_the_gates_that_lead_to_them():

@@ -87,6 +87,44 @@ def test_errors_come_out(held, library):
         listening.run(lambda: 1 / 0, refuses)
 
 
+class Kernel:
+    """Says to each system call what it is told to, and notes them."""
+
+    def __init__(self, **answers):
+        self.asked, self._answers = [], answers
+
+    def prctl(self, option, *rest):
+        self.asked.append("prctl")
+        assert (option, rest) == (38, (1, 0, 0, 0))
+        return self._answers["prctl"]
+
+    def syscall(self, number, *rest):
+        self.asked.append("seccomp")
+        assert (number, rest[:2]) == (317, (1, 8))
+        return self._answers["seccomp"]
+
+
+@pytest.mark.parametrize(
+    ("answers", "asked", "found"),
+    [
+        ({"prctl": 0, "seccomp": 7}, ["prctl", "seccomp"], 7),
+        ({"prctl": -1, "seccomp": 7}, ["prctl"], None),
+        ({"prctl": 0, "seccomp": -1}, ["prctl", "seccomp"], None),
+    ],
+    ids=["both", "may gain rights", "no filter"],
+)
+def test_only_a_thread_that_can_gain_no_rights_is_filtered(answers, asked, found, monkeypatch):
+    kernel = Kernel(**answers)
+    monkeypatch.setattr(listening, "_libc", kernel)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    if found is None:
+        with pytest.raises(OSError, match="Errno"):
+            listening._ask_at_listen()
+    else:
+        assert listening._ask_at_listen() == found
+    assert kernel.asked == asked
+
+
 @pytest.mark.threads
 def test_where_the_kernel_does_not_ask_the_library_listens_all_the_same(library, monkeypatch):
     monkeypatch.setattr("platform.machine", lambda: "another")

@@ -1,15 +1,20 @@
 """The tunnel carries what this process's agent sends, and nothing of anybody else."""
 
+import errno
 import queue
 import random
 import socket
 import subprocess
 import sys
+from contextlib import closing
+from datetime import timedelta
 
 import pytest
 from support.deadlines import LATEST_S
 
+from pipedream_rt.errors import TransportError
 from pipedream_rt.transport.group import Group
+from pipedream_rt.transport.rpc import tunnel
 from pipedream_rt.transport.rpc.tunnel import _PART, Tunnel, _Relay
 
 pytestmark = pytest.mark.threads
@@ -195,6 +200,43 @@ def test_afterwards_nothing_listens(two, agent):
         for place in (gate, agent.getsockname()[:2] if agent.fileno() < 0 else gate):
             with pytest.raises(OSError, match=r"refused|timed out"):
                 socket.create_connection(place, timeout=5)
+
+
+def test_a_stranger_who_came_before_the_end_is_cut_off(agent, monkeypatch):
+    """Where the kernel filters nothing, as it could have come before the filter."""
+    monkeypatch.setattr(tunnel, "can_filter", lambda: False)
+    two = Two()
+    with closing(two):
+        caller, callee = connected(two, agent)
+        with caller, callee, socket.create_connection(agent.getsockname()):
+            stranger, _ = agent.accept()
+            with stranger:
+                two.ends[1].shut()
+                with pytest.raises(OSError, match="not connected"):
+                    stranger.getpeername()
+            caller.sendall(b"still there")
+            assert read(callee, 11) == b"still there"
+
+
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_the_agent_is_waited_for_while_somebody_waits_at_it_and_not_for_ever(
+    two, agent, monkeypatch, waiting
+):
+    """Nobody waits; or somebody whom the agent has not accepted when the time was over."""
+    monkeypatch.setattr(tunnel, "waiting_at", lambda fd: waiting)
+    monkeypatch.setattr(tunnel, "_GUARD_TIMEOUT", timedelta(0 if waiting else 1))
+    monkeypatch.setattr(tunnel.os, "sched_yield", lambda: pytest.fail("it waits"))
+    two.ends[1].guard(agent.getsockname()[1])
+
+
+def test_a_kernel_that_fences_nothing_off_where_it_must_is_told_of(two, agent, monkeypatch):
+    def refuses(fd, ports):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(tunnel, "accept_only", refuses)
+    monkeypatch.setattr(two.ends[1], "_fenced", True)
+    with pytest.raises(TransportError, match=r"not permitted\); PIPEDREAM_RT_RPC=off does without"):
+        two.ends[1].guard(agent.getsockname()[1])
 
 
 def test_parts_that_make_no_sense_are_passed_over(two, agent):
