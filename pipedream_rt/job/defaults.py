@@ -25,7 +25,7 @@ from torch import nn
 from pipedream_rt.batches.cutting import keeps_state
 from pipedream_rt.batches.weighing import is_known_mean
 from pipedream_rt.job.options import Options
-from pipedream_rt.job.samples import samples_taken
+from pipedream_rt.job.samples import measured, samples_taken
 from pipedream_rt.messages.head import OfLoss
 from pipedream_rt.schedules.plan import replicas_of
 from pipedream_rt.schedules.recipes import ScheduleName
@@ -40,8 +40,7 @@ PER_STAGE = 4
 with more, each is smaller and most models compute longer."""
 
 ENOUGH = 1.05
-"""With up to so many times the samples, staleness is no reason for more micro-batches than stages.
-"""
+"""Up to so many times the samples, staleness is no reason for more micro-batches."""
 
 AHEAD = 1.1
 """How many times sooner an asynchronous schedule must reach a loss to be the default. Below that,
@@ -77,16 +76,19 @@ def with_schedule(
         return replace(options, schedule=ASYNCHRONOUS)
     # A replica computes its share of the micro-batches.
     replicas = 1 if given == "auto" else max(replicas_of(given, stages), default=1)
+    # Where each replica steps a part alone, no correction is possible.
+    by_default = options.corrections is None or bool(options.corrections)
+    corrected = by_default and not (replicas > 1 and options.layout.shard_optimizer)
     if count is None and stages * replicas > 1:
         # One stage has no bubble that more micro-batches would fill.
         whole = stages == 1 or any(map(keeps_state, modules))
-        least = samples_taken(ASYNCHRONOUS, optimizer, 1.0)
-        bears = least is not None and least <= ENOUGH and tried != FLUSHED
-        count = replicas * stages * (1 if whole or (bears and not of_all) else PER_STAGE)
+        rows = {} if of_all or tried == FLUSHED else measured(ASYNCHRONOUS, optimizer, corrected)
+        few_enough = next((n for n, taken in rows.items() if taken <= ENOUGH), PER_STAGE)
+        count = replicas * stages * (1 if whole else few_enough)
     if of_all:
         return replace(options, schedule=OF_SCRIPT, micro_batches=count)
     each = (count or 1) / replicas
-    samples = samples_taken(ASYNCHRONOUS, optimizer, each / stages)
+    samples = samples_taken(ASYNCHRONOUS, optimizer, each / stages, corrected)
     sooner = 0.0 if samples is None else time_of_flush(stages, each) / samples
     schedule = tried or (ASYNCHRONOUS if sooner >= AHEAD else FLUSHED)
     return replace(options, schedule=schedule, micro_batches=count)

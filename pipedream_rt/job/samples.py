@@ -4,31 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 
-SAMPLES: Mapping[str, Mapping[str, tuple[float, float]]] = {
+SAMPLES: Mapping[str, Mapping[str, Mapping[int, float]]] = {
     "async-1f1b": {
-        "Adam": (1.05, 1.05),
-        "AdamW": (1.05, 1.05),
-        "SGD": (1.05, 1.05),
-        "Muon": (1.10, 1.00),
-        "NAdam": (1.08, 1.06),
+        "Adam": {1: 1.06, 2: 0.95},
+        "AdamW": {1: 1.06, 2: 0.95},
+        "SGD": {1: 1.30, 4: 1.14},
+        "Muon": {1: 1.10, 4: 1.00},
+        "NAdam": {1: 1.08, 4: 1.06},
     },
-    "2bw": {"AdamW": (1.42, 1.43), "Muon": (1.31, 1.32)},
+    "2bw": {"AdamW": {1: 1.42}, "Muon": {1: 1.31}},
 }
-"""By schedule and optimizer: samples to the same loss, as a multiple of those of plain training,
-with one micro-batch for each stage, and with four; the worst of several programs
-(``python benchmarks/first_touch.py table choice choice-adam 2bw``)."""
+"""By schedule, optimizer and micro-batches for each stage: samples to the same loss, as a multiple
+of those of plain training; the worst of several programs without BatchNorm
+(``python benchmarks/first_touch.py table nesterov nesterov-sgd choice 2bw``)."""
+
+CORRECTED = ("Adam", "AdamW", "SGD", "Muon")
+"""The optimizers whose figures are those with the corrections of ``corrections="auto"``."""
 
 _OF = ("torch.optim", "pipedream_rt.optimizers")
 """Packages of the optimizers in the tables. An optimizer of another package may have the same name.
 """
 
 
-def samples_taken(schedule: str, optimizer: type | None, per_stage: float) -> float | None:
+def samples_taken(
+    schedule: str, optimizer: type | None, per_stage: float, corrected: bool = True
+) -> float | None:
     """Return the multiple in `SAMPLES` for some micro-batches per stage; None if not measured."""
+    rows = measured(schedule, optimizer, corrected)
+    # Nothing was measured with fewer micro-batches than stages.
+    return rows[max(n for n in rows if n <= per_stage)] if rows and per_stage >= 1 else None
+
+
+def measured(schedule: str, optimizer: type | None, corrected: bool = True) -> Mapping[int, float]:
+    """Return the row of `SAMPLES` for an optimizer; an empty one if there is none.
+
+    ``corrected``: whether staleness is corrected as it is by default.
+    """
     rows = SAMPLES.get(schedule, {})
     name = known_base(optimizer, rows)
-    # Nothing was measured with fewer micro-batches than stages.
-    return None if name is None or per_stage < 1 else rows[name][per_stage >= 4]
+    return {} if name is None or (name in CORRECTED and not corrected) else rows[name]
 
 
 def known_base(optimizer: type | None, names: Container[str]) -> str | None:

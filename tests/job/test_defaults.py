@@ -19,8 +19,11 @@ FEW, MANY, UNKNOWN = torch.optim.NAdam, torch.optim.AdamW, torch.optim.Adagrad
 
 @pytest.fixture(autouse=True)
 def measured(monkeypatch):
-    rows = {"NAdam": (1.08, 0.99), "AdamW": (1.3, 1.12), "Adam": (1.05, 1.04)}
-    monkeypatch.setattr(samples, "SAMPLES", {"async-1f1b": rows, "2bw": {"AdamW": (1.4, 1.5)}})
+    rows = {
+        "NAdam": {1: 1.08, 4: 0.99}, "AdamW": {1: 1.3, 4: 1.12}, "Adam": {1: 1.05, 4: 1.04},
+        "SGD": {1: 1.2, 2: 1.0},
+    }  # fmt: skip
+    monkeypatch.setattr(samples, "SAMPLES", {"async-1f1b": rows, "2bw": {"AdamW": {1: 1.4}}})
 
 
 def chosen(optimizer, stages=4, modules=(), **options):
@@ -32,6 +35,7 @@ def test_one_that_bears_as_much_of_it_as_there_can_be_has_no_more_micro_batches_
     assert chosen(torch.optim.Adam) == ("async-1f1b", 4)
     assert chosen(torch.optim.Adam, stages=2) == ("async-1f1b", 2)
     assert chosen(torch.optim.Adam, micro_batches=16) == ("async-1f1b", 16)
+    assert chosen(torch.optim.SGD) == ("async-1f1b", 8)  # the fewest with which it bears it
 
 
 @pytest.mark.parametrize("optimizer", [FEW, MANY, UNKNOWN, torch.optim.Adam])
@@ -97,6 +101,14 @@ def test_options_about_staleness_are_for_a_schedule_that_has_some():
     assert chosen(MANY, corrections=[ErrorFeedback()]) == ("async-1f1b", None)
     assert chosen(MANY, layout=Layout(synchronous_updates=3)) == ("async-1f1b", None)
     assert chosen(MANY, corrections=()) == ("1f1b", 16)
+
+
+def test_figures_with_corrections_are_not_for_runs_without():
+    bears = torch.optim.Adam
+    assert chosen(bears, corrections=()) == ("1f1b", 16)
+    assert chosen(bears, layout=Layout(replicas=2, shard_optimizer=True)) == ("1f1b", 32)
+    assert chosen(bears, layout=Layout(replicas=2)) == ("async-1f1b", 8)
+    assert chosen(FEW, corrections=()) == ("async-1f1b", 16)  # it gets none by default either
 
 
 def test_where_nothing_is_trained_nothing_waits():
