@@ -280,7 +280,10 @@ PROGRAMS = {
 TASKS = ("text", "pictures")
 
 SEVEN = ("newcomer", "tuned", "mlp", "pictures", "groups", "bytes", "llama")
-"""The programs on which corrections for an optimizer are compared."""
+"""The programs on which the correction for AdamW was measured."""
+
+FOUR = ("newcomer", "tuned", "pictures", "llama")
+"""Those on which it is compared with others."""
 
 RATES = {
     "sgd": (0.1, 0.3, 1.0),
@@ -418,6 +421,16 @@ def all_sets() -> dict[str, list[Run]]:
         given = grid.combinations(**options, optimizer=[*optimizers], task=[*tasks])
         return [Run(updates=PROGRAMS[each["task"]].updates, **each) for each in given]
 
+    def before(runs: list[Run]) -> list[Run]:
+        """Runs of sets that are older than the corrections of today, with those of then."""
+        then = ("adamw", "adam", "momentum")
+        return [
+            replace(run, corrections="ef+extrapolation")
+            if run.optimizer in then and run.corrections == "default"
+            else run
+            for run in runs
+        ]
+
     every, both = tuple(RATES), ["none", "ef+extrapolation"]
     return {
         # What the README's ten lines give.
@@ -432,7 +445,7 @@ def all_sets() -> dict[str, list[Run]]:
         # The same with one micro-batch per update.
         "stale": some(*every, corrections=["none", "ef2+extrapolation+damped"], stages=4, k=1),
         # More micro-batches than stages, in programs as newcomers write them.
-        "choice": [
+        "choice": before([
             run
             for optimizer in ("adamw", "momentum", "muon", "nadam")
             for task in ("newcomer", "mlp", "tuned")
@@ -441,19 +454,19 @@ def all_sets() -> dict[str, list[Run]]:
                 (8, 32, "default"),
             )
             for run in some(optimizer, tasks=[task], stages=stages, k=k, corrections=corrections)
-        ],
-        "choice-adam": [
+        ]),
+        "choice-adam": before([
             run
             for stages, k in ((4, 16), (2, 8), (4, 4))
             for run in some("adam", tasks=["newcomer"], stages=stages, k=k)
-        ],
-        "choice-others": [
+        ]),
+        "choice-others": before([
             run
             for optimizer in ("adamw", "momentum", "muon")
             for task in ("unclipped", "text", "pictures")
             for stages in (4, 2)
             for run in some(optimizer, tasks=[task], stages=stages, k=4 * stages)
-        ],
+        ]),
         # What BatchNorm sees is what a mini-batch is cut into, whatever the schedule.
         "batch-norm": some(
             "adamw", "momentum", tasks=["pictures"], k=[2, 4, 8, 16], corrections="none",
@@ -484,13 +497,15 @@ def all_sets() -> dict[str, list[Run]]:
         "ideas": [
             run
             for names in (
-                "nesterov2", "ef+extrapolation", "none", "nesterov-long", "prediction",
+                "nesterov", "none", "ef+extrapolation", "nesterov2", "nesterov-long", "prediction",
                 "nesterov+prediction", "momentum+nesterov-long",
             )
-            for run in some("adamw", tasks=SEVEN, stages=4, k=4, corrections=names, seeds=(0, 1))
+            for run in some("adamw", tasks=FOUR, stages=4, k=4, corrections=names, seeds=(0,))
         ],
-        "2bw": some("adamw", "muon", tasks=["newcomer"], stages=4, k=[4, 16], schedule="2bw"),
-        "longer": some("adamw", tasks=["newcomer-800"], stages=4, k=16),
+        "2bw": before(
+            some("adamw", "muon", tasks=["newcomer"], stages=4, k=[4, 16], schedule="2bw")
+        ),
+        "longer": before(some("adamw", tasks=["newcomer-800"], stages=4, k=16)),
         # More micro-batches than stages.
         "micro-batches": some("adamw", "momentum", stages=4, k=[8, 12], corrections=both),
     }  # fmt: skip

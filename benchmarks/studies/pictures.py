@@ -210,13 +210,15 @@ def timeline() -> None:
 def curves() -> None:
     """The curves of what benchmarks have kept; nothing is measured."""
     if find_spec("matplotlib") is None:
-        print("peers.svg, learning.svg and trend.svg stay: they need matplotlib (the extra viz)")
+        names = "peers.svg, learning.svg, trend.svg and time-to-loss.svg"
+        print(f"{names} stay: they need matplotlib (the extra viz)")
         return
     learning = ["benchmarks/learning.py", "plot"]
     for name, words in (
         ("peers.svg", ["-m", "benchmarks", "peers", "--show", "--plot"]),
         ("learning.svg", [*learning, "figure", "-o"]),
         ("trend.svg", [*learning, "trend", "--over", "stages", "-o"]),
+        ("time-to-loss.svg", ["benchmarks/first_touch.py", "plot", "-o"]),
     ):
         command = [sys.executable, *words, str(IMAGES / name)]
         subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)

@@ -46,7 +46,7 @@ class Advice:
         most: The largest staleness, in updates, that the row is for.
         make: Makes the corrections that gave the lowest loss.
         slowdown: Updates to the same held-out loss with the corrections, as a multiple of those of
-            plain training; the worse of two tasks.
+            plain training; the worst of the programs that were tried.
         plain: The same without corrections.
     """
 
@@ -58,11 +58,11 @@ class Advice:
 
 
 TABLE: tuple[Advice, ...] = (
-    Advice(optimizer="Adam", most=1, make=_nesterov, slowdown=1.07, plain=1.30),
+    Advice(optimizer="Adam", most=1, make=_nesterov, slowdown=1.03, plain=1.30),
     Advice(optimizer="Adam", most=3, make=_three, slowdown=1.32, plain=2.66),
-    Advice(optimizer="AdamW", most=1, make=_nesterov, slowdown=1.06, plain=1.19),
+    Advice(optimizer="AdamW", most=1, make=_nesterov, slowdown=1.06, plain=1.54),
     Advice(optimizer="AdamW", most=3, make=_three, slowdown=1.27, plain=2.41),
-    Advice(optimizer="SGD", most=1, make=_nesterov, slowdown=1.10, plain=1.42),
+    Advice(optimizer="SGD", most=1, make=_nesterov, slowdown=1.04, plain=1.42),
     Advice(optimizer="SGD", most=3, make=_three, slowdown=1.78, plain=4.41),
     Advice(optimizer="Muon", most=1, make=_both, slowdown=0.99, plain=1.12),
     Advice(optimizer="Muon", most=3, make=_three, slowdown=1.10, plain=2.02),
