@@ -492,6 +492,14 @@ def all_sets() -> dict[str, list[Run]]:
                 "momentum", tasks=SEVEN[:5], stages=n, k=n, corrections="nesterov", seeds=(0, 1)
             )
         ],
+        "nesterov-sgd-2n": [
+            run
+            for n in (4, 8)
+            for run in some(
+                "momentum", tasks=("text", "newcomer", "tuned"), stages=n, k=2 * n,
+                corrections="nesterov",
+            )
+        ],
         "nesterov-adam": some("adam", tasks=SEVEN[:4], stages=4, k=4, corrections="nesterov"),
         # What else was tried in its place.
         "ideas": [

@@ -62,7 +62,7 @@ TABLE: tuple[Advice, ...] = (
     Advice(optimizer="Adam", most=3, make=_three, slowdown=1.32, plain=2.66),
     Advice(optimizer="AdamW", most=1, make=_nesterov, slowdown=1.06, plain=1.54),
     Advice(optimizer="AdamW", most=3, make=_three, slowdown=1.27, plain=2.41),
-    Advice(optimizer="SGD", most=1, make=_nesterov, slowdown=1.04, plain=1.42),
+    Advice(optimizer="SGD", most=1, make=_nesterov, slowdown=1.07, plain=1.42),
     Advice(optimizer="SGD", most=3, make=_three, slowdown=1.78, plain=4.41),
     Advice(optimizer="Muon", most=1, make=_both, slowdown=0.99, plain=1.12),
     Advice(optimizer="Muon", most=3, make=_three, slowdown=1.10, plain=2.02),

@@ -8,7 +8,7 @@ SAMPLES: Mapping[str, Mapping[str, Mapping[int, float]]] = {
     "async-1f1b": {
         "Adam": {1: 1.06, 2: 0.95},
         "AdamW": {1: 1.06, 2: 0.95},
-        "SGD": {1: 1.04},
+        "SGD": {1: 1.26, 2: 1.05},
         "Muon": {1: 1.10, 4: 1.00},
         "NAdam": {1: 1.08, 4: 1.06},
     },
@@ -16,7 +16,8 @@ SAMPLES: Mapping[str, Mapping[str, Mapping[int, float]]] = {
 }
 """By schedule, optimizer and micro-batches for each stage: samples to the same loss, as a multiple
 of those of plain training; the worst of several programs without BatchNorm
-(``python benchmarks/first_touch.py table nesterov nesterov-sgd nesterov-adam choice 2bw``)."""
+(``python benchmarks/first_touch.py table defaults nesterov nesterov-sgd nesterov-sgd-2n
+nesterov-adam choice 2bw``)."""
 
 CORRECTED = ("Adam", "AdamW", "SGD", "Muon")
 """The optimizers whose figures are those with the corrections of ``corrections="auto"``."""
