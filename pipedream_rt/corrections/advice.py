@@ -21,7 +21,7 @@ from pipedream_rt.corrections.gradients import ErrorFeedback
 from pipedream_rt.corrections.nesterov import StalenessNesterov
 from pipedream_rt.corrections.prediction import Extrapolation
 from pipedream_rt.corrections.rates import StalenessDamping
-from pipedream_rt.job.samples import known_base
+from pipedream_rt.job.samples import has_momentum, known_base
 from pipedream_rt.stage.correction import Correction
 
 
@@ -71,27 +71,16 @@ TABLE: tuple[Advice, ...] = (
 )
 """By optimizer; the rows of one optimizer stand in the order of their staleness."""
 
-_MOMENTA = {"SGD": 0.0, "Muon": 0.95}
-"""The default of the option ``momentum``, by optimizer."""
-
 
 def advised(
     optimizer: type | None, groups: Sequence[Mapping[str, Any]], staleness: int
 ) -> list[Correction]:
     """Return the measured best corrections for an optimizer; none where none were shown to help."""
     rows = _rows(optimizer)
-    if not staleness or not rows or not all(_has_momentum(rows[0].optimizer, g) for g in groups):
+    if not staleness or not rows or not has_momentum(rows[0].optimizer, groups):
         return []
     # Beyond the largest staleness that was measured, its row is the best guess.
     return next((row for row in rows if row.most >= staleness), rows[-1]).make()
-
-
-def _has_momentum(optimizer: str, group: Mapping[str, Any]) -> bool:
-    """Whether the options of a parameter group give an optimizer of the table a momentum."""
-    # An option that was left out has the default of its class, which is above 0 for betas.
-    betas = group.get("betas")
-    momentum = group.get("momentum", _MOMENTA.get(optimizer, 1.0))
-    return bool(momentum) and (betas is None or bool(betas[0]))
 
 
 def _rows(optimizer: type | None) -> list[Advice]:

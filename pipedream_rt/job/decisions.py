@@ -125,7 +125,8 @@ def _scheduled(
 ) -> tuple[Options, Facts, list[nn.Module]]:
     """Choose a schedule if there is none; return the options, what is known, and the stages."""
     stages, modules = len(reading.split.layers), reading.model.modules.values()
-    chosen = with_schedule(options, reading.optimizer_class, stages, modules, of_all)
+    groups = [] if reading.optimizer is None else reading.optimizer.options
+    chosen = with_schedule(options, reading.optimizer_class, stages, modules, of_all, groups)
     try:
         return chosen, *_planned(reading, chosen, in_script)
     except ConfigError:  # other options may need a schedule that flushes

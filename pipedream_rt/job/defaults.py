@@ -17,15 +17,22 @@ The measurements are printed by ``python benchmarks/first_touch.py table choice 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
 from pipedream_rt.batches.cutting import keeps_state
 from pipedream_rt.batches.weighing import is_known_mean
 from pipedream_rt.job.options import Options
-from pipedream_rt.job.samples import measured, samples_taken
+from pipedream_rt.job.samples import (
+    CORRECTED,
+    has_momentum,
+    known_base,
+    measured,
+    samples_taken,
+)
 from pipedream_rt.messages.head import OfLoss
 from pipedream_rt.schedules.plan import replicas_of
 from pipedream_rt.schedules.recipes import ScheduleName
@@ -53,10 +60,12 @@ def with_schedule(
     stages: int,
     modules: Iterable[nn.Module],
     of_all: bool = False,
+    groups: Sequence[Mapping[str, Any]] = (),
 ) -> Options:
     """Choose the schedule if it is left out, and with it the number of micro-batches.
 
-    ``of_all``: whether the loss is of the whole mini-batch, or may be.
+    ``of_all``: whether the loss is of the whole mini-batch, or may be. ``groups``: the options of
+    the optimizer's parameter groups.
     """
     tried = options.schedule if options.is_tried else None
     if options.schedule is not None and not tried:
@@ -78,6 +87,9 @@ def with_schedule(
     replicas = 1 if given == "auto" else max(replicas_of(given, stages), default=1)
     # Where each replica steps a part alone, no correction is possible.
     by_default = options.corrections is None or bool(options.corrections)
+    # Nor has one without momentum any by default.
+    name = known_base(optimizer, CORRECTED)
+    by_default = by_default and (name is None or has_momentum(name, groups))
     corrected = by_default and not (replicas > 1 and options.layout.shard_optimizer)
     if count is None and stages * replicas > 1:
         # One stage has no bubble that more micro-batches would fill.

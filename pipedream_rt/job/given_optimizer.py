@@ -70,6 +70,11 @@ class OptimizerParts(NamedTuple):
     groups: list[tuple[list[str], Hyper]]
     attributes: Hyper
 
+    @property
+    def options(self) -> list[Hyper]:
+        """The options of each group, as they were given: without the defaults of the class."""
+        return [{**self.kwargs, **own} for _, own in self.groups]
+
 
 def grouped_names(
     argument: OptimizerArgument, names: dict[int, str], parameters: Mapping[str, Tensor]

@@ -54,8 +54,7 @@ def correcting(
         # what "auto" advises is left to the table of conflicts.
         alone = plan.shape.shard_optimizer and plan.replicated
         if stalest and optimizer is not None and not (by_default and alone):
-            groups = [{**optimizer.kwargs, **options} for _, options in optimizer.groups]
-            corrections = extras.advised(optimizer.optimizer_class, groups, stalest)
+            corrections = extras.advised(optimizer.optimizer_class, optimizer.options, stalest)
     if isinstance(corrections, Correction) or not isinstance(corrections, list | tuple):
         raise ConfigError(
             f'corrections must be "auto" or a list of Correction objects, not {corrections!r}'
@@ -65,8 +64,8 @@ def correcting(
             raise ConfigError(f"corrections must be Correction objects, not {each!r}")
         refuse_nonsense(each)
         if optimizer is not None:
-            for _, options in optimizer.groups:
-                each.require_fit(optimizer.optimizer_class, {**optimizer.kwargs, **options})
+            for options in optimizer.options:
+                each.require_fit(optimizer.optimizer_class, options)
     return tuple(corrections)
 
 

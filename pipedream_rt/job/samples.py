@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
 
 SAMPLES: Mapping[str, Mapping[str, Mapping[int, float]]] = {
     "async-1f1b": {
@@ -44,6 +45,18 @@ def measured(schedule: str, optimizer: type | None, corrected: bool = True) -> M
     rows = SAMPLES.get(schedule, {})
     name = known_base(optimizer, rows)
     return {} if name is None or (name in CORRECTED and not corrected) else rows[name]
+
+
+def has_momentum(name: str, groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the options of all parameter groups give a known optimizer a momentum."""
+    # An option that was left out has the default of its class, which is above 0 for betas.
+    momenta = (group.get("momentum", _MOMENTA.get(name, 1.0)) for group in groups)
+    betas = (group.get("betas") or (1.0,) for group in groups)
+    return all(momenta) and all(first for first, *_ in betas)
+
+
+_MOMENTA = {"SGD": 0.0, "Muon": 0.95}
+"""The default of the option ``momentum``, by optimizer."""
 
 
 def known_base(optimizer: type | None, names: Container[str]) -> str | None:

@@ -93,7 +93,8 @@ def with_stages_chosen(model: UnsplitModel, options: Options) -> tuple[Options, 
     whole = options.loss_fn is None or of_loss_by(options, kind) is not OfLoss.PARTS
     of_all = kind is not None and whole and not _owns_loss(request)
     most, modules = max(numbers, default=1), model.modules.values()
-    scheduled = with_schedule(options, kind, most, modules, of_all)
+    groups = [] if made is None else [made[1]]
+    scheduled = with_schedule(options, kind, most, modules, of_all, groups)
     chosen = choose_stages(model, scheduled, numbers)
     slack = options.layout.slack or chosen.slack
     layout = replace(options.layout, slack=slack, replicas=chosen.replicas)

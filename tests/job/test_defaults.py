@@ -26,8 +26,8 @@ def measured(monkeypatch):
     monkeypatch.setattr(samples, "SAMPLES", {"async-1f1b": rows, "2bw": {"AdamW": {1: 1.4}}})
 
 
-def chosen(optimizer, stages=4, modules=(), **options):
-    made = with_schedule(Options(**options), optimizer, stages, modules)
+def chosen(optimizer, stages=4, modules=(), groups=({"momentum": 0.9},), **options):
+    made = with_schedule(Options(**options), optimizer, stages, modules, groups=groups)
     return made.schedule, made.micro_batches
 
 
@@ -109,6 +109,10 @@ def test_figures_with_corrections_are_not_for_runs_without():
     assert chosen(bears, layout=Layout(replicas=2, shard_optimizer=True)) == ("1f1b", 32)
     assert chosen(bears, layout=Layout(replicas=2)) == ("async-1f1b", 8)
     assert chosen(FEW, corrections=()) == ("async-1f1b", 16)  # it gets none by default either
+    for groups in ([{}], [{"momentum": 0.9}, {"momentum": 0.0}]):  # nothing to be corrected by
+        assert chosen(torch.optim.SGD, groups=groups) == ("1f1b", 16)
+    assert chosen(bears, groups=[{"betas": (0.0, 0.9)}]) == ("1f1b", 16)
+    assert chosen(bears, groups=[{"betas": (0.9, 0.9)}]) == ("async-1f1b", 4)
 
 
 def test_where_nothing_is_trained_nothing_waits():
