@@ -5,14 +5,16 @@ A table of other programs says what staleness may cost. This says what it costs 
 
 from __future__ import annotations
 
+import math
 import subprocess
 import tempfile
+from collections import defaultdict, deque
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
-from statistics import mean
+from statistics import fmean
 from typing import NamedTuple
 
 import click
@@ -64,13 +66,13 @@ class Trial(NamedTuple):
 
 def points_of(steps: Sequence[Stepped]) -> list[Point]:
     """Return a point for each mini-batch; a loss is the mean of a tenth of all of them."""
-    width = max(1, len(steps) // 10)
-    losses = [step.loss for step in steps]
+    losses = deque[float](maxlen=max(1, len(steps) // 10))
     samples = accumulate(max(step.samples, 1) for step in steps)
-    return [
-        Point(i, done, step.time - steps[0].time, mean(losses[max(0, i - width) : i]))
-        for i, (step, done) in enumerate(zip(steps, samples, strict=True), 1)
-    ]
+    points = []
+    for number, (step, done) in enumerate(zip(steps, samples, strict=True), 1):
+        losses.append(step.loss)
+        points.append(Point(number, done, step.time - steps[0].time, fmean(losses)))
+    return points
 
 
 def reached(points: Sequence[Point], loss: float) -> Point | None:
@@ -91,9 +93,13 @@ def told(one: Trial, other: Trial) -> list[str]:
             for t, p in ((t, t.points[row - 1]) for t in (one, other))
         ]
         lines.append(f"{row:8}{''.join(cells)}")
+    for trial in (one, other):
+        if not all(math.isfinite(point.loss) for point in trial.points):
+            return [*lines, f"By {trial.schedule} a loss is not finite: it diverges at this rate."]
     loss = max(min(point.loss for point in trial.points) for trial in (one, other))
     ends = [reached(trial.points, loss) for trial in (one, other)]
-    if None in ends or any(e is not None and e.updates <= count // 5 for e in ends):
+    soon = max(1, count // 5)
+    if None in ends or any(end is not None and end.updates <= soon for end in ends):
         return [*lines, "The loss falls too little in so few updates to compare the schedules."]
     (_, samples, seconds, _), (_, samples_2, seconds_2, _) = ends  # type: ignore[misc]
     return [
@@ -114,7 +120,7 @@ def compare(command: Sequence[str], environment: Mapping[str, str], updates: int
         click.echo(f"{updates} updates by {schedule}:", err=True)
         with tempfile.TemporaryDirectory(prefix="pipedream-rt-") as folder:
             # Workers say at the end that their script is gone, which nobody needs to read.
-            given = {LOG_DIR: folder, **environment, SCHEDULE: schedule, RECORD: folder}
+            given = {LOG_DIR: folder, **environment, SCHEDULE: schedule, RECORD: f"{folder}/run"}
             code, trial = _tried(command, given, folder, updates)
         if code:
             return code
@@ -135,35 +141,44 @@ def _tried(
 ) -> tuple[int, Trial | None]:
     """Run a script until it has made so many updates, or has ended; return its code and them."""
     process = subprocess.Popen(command, env=environment)
-    steps: list[Stepped] = []
-    per_update = 0
+    steps: defaultdict[Path, list[Stepped]] = defaultdict(list)
+    plans: dict[Path, Plan] = {}
     try:
         with closing(_events(process, Path(folder))) as events:
-            for event in events:
+            for path, event in events:
                 if isinstance(event, Begun):
-                    per_update = Plan.unpacked(event.plan).per_update
+                    plans[path] = Plan.unpacked(event.plan)
                 elif isinstance(event, Stepped):
-                    steps.append(event)
-                if len(steps) == updates:
+                    steps[path].append(event)
+                if len(steps[path]) == updates:
                     break
     finally:
         code = process.poll()
         with suppress(ProcessLookupError):
             process.terminate()
         end_processes([process], Deadline(_END_TIMEOUT))
-    trial = None if len(steps) < 2 else Trial(environment[SCHEDULE], per_update, points_of(steps))
+    # Of several pipelines the one that has trained longest counts.
+    path, trained = max(steps.items(), key=lambda each: len(each[1]), default=(Path(), []))
+    if len(trained) < 2:
+        trial = None
+    else:
+        trial = Trial(plans[path].name, plans[path].per_update, points_of(trained))
     return shell_code(code) if code else 0, trial
 
 
-def _events(process: subprocess.Popen[bytes], folder: Path) -> Generator[Event, None, None]:
-    """Yield the events of a script as they come, until it has ended."""
+def _events(
+    process: subprocess.Popen[bytes], folder: Path
+) -> Generator[tuple[Path, Event], None, None]:
+    """Yield the events of a script's pipelines as they come, until it has ended."""
     with ExitStack() as opened:
-        following, ended = None, False
+        following: dict[Path, Following] = {}
+        ended = False
         while not ended:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_LOOK_S)
                 ended = True  # and what it has written last is read once more
-            if following is None and (folder / EVENTS).exists():
-                following = opened.enter_context(closing(Following(folder)))
-            if following is not None:
-                yield from following.new()
+            for path in folder.glob(f"run*/{EVENTS}"):
+                if path not in following:
+                    following[path] = opened.enter_context(closing(Following(path.parent)))
+                for event in following[path].new():
+                    yield path, event

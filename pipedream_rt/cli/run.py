@@ -124,7 +124,7 @@ class _RunCommand(Grouped):
               "say where they part; end the script if they do.")  # fmt: skip
 @click.option("--compare-schedules", is_flag=True,
               help="Run the script twice for its first updates, by 1f1b and by async-1f1b, and say "
-              "which reaches a loss sooner. Its checkpoints are left alone.")  # fmt: skip
+              "which reaches a loss sooner. Its checkpoints are not touched.")  # fmt: skip
 @click.option("--updates", default=300, show_default=True, type=click.IntRange(min=2),
               help="With --compare-schedules: how many by each.")  # fmt: skip
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as with python -m.")
@@ -158,6 +158,13 @@ def run(
     first one runs the script, and the others serve it with workers until it ends.
     """
     count, wait = nproc_per_node or 1, timedelta(seconds=patience)
+    job = None if ray_nodes is not None else node_job(os.environ, asked)
+    elsewhere = job is not None or ray_nodes is not None
+    if compare_schedules and (elsewhere or record or trace or resume):
+        raise click.UsageError(
+            "--compare-schedules is for one machine, and goes neither on nor keeps anything: leave "
+            "out --nnodes, --ray, --record, --trace and --resume"
+        )
     if ray_nodes is not None:
         # Ray is an extra, and takes a second to import.
         from pipedream_rt.cluster.engines.ray_nodes import run_on_ray
@@ -172,12 +179,6 @@ def run(
         options += ["--resume"] * resume + ["--verify"] * verify + ["--module"] * module
         on_nodes = [script if module else os.path.abspath(script), *arguments]
         sys.exit(run_on_ray(ray_nodes, options, on_nodes, Deadline(wait), say))
-    job = node_job(os.environ, asked)
-    if compare_schedules and (job is not None or record or trace or resume):
-        raise click.UsageError(
-            "--compare-schedules is for one machine, and goes neither on nor keeps anything: leave "
-            "out --nnodes, --record, --trace and --resume"
-        )
     if job is None and nproc_per_node is None and threads > 1:
         raise click.UsageError(
             "--threads is for workers that are started here, so give --nproc-per-node too; or "

@@ -56,7 +56,7 @@ RESUME = "PIPEDREAM_RT_RESUME"
 
 SCHEDULE = "PIPEDREAM_RT_SCHEDULE"
 """`pipedream-rt run --compare-schedules` sets it beside `RECORD`: the schedule of the pipeline,
-whatever the script says. The pipeline keeps nothing else: no checkpoint, no report, no trace."""
+whatever the script says. It writes neither report nor trace, and checkpoints beside the record."""
 
 VERIFY = "PIPEDREAM_RT_VERIFY"
 """`pipedream-rt run --verify` sets it: how many mini-batches to compare with plain PyTorch."""

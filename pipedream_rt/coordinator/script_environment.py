@@ -30,14 +30,18 @@ from pipedream_rt.schema import takes_output
 
 
 def tried(options: Options) -> Options:
-    """Return the options with which a schedule is tried, if one is: its events alone are kept."""
+    """Return the options with which a schedule is tried, if one is: its events alone are kept.
+
+    Checkpoints go to where the events go, so that nothing of the script's is written over.
+    """
     if SCHEDULE not in os.environ:
         return options
+    kept, folder = options.kept, given_path(os.environ[RECORD], RECORD).parent / "checkpoints"
     return replace(
         options,
         schedule=cast(ScheduleName, os.environ[SCHEDULE]),  # which `Options` checks
         is_tried=True,
-        checkpoint=None,
+        checkpoint=None if kept is None else replace(kept, folder=folder, resume=False),
         observe=replace(options.observe, record=None, report=None, trace=False),
     )
 

@@ -24,17 +24,19 @@ class StalenessNesterov(Correction):
     A stale gradient tells of weights that are left already, and momentum carries it on for
     1 / (1 - beta) updates more; the two delays together are what makes training swing. So in a step
     with any staleness the memory of the momentum is ``memory`` times as long,
-    ``beta' = 1 - (1 - beta) / memory``, and the direction m of the optimizer becomes
+    ``beta' = 1 - (1 - beta) / memory`` and at least 0, and the direction m of the optimizer becomes
     ``m(t) + strength * (m(t) - m(t-1))``. With a strength of beta' this is Nesterov's form, as
     `torch.optim.NAdam` and ``SGD(nesterov=True)`` have it. All else is the optimizer's own: second
-    moments, weight decay, the rate. It remembers nothing.
+    moments, weight decay, the rate. It remembers nothing. Weights that several stages use get the
+    shorter memory alone.
 
     m is, before and after the step:
 
     - `torch.optim.Adam`, `torch.optim.AdamW`: m^ / (sqrt(v^) + eps), with the second moment and the
       corrections for the bias of this step, and with ``betas[0]`` for beta;
     - `torch.optim.SGD`: its momentum buffer, with ``momentum`` for beta. A buffer is a sum, not a
-      mean, so the rate is divided by ``memory``. A beta' of 0 is SGD without a buffer.
+      mean, so the rate is multiplied by (1 - beta') / (1 - beta). A beta' of 0 is SGD without a
+      buffer. With ``nesterov=True`` it has the form by itself, and is refused.
 
     Sources: Sutskever et al., On the importance of initialization and momentum in deep learning
     (ICML 2013), section 2.1; Dozat, Incorporating Nesterov Momentum into Adam (2016); Ajanthan et
@@ -63,11 +65,18 @@ class StalenessNesterov(Correction):
 
     def require_fit(self, optimizer: type, group: Mapping[str, Any]) -> None:
         """See `Correction.require_fit`."""
+        first, *_ = group.get("betas") or (1.0,)
         no_momentum = issubclass(optimizer, torch.optim.SGD) and not group.get("momentum", 0.0)
+        no_momentum = no_momentum or not first
         if no_momentum or not issubclass(optimizer, tuple(_BUFFERS)):
             raise ConfigError(
                 f"StalenessNesterov has no rule for {optimizer.__name__}: use SGD with momentum, "
                 "Adam or AdamW"
+            )
+        if group.get("nesterov"):
+            raise ConfigError(
+                "StalenessNesterov gives momentum the form that SGD(nesterov=True) has by itself; "
+                "leave one of both out"
             )
 
     def before_step(self, at: Moment, optimizer: torch.optim.Optimizer) -> None:
@@ -83,8 +92,8 @@ class StalenessNesterov(Correction):
                 first, *others = group["betas"]
                 group["betas"] = (self._shorter(first), *others)
             else:
-                group["momentum"] = self._shorter(group["momentum"])
-                group["lr"] = group["lr"] / self.memory
+                before, group["momentum"] = group["momentum"], self._shorter(group["momentum"])
+                group["lr"] = group["lr"] * (1.0 - group["momentum"]) / (1.0 - before)
 
     def after_step(self, at: Moment, weights: Named, before: Named) -> None:
         """See `Correction.after_step`."""
@@ -102,7 +111,7 @@ class StalenessNesterov(Correction):
                         step_of_moments(group, state, parameter, False), alpha=self.strength
                     )
                 else:
-                    weights[name].sub_(change, alpha=self.strength * group["lr"])
+                    weights[name].sub_(change, alpha=self.strength * float(group["lr"]))
 
     def _shorter(self, beta: Any) -> Any:
         """Return a momentum whose memory is shorter."""

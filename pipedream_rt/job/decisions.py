@@ -126,13 +126,16 @@ def _scheduled(
     """Choose a schedule if there is none; return the options, what is known, and the stages."""
     stages, modules = len(reading.split.layers), reading.model.modules.values()
     groups = [] if reading.optimizer is None else reading.optimizer.options
-    chosen = with_schedule(options, reading.optimizer_class, stages, modules, of_all, groups)
+    known = (reading.optimizer_class, stages, [*modules], of_all, groups)
+    chosen = with_schedule(options, *known)
     try:
         return chosen, *_planned(reading, chosen, in_script)
     except ConfigError:  # other options may need a schedule that flushes
         if options.schedule is not None or chosen.schedule != ASYNCHRONOUS:
             raise
-    chosen = replace(chosen, schedule=FLUSHED)
+    # With the micro-batches that it has where it is chosen.
+    flushed = with_schedule(replace(options, schedule=FLUSHED, is_tried=True), *known)
+    chosen = replace(flushed, is_tried=False)
     return chosen, *_planned(reading, chosen, in_script)
 
 

@@ -79,18 +79,13 @@ def with_schedule(
     asynchronous = options.corrections or options.layout.synchronous_updates
     if tried:
         few = asynchronous = False
-    if of_all and asynchronous:
+    if of_all and (asynchronous or tried == ASYNCHRONOUS):
         return replace(options, schedule=ASYNCHRONOUS, micro_batches=1 if count is None else count)
     if optimizer is None or (few and not of_all) or asynchronous:
         return replace(options, schedule=ASYNCHRONOUS)
     # A replica computes its share of the micro-batches.
     replicas = 1 if given == "auto" else max(replicas_of(given, stages), default=1)
-    # Where each replica steps a part alone, no correction is possible.
-    by_default = options.corrections is None or bool(options.corrections)
-    # Nor has one without momentum any by default.
-    name = known_base(optimizer, CORRECTED)
-    by_default = by_default and (name is None or has_momentum(name, groups))
-    corrected = by_default and not (replicas > 1 and options.layout.shard_optimizer)
+    corrected = is_corrected(options, optimizer, groups, replicas)
     if count is None and stages * replicas > 1:
         # One stage has no bubble that more micro-batches would fill.
         whole = stages == 1 or any(map(keeps_state, modules))
@@ -104,6 +99,19 @@ def with_schedule(
     sooner = 0.0 if samples is None else time_of_flush(stages, each) / samples
     schedule = tried or (ASYNCHRONOUS if sooner >= AHEAD else FLUSHED)
     return replace(options, schedule=schedule, micro_batches=count)
+
+
+def is_corrected(
+    options: Options, optimizer: type | None, groups: Sequence[Mapping[str, Any]], replicas: int = 1
+) -> bool:
+    """Whether stale gradients are corrected as they were where samples were measured."""
+    if options.corrections is not None and not options.corrections:
+        return False
+    # Where each replica steps a part alone, no correction is possible.
+    if replicas > 1 and options.layout.shard_optimizer:
+        return False
+    name = known_base(optimizer, CORRECTED)
+    return name is None or has_momentum(name, groups)
 
 
 def of_loss_by(options: Options, optimizer: type | None) -> OfLoss:

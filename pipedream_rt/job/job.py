@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipedream_rt.job.decisions import Decisions, decide
+from pipedream_rt.job.defaults import is_corrected
 from pipedream_rt.job.given_optimizer import GivenOptimizer, state_by_name
 from pipedream_rt.job.notices import (
     about_alternative,
@@ -98,8 +99,12 @@ class Job:
     @property
     def alternative(self) -> str:
         """What is said of the schedule that was not chosen, for who asks; empty for nothing."""
-        kind = self.reading.optimizer_class
-        return about_alternative(self.plan, self.decisions.left_out, kind) if kind else ""
+        optimizer, left_out = self.reading.optimizer, self.decisions.left_out
+        if optimizer is None:
+            return ""
+        kind, replicas = optimizer.optimizer_class, max(self.plan.replicas)
+        corrected = is_corrected(self.options, kind, optimizer.options, replicas)
+        return about_alternative(self.plan, left_out, kind, corrected)
 
     @property
     def notices(self) -> list[str]:

@@ -80,24 +80,30 @@ def about_choice(
         return choice_line(chosen, "it learns as plain PyTorch does, whatever the loss compares")
     if plan.flushes:
         return choice_line(chosen, "it learns as plain PyTorch does")
-    return choice_line(chosen, f"no worker waits, for {_cost(plan, plan.name, optimizer)}")
+    cost = _cost(plan, plan.name, optimizer, corrected=bool(corrections))
+    return choice_line(chosen, f"no worker waits, for {cost}")
 
 
-def about_alternative(plan: Plan, left_out: DisabledFeatures, optimizer: type) -> str:
-    """Say what the schedule that was not chosen would give and cost; "" where none was chosen."""
+def about_alternative(
+    plan: Plan, left_out: DisabledFeatures, optimizer: type, corrected: bool = True
+) -> str:
+    """Say what the schedule that was not chosen would give and cost; "" where none was chosen.
+
+    ``corrected``: whether stale gradients would be corrected as by default.
+    """
     if plan.workers == 1 or not (plan.flushes and left_out.schedule) or plan.loss_in_script:
         return ""
     saved = 1 - 1 / time_of_flush(plan.num_stages, plan.per_update / max(plan.replicas))
     return (
         f'with schedule="{ASYNCHRONOUS}" no worker waits for another, which saves {saved:.0%} of '
-        f"the time, for {_cost(plan, ASYNCHRONOUS, optimizer)} ({optimizer.__name__})"
+        f"the time, for {_cost(plan, ASYNCHRONOUS, optimizer, corrected)} ({optimizer.__name__})"
     )
 
 
-def _cost(plan: Plan, schedule: str, optimizer: type) -> str:
+def _cost(plan: Plan, schedule: str, optimizer: type, corrected: bool) -> str:
     """Say how many samples an asynchronous schedule takes, by micro-batches per stage."""
     of_replica = plan.per_update / max(plan.replicas)
-    samples = samples_taken(schedule, optimizer, of_replica / plan.num_stages)
+    samples = samples_taken(schedule, optimizer, of_replica / plan.num_stages, corrected)
     if samples is None:
         return "more samples, of which nobody has measured how many"
     return "as many samples" if samples <= 1 else f"up to {samples:.2f} times the samples"

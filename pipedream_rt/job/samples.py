@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
@@ -48,11 +49,13 @@ def measured(schedule: str, optimizer: type | None, corrected: bool = True) -> M
 
 
 def has_momentum(name: str, groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the options of all parameter groups give a known optimizer a momentum."""
+    """Whether all parameter groups of a known optimizer have the momentum that was measured."""
     # An option that was left out has the default of its class, which is above 0 for betas.
     momenta = (group.get("momentum", _MOMENTA.get(name, 1.0)) for group in groups)
     betas = (group.get("betas") or (1.0,) for group in groups)
-    return all(momenta) and all(first for first, *_ in betas)
+    # With nesterov=True SGD has another form of it, of which nothing was measured.
+    form = any(group.get("nesterov") for group in groups) and name == "SGD"
+    return all(momenta) and all(first for first, *_ in betas) and not form
 
 
 _MOMENTA = {"SGD": 0.0, "Muon": 0.95}
@@ -64,5 +67,7 @@ def known_base(optimizer: type | None, names: Container[str]) -> str | None:
     for cls in () if optimizer is None else optimizer.__mro__:
         if cls.__module__.startswith(_OF):
             # Only the nearest class counts: what is not in a table may derive from what is.
-            return cls.__name__ if cls.__name__ in names else None
+            steps: list[Any] = [getattr(each, "step", None) for each in (optimizer, cls)]
+            same = len({*map(inspect.unwrap, steps)}) == 1  # torch wraps them, to profile
+            return cls.__name__ if cls.__name__ in names and same else None
     return None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from pipedream_rt.cluster.generations import leave_to_rank_0, numbers_of_workers
@@ -93,7 +94,7 @@ def with_stages_chosen(model: UnsplitModel, options: Options) -> tuple[Options, 
     whole = options.loss_fn is None or of_loss_by(options, kind) is not OfLoss.PARTS
     of_all = kind is not None and whole and not _owns_loss(request)
     most, modules = max(numbers, default=1), model.modules.values()
-    groups = [] if made is None else [made[1]]
+    groups = _groups(options.optimizer, {} if made is None else made[1])
     scheduled = with_schedule(options, kind, most, modules, of_all, groups)
     chosen = choose_stages(model, scheduled, numbers)
     slack = options.layout.slack or chosen.slack
@@ -101,6 +102,14 @@ def with_stages_chosen(model: UnsplitModel, options: Options) -> tuple[Options, 
     if chosen.stages:  # more than one, for the schedule that they were measured for
         options = scheduled
     return replace(options, stages=chosen.stages, layout=layout), chosen.why
+
+
+def _groups(optimizer: Any, options: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Return the options of an optimizer's parameter groups."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer.param_groups
+    rules = optimizer[2] if isinstance(optimizer, tuple | list) and len(optimizer) > 2 else ()
+    return [options, *({**options, **own} for _, own in rules)]
 
 
 def _owns_loss(request: Request) -> bool:

@@ -1,5 +1,6 @@
 """``run --compare-schedules``: what is said of two trials, and the trials themselves."""
 
+import math
 import os
 import subprocess
 import sys
@@ -78,6 +79,18 @@ def test_where_the_loss_does_not_fall_nothing_is_said_of_the_schedules(losses):
     assert last == "The loss falls too little in so few updates to compare the schedules."
 
 
+def test_a_loss_that_is_not_finite_is_said_of_its_schedule():
+    nan = [*falling(30), math.nan, *falling(19)]
+    last = told(trial("1f1b", falling(50)), trial("async-1f1b", nan))[-1]
+    assert last == "By async-1f1b a loss is not finite: it diverges at this rate."
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_of_very_few_updates_nothing_is_said(count):
+    last = told(trial("1f1b", [2.0] * count), trial("async-1f1b", [2.0] * count))[-1]
+    assert "falls too little" in last
+
+
 SCRIPT = """
 import sys
 import torch
@@ -88,12 +101,16 @@ def main(count, folder):
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
     data = [(x, 2 * x) for x in torch.randn(count, 16, 8)]
+    with Pipeline(model, stages=2, workers="serial") as pipe:  # not the one that trains
+        pipe.predict(data[0][0])
     with Pipeline(
         model, stages=2, loss_fn=nn.functional.mse_loss, workers="serial", checkpoint=folder,
         optimizer=(torch.optim.AdamW, {"lr": 0.01}), observe=Observe(report=folder + ".html"),
     ) as pipe:
         for number, item in enumerate(data):
             pipe.submit(*item)
+            if number == 3:
+                pipe.save()
             if number == 30:
                 sys.exit(7)
         pipe.flush()

@@ -305,7 +305,8 @@ def test_what_is_no_number_of_workers_is_refused(text):
         (["--num_processes=2", "x.py"], "no option --num_processes: here it is --nproc-per-node"),
         (["--standalone", "x.py"], "no option --standalone, and needs none in its place"),
         (["--bogus", "x.py"], "No such option"),
-        (["--compare-schedules", "--resume", "x.py"], "leave out --nnodes, --record, --trace"),
+        (["--compare-schedules", "--resume", "x.py"], "leave out --nnodes, --ray, --record"),
+        (["--compare-schedules", "--ray", "2", "x.py"], "leave out --nnodes, --ray, --record"),
     ],
     ids=[
         "script",

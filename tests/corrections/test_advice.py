@@ -68,10 +68,16 @@ def test_an_optimizer_without_momentum_gets_none():
     def chosen(optimizer, staleness=1, **group):
         return [type(each) for each in advice.advised(optimizer, [group], staleness)]
 
+    class Stepping(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
     both, shorter = [ErrorFeedback, Extrapolation], [StalenessNesterov]
     staler = [*both, StalenessDamping]
     assert chosen(torch.optim.SGD, momentum=0.9) == shorter
     assert chosen(Own, momentum=0.9) == shorter
+    assert chosen(Stepping, momentum=0.9) == []  # nobody knows what its step does
+    assert chosen(torch.optim.SGD, momentum=0.9, nesterov=True) == []
     assert chosen(torch.optim.AdamW) == chosen(torch.optim.Adam, betas=(0.9, 0.99)) == shorter
     assert chosen(torch.optim.SGD) == chosen(torch.optim.Adam, betas=(0.0, 0.99)) == []
     assert chosen(torch.optim.AdamW, staleness=0) == []

@@ -56,6 +56,34 @@ def test_a_shorter_memory_leaves_the_way_of_a_steady_gradient():
     torch.testing.assert_close(found, torch.ones(2) - 6 * 0.02)
 
 
+@pytest.mark.parametrize("momentum", [0.1, 0.3, 0.5])
+def test_where_the_memory_is_too_short_to_be_halved_the_rate_is_that_of_no_momentum(momentum):
+    """Steps of a steady gradient are as long as they were."""
+    same = [torch.ones(2)] * 40
+
+    def make(p):
+        return torch.optim.SGD(p, lr=0.01, momentum=momentum)
+
+    found, _ = stepped(make, StalenessNesterov(), gradients=same)
+    torch.testing.assert_close(found, torch.ones(2) - 40 * 0.01 / (1 - momentum))
+
+
+def test_a_rate_may_be_a_tensor():
+    def make(p):
+        return torch.optim.SGD(p, lr=torch.tensor([0.01]), momentum=0.9)
+
+    def plain(p):
+        return torch.optim.SGD(p, lr=0.01, momentum=0.9)
+
+    found, expected = stepped(make, StalenessNesterov()), stepped(plain, StalenessNesterov())
+    torch.testing.assert_close(found[0], expected[0])
+
+
+def test_sgd_that_has_the_form_by_itself_is_refused():
+    with pytest.raises(ConfigError, match="has by itself; leave one of both out"):
+        StalenessNesterov().require_fit(torch.optim.SGD, {"momentum": 0.9, "nesterov": True})
+
+
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
 def test_second_moments_and_decay_are_the_optimizers_own(kind):
     def make(p, **options):

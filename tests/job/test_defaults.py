@@ -71,6 +71,8 @@ def test_a_loss_in_the_script_has_all_outputs_before_the_first_backward():
     assert found(schedule="async-1f1b") == ("async-1f1b", 1)
     assert found(schedule="1f1b", micro_batches=4) == ("1f1b", 4)  # refused by the plan
     assert found(corrections=[ErrorFeedback()]) == ("async-1f1b", 1)
+    assert found(schedule="async-1f1b", is_tried=True) == ("async-1f1b", 1)
+    assert found(schedule="1f1b", is_tried=True) == ("gpipe", 16)
 
 
 def test_batch_norm_sees_as_many_samples_as_can_be():
@@ -154,6 +156,14 @@ def test_a_pipeline_says_what_was_chosen(caplog):
     )
     caplog.clear()
     assert opened(MANY, caplog, schedule="1f1b", micro_batches=3) == ("1f1b", 3)
+
+
+def test_where_another_option_needs_a_flush_it_has_the_micro_batches_of_one():
+    """Weights that a forward changes go with no version; Adam bears staleness with one for each."""
+    model = nn.Sequential(nn.Embedding(9, 4, max_norm=1.0), nn.Flatten(), *mlp(4, 4))
+    options = {"stages": 2, "schedule": None, "loss_fn": F.mse_loss, "workers": "serial"}
+    with Pipeline(model, optimizer=(torch.optim.Adam, {"lr": 0.01}), **options) as pipe:
+        assert (pipe.plan.name, pipe.plan.per_update) == ("1f1b", 8)
 
 
 def test_what_was_not_chosen_is_told_to_who_asks():

@@ -11,6 +11,7 @@ from torch import nn
 from pipedream_rt.corrections import ErrorFeedback, Extrapolation
 from pipedream_rt.job.notices import (
     DisabledFeatures,
+    about_alternative,
     about_balance,
     about_choice,
     about_cores,
@@ -86,6 +87,14 @@ def test_workers_that_nobody_uses_are_told_of():
 
 
 # -- the schedule -------------------------------------------------------------------------------
+
+
+def test_of_a_run_without_corrections_no_figure_with_them_is_told():
+    made = plan("1f1b", 16)
+    assert "as many samples (Muon)" in about_alternative(made, ALL, torch.optim.Muon)
+    said = about_alternative(made, ALL, torch.optim.AdamW, corrected=False)
+    assert "more samples, of which nobody has measured how many" in said
+    assert "nobody has measured" in about_choice(plan(), (), ALL, torch.optim.AdamW)
 
 
 def test_what_was_chosen_is_said_in_a_line():

@@ -161,8 +161,9 @@ class Nesterov(Rule):
             b1, b2 = group["betas"]
             group["betas"] = (max(0.0, 1.0 - (1.0 - b1) / self.memory), b2)
         elif tau:
-            group["momentum"] = max(0.0, 1.0 - (1.0 - group["momentum"]) / self.memory)
-            group["lr"] = group["lr"] / self.memory
+            before = group["momentum"]
+            group["momentum"] = max(0.0, 1.0 - (1.0 - before) / self.memory)
+            group["lr"] = group["lr"] * (1.0 - group["momentum"]) / (1.0 - before)
 
     def weights(self, own, before, tau):
         for p in own.values() if self.optimizer else ():
