@@ -319,6 +319,7 @@ def test_what_is_no_number_of_workers_is_refused(text):
         "needless",
         "other",
         "comparison",
+        "comparison on ray",
     ],
 )
 def test_wrong_words_are_refused_before_anything_is_started(call, tmp_path, words, message):
