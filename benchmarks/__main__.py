@@ -19,7 +19,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from .grid import Line, end_by_signals
+from .grid import Line, end_by_signals, pyplot_of_svg
 from .suite.devices import BENCHMARKS as OF_DEVICES
 from .suite.parts import BENCHMARKS as OF_PARTS
 from .suite.runs import newest, run, summed_up
@@ -38,11 +38,7 @@ def markdown(table: Table) -> str:
 
 def plot(name: str, lines: list[Line], output: Path) -> None:
     """Draw the curve of a benchmark."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "pipedream-rt"
-    from matplotlib import pyplot
+    pyplot = pyplot_of_svg()
 
     benchmark = BENCHMARKS[name]
     if benchmark.curve is None:

@@ -118,24 +118,17 @@ class RotaryAttention(learning.Attention):
 
     def __init__(self, width: int, context: int = 64) -> None:
         super().__init__(width)
-        self.norm: nn.Module = nn.RMSNorm(width)
+        self.norm = nn.RMSNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width, False), nn.Linear(width, width, False)
         half = width // self.heads // 2
         turns = torch.outer(torch.arange(context), 1e4 ** -(torch.arange(half) / half))
         self.register_buffer("cos", turns.cos())
         self.register_buffer("sin", turns.sin())
 
-    def _turned(self, x: Tensor) -> Tensor:
+    def placed(self, x: Tensor) -> Tensor:
+        """Turn them."""
         a, b = x.chunk(2, -1)
         return torch.cat([a * self.cos - b * self.sin, b * self.cos + a * self.sin], -1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Attend, causally."""
-        b, t, d = x.shape
-        qkv = self.qkv(self.norm(x)).view(b, t, 3, self.heads, d // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(self._turned(q), self._turned(k), v, is_causal=True)
-        return x + self.out(mixed.transpose(1, 2).reshape(b, t, d))
 
 
 class Gated(nn.Module):
@@ -704,11 +697,7 @@ def plot(output: Path, task: str, stages: int, jobs: int) -> None:
     too, and of async-1f1b with its corrections. The time is that of the updates until then at the
     rates that `python -m benchmarks peers` has measured on emulated stages.
     """
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "pipedream-rt"
-    from matplotlib import pyplot
+    pyplot = grid.pyplot_of_svg()
 
     results, updates = read(), PROGRAMS[task].updates
     run = Run(

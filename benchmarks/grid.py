@@ -161,3 +161,14 @@ def end_by_signals() -> None:
     """Let signals end this process as an error does, so that what it has started ends too."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
+
+
+def pyplot_of_svg() -> Any:
+    """Return `matplotlib.pyplot`, as it draws SVG files whose bytes do not change by themselves."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "pipedream-rt"
+    from matplotlib import pyplot
+
+    return pyplot

@@ -105,7 +105,7 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int = 4) -> None:
         super().__init__()
         self.heads = heads
-        self.norm = nn.LayerNorm(width)
+        self.norm: nn.Module = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
@@ -113,8 +113,13 @@ class Attention(nn.Module):
         """Attend, causally."""
         b, t, d = x.shape
         qkv = self.qkv(self.norm(x)).view(b, t, 3, self.heads, d // self.heads)
-        mixed = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4), is_causal=True)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(self.placed(q), self.placed(k), v, is_causal=True)
         return x + self.out(mixed.transpose(1, 2).reshape(b, t, d))
+
+    def placed(self, x: Tensor) -> Tensor:
+        """Put places into queries or keys (B, H, T, D / H); here an embedding has them."""
+        return x
 
 
 class FeedForward(nn.Module):
@@ -790,11 +795,7 @@ def table(names: tuple[str, ...], quick: bool) -> None:
               show_default=True, help="Losses over samples, or slowdowns over stages.")  # fmt: skip
 def plot(names: tuple[str, ...], output: Path, over: str) -> None:
     """Draw sets: validation loss over samples, or the slowdown over the number of stages."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "pipedream-rt"
-    from matplotlib import pyplot
+    pyplot = grid.pyplot_of_svg()
 
     results = grid.by_key(RESULTS)
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")

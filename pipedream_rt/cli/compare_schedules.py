@@ -154,8 +154,7 @@ def _tried(
                     break
     finally:
         code = process.poll()
-        with suppress(ProcessLookupError):
-            process.terminate()
+        process.terminate()
         end_processes([process], Deadline(_END_TIMEOUT))
     # Of several pipelines the one that has trained longest counts.
     path, trained = max(steps.items(), key=lambda each: len(each[1]), default=(Path(), []))

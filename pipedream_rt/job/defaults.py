@@ -11,8 +11,8 @@ training took 1.25 times the samples. So there are as many as stages; with so fe
 more than staleness does. The same holds for layers of the user's with a state, as a moving average
 or a warm-up that they count, which advances with each micro-batch.
 
-The measurements are printed by ``python benchmarks/first_touch.py table choice batch-norm``, and by
-``python benchmarks/studies/batch_norm.py``.
+The measurements are printed by ``python benchmarks/first_touch.py table nesterov nesterov-sgd-2n
+choice batch-norm``, and by ``python benchmarks/studies/batch_norm.py``.
 """
 
 from __future__ import annotations

@@ -30,15 +30,18 @@ _OF = ("torch.optim", "pipedream_rt.optimizers")
 
 
 def samples_taken(
-    schedule: str, optimizer: type | None, per_stage: float, corrected: bool = True
+    schedule: str, optimizer: type | None, per_stage: float, corrected: bool
 ) -> float | None:
-    """Return the multiple in `SAMPLES` for some micro-batches per stage; None if not measured."""
+    """Return the multiple in `SAMPLES` for some micro-batches per stage; None if not measured.
+
+    ``corrected``: see `measured`.
+    """
     rows = measured(schedule, optimizer, corrected)
     # Nothing was measured with fewer micro-batches than stages.
     return rows[max(n for n in rows if n <= per_stage)] if rows and per_stage >= 1 else None
 
 
-def measured(schedule: str, optimizer: type | None, corrected: bool = True) -> Mapping[int, float]:
+def measured(schedule: str, optimizer: type | None, corrected: bool) -> Mapping[int, float]:
     """Return the row of `SAMPLES` for an optimizer; an empty one if there is none.
 
     ``corrected``: whether staleness is corrected as it is by default.

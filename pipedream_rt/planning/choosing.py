@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from pipedream_rt.cluster.generations import leave_to_rank_0, numbers_of_workers
 from pipedream_rt.coordinator.script_environment import resolved
 from pipedream_rt.errors import ConfigError
 from pipedream_rt.job.defaults import of_loss_by, with_schedule
+from pipedream_rt.job.given_optimizer import grouped_names
 from pipedream_rt.job.options import Layout, Options
 from pipedream_rt.job.reading import Request, requested, split_of
 from pipedream_rt.job.requirements import refuse_unknown
 from pipedream_rt.job.unsplit_model import UnsplitModel
 from pipedream_rt.messages.head import OfLoss
 from pipedream_rt.planning.auto_split import choose_stages
-from pipedream_rt.planning.profiling import optimizer_choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,13 +87,13 @@ def with_stages_chosen(model: UnsplitModel, options: Options) -> tuple[Options, 
     request = requested(model, options)
     # Under torchrun, processes of other ranks become workers here and do not return.
     leave_to_rank_0(options.workers, options.layout.threads)
-    numbers, made = numbers_of_workers(options.workers), optimizer_choice(options.optimizer)
-    kind = None if made is None else made[0]
+    numbers = numbers_of_workers(options.workers)
+    parts = grouped_names(options.optimizer, model.names, model.parameters)
+    kind, groups = (None, []) if parts is None else (parts.optimizer_class, parts.options)
     # One that is of the whole mini-batch, or may be, unless the model computes it itself.
     whole = options.loss_fn is None or of_loss_by(options, kind) is not OfLoss.PARTS
     of_all = kind is not None and whole and not _owns_loss(request)
     most, modules = max(numbers, default=1), model.modules.values()
-    groups = _groups(options.optimizer, {} if made is None else made[1])
     scheduled = with_schedule(options, kind, most, modules, of_all, groups)
     chosen = choose_stages(model, scheduled, numbers)
     slack = options.layout.slack or chosen.slack
@@ -102,14 +101,6 @@ def with_stages_chosen(model: UnsplitModel, options: Options) -> tuple[Options, 
     if chosen.stages:  # more than one, for the schedule that they were measured for
         options = scheduled
     return replace(options, stages=chosen.stages, layout=layout), chosen.why
-
-
-def _groups(optimizer: Any, options: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the options of an optimizer's parameter groups."""
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return optimizer.param_groups
-    rules = optimizer[2] if isinstance(optimizer, tuple | list) and len(optimizer) > 2 else ()
-    return [options, *({**options, **own} for _, own in rules)]
 
 
 def _owns_loss(request: Request) -> bool:
