@@ -124,24 +124,6 @@ def test_every_room_has_its_own_row():
     assert folders <= set().union(*LAYERS)
 
 
-HAVE_NO_FILE = {
-    "pipedream_rt.cluster.interface": "protocols, which its two clusters implement",
-    "pipedream_rt.transport.interface": "protocols, which the tests of the contract are for",
-}
-
-
-def test_a_file_of_80_lines_has_its_tests_in_the_file_of_its_name():
-    """Who changes `pipedream_rt/x/y.py` finds its tests in `tests/x/test_y.py`."""
-    lacking = set()
-    for path in FILES:
-        own = path.relative_to(ROOT / "pipedream_rt")
-        tests = ROOT / "tests" / own.parent / f"test_{own.name}"
-        long = path.name != "__init__.py" and path.read_text().count("\n") >= 80
-        if long and not tests.exists():
-            lacking.add(module_of(path))
-    assert lacking == HAVE_NO_FILE.keys()
-
-
 def test_no_files_import_each_other_in_a_circle():
     """A layer may hold many files; among them too, arrows go one way."""
     modules = {module_of(path): path for path in FILES}
