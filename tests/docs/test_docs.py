@@ -1,6 +1,7 @@
 """What the documentation says is there, and what is there is documented. Imports no torch."""
 
 import ast
+import functools
 import re
 import sys
 import textwrap
@@ -136,14 +137,25 @@ def test_every_page_is_in_the_navigation_once():
     assert sorted(listed) == sorted([*(str(p.relative_to(DOCS)) for p in PAGES), *made])
 
 
+@functools.cache
+def trees():
+    """Every file of the package, parsed once."""
+    return [ast.parse(path.read_text()) for path in SOURCES]
+
+
+@functools.cache
+def nodes():
+    """Every node of them."""
+    return [node for tree in trees() for node in ast.walk(tree)]
+
+
 def constants():
     """Every constant of a module of the package: name to value."""
     found = {}
-    for path in SOURCES:
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
-                targets = [t.id for t in node.targets if isinstance(t, ast.Name)]
-                found.update(dict.fromkeys(targets, node.value.value))
+    for node in (node for tree in trees() for node in tree.body):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            targets = [t.id for t in node.targets if isinstance(t, ast.Name)]
+            found.update(dict.fromkeys(targets, node.value.value))
     return found
 
 
@@ -158,27 +170,23 @@ def variables_read():
         return node.value if isinstance(node, ast.Constant) else named.get(getattr(node, "id", ""))
 
     found = set()
-    for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            match node:
-                case ast.Call(func=ast.Attribute(value=mapping), args=[key, *_]) if is_environ(
-                    mapping
-                ):
-                    found.add(variable(key))
-                case ast.Subscript(value=mapping, slice=key) if is_environ(mapping):
-                    found.add(variable(key))
-                case ast.Compare(left=key, comparators=[mapping]) if is_environ(mapping):
-                    found.add(variable(key))
-                case ast.Constant(value=str(text)) if re.fullmatch(r"PIPEDREAM_RT_[A-Z_]+", text):
-                    found.add(text)
+    for node in nodes():
+        match node:
+            case ast.Call(func=ast.Attribute(value=mapping), args=[key, *_]) if is_environ(mapping):
+                found.add(variable(key))
+            case ast.Subscript(value=mapping, slice=key) if is_environ(mapping):
+                found.add(variable(key))
+            case ast.Compare(left=key, comparators=[mapping]) if is_environ(mapping):
+                found.add(variable(key))
+            case ast.Constant(value=str(text)) if re.fullmatch(r"PIPEDREAM_RT_[A-Z_]+", text):
+                found.add(text)
     return found - {None}
 
 
 def strings():
     """Every string in the code."""
-    trees = [ast.parse(path.read_text()) for path in SOURCES]
-    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-    return {node.value for node in nodes if isinstance(node.value, str)}
+    values = {node.value for node in nodes() if isinstance(node, ast.Constant)}
+    return {value for value in values if isinstance(value, str)}
 
 
 def test_the_environment_variables_documented_are_those_in_the_code():
