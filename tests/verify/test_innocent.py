@@ -63,15 +63,15 @@ def shared():
 class Cells(nn.Module):
     def __init__(self, kind):
         super().__init__()
-        self.kind, self.one, self.two = kind, kind(1, 8), kind(8, 8)
-        self.out = nn.Linear(8, 1)
+        self.kind, self.one, self.two = kind, kind(2, 8), kind(8, 8)
+        self.out = nn.Linear(8, 2)
 
     def forward(self, x):
         one = two = torch.zeros(x.size(0), 8)
         if self.kind is nn.LSTMCell:
             one, two = (one, one), (two, two)
         outputs = []
-        for step in x.split(1, dim=1):
+        for step in x.split(2, dim=1):
             one = self.one(step, one)
             two = self.two(one[0] if isinstance(one, tuple) else one, two)
             outputs.append(self.out(two[0] if isinstance(two, tuple) else two))
