@@ -163,12 +163,12 @@ def test_inference_in_training_mode_moves_statistics_only_when_told(workers):
 # -- epochs -----------------------------------------------------------------------------------
 
 
-def test_prepare_makes_pairs_of_anything(workers):
+def test_prepare_makes_pairs_of_anything():
     def pair(item):
         return item["x"], item["labels"][0]
 
     dicts = [{"x": x, "labels": (y, None)} for x, y in regression(4)]
-    with small(workers=workers) as pipe, small() as plain:
+    with small() as pipe, small() as plain:
         found = [r.loss for r in pipe.train_epoch(dicts, prepare=pair)]
         assert found == losses(plain, regression(4))
         assert pipe.evaluate(dicts, prepare=pair) == plain.evaluate(regression(4))
@@ -178,10 +178,10 @@ def test_prepare_makes_pairs_of_anything(workers):
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")
-def test_a_scheduler_on_the_optimizer_that_was_given(workers):
+def test_a_scheduler_on_the_optimizer_that_was_given():
     model = mlp()
     given = torch.optim.SGD(model.parameters(), lr=0.1)
-    with small(model, workers=workers, optimizer=given) as pipe:
+    with small(model, optimizer=given) as pipe:
         scheduler = torch.optim.lr_scheduler.ExponentialLR(given, 0.5)
         epoch = pipe.train_epoch(regression(5))
         next(epoch)
@@ -212,15 +212,15 @@ def test_an_optimizer_with_attributes_and_with_hooks(workers):
         assert_same(pipe.state_dict(), plain.state_dict())
     given.register_step_pre_hook(lambda *_: None)
     with pytest.raises(ConfigError, match="the optimizer has hooks"):
-        small(model, workers=workers, optimizer=given)
+        small(model, optimizer=given)
 
 
-def test_an_optimizer_that_holds_a_weight_elsewhere(workers):
+def test_an_optimizer_that_holds_a_weight_elsewhere():
     model = mlp()
     given = torch.optim.SGD(model.parameters(), lr=0.1)
     given.favourite = model[0].weight
     with pytest.raises(ConfigError, match=r"the optimizer holds the parameter 0\.weight"):
-        small(model, workers=workers, optimizer=given)
+        small(model, optimizer=given)
 
 
 def test_the_state_that_an_optimizer_keeps_in_its_groups_goes_round(workers):
@@ -440,7 +440,7 @@ def test_an_error_names_the_layer_its_input_and_the_users_own_lines(workers):
     assert "torch/nn" not in error.value.trace
 
 
-def test_a_layer_that_expects_two_arguments_is_told_of_the_tuple(workers):
+def test_a_layer_that_expects_two_arguments_is_told_of_the_tuple():
     class Splits(nn.Module):
         def forward(self, x):
             return x, x
@@ -448,7 +448,7 @@ def test_a_layer_that_expects_two_arguments_is_told_of_the_tuple(workers):
     model = nn.Sequential(nn.Linear(8, 8), Splits(), nn.Bilinear(8, 8, 8))
     with (
         pytest.raises(StageFailed, match=r"A layer gets one value, here a tuple of 2: take it"),
-        small(model, stages=[1], workers=workers) as pipe,
+        small(model, stages=[1]) as pipe,
     ):
         losses(pipe, regression(3))
 
