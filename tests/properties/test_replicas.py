@@ -102,7 +102,7 @@ SCHEDULES = [
 @pytest.mark.parametrize(("points", "replicas"), SPLITS)
 def test_they_are_the_oracle_bit_for_bit(points, replicas, schedule, reads, k):
     """With messages in random order; the last mini-batch is short, and buffers are of each."""
-    data = batches()
+    data = batches(8 if k < 16 else 4)
     bits = expected(points, replicas, data, k, reads)
     for workers in in_any_order(k):
         found = train(points, replicas, data, schedule=schedule, k=k, workers=workers)
@@ -113,7 +113,7 @@ def test_they_are_the_oracle_bit_for_bit(points, replicas, schedule, reads, k):
 @pytest.mark.parametrize(("schedule", "reads", "k"), SCHEDULES)
 @pytest.mark.parametrize(("points", "replicas"), [SPLITS[1], SPLITS[4], SPLITS[5]])
 def test_a_divided_optimizer_gives_the_same_bits(points, replicas, schedule, reads, k):
-    data = batches()
+    data = batches(8 if k < 16 else 4)
     options = {"schedule": schedule, "k": k, "shard_optimizer": True}
     if schedule in ("1f1b", "gpipe") and k < max(replicas):
         with pytest.raises(ConfigError, match="as many micro-batches per update"):
