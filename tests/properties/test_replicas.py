@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from support import both
 from support.inside import hosts, kill, pids
+from support.models import tied as tied_layers
 from support.oracle import assert_same, oracle
 from support.pinned import Pipeline
 from torch import nn
@@ -393,9 +394,9 @@ def test_corrections_do_the_same_on_all_replicas(tmp_path, corrections):
 
 
 def tied():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    model[2].weight = model[0].weight
-    return model
+    torch.manual_seed(0)
+    first, other = tied_layers(8)
+    return nn.Sequential(first, nn.Tanh(), other, nn.Linear(8, 4))
 
 
 @pytest.mark.parametrize(
@@ -501,6 +502,18 @@ def test_each_replica_learns_the_programs_that_it_follows(replicas):
     assert losses[0][0] == losses[1][0]
 
 
+def assert_goes_back(pipe, folder):
+    data = batches(8)
+    list(pipe.train_epoch(data[:3]))
+    pipe.save(folder)
+    first = losses_of(pipe.submit(*item).result() for item in data[3:])
+    weights = pipe.state_dict()
+    for _ in range(2):
+        pipe.load(folder)
+        assert losses_of(pipe.submit(*item).result() for item in data[3:]) == first
+        assert_same(pipe.state_dict(), weights)
+
+
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize(("schedule", "k"), [("async-1f1b", 1), ("async-1f1b", 2), ("1f1b", 2)])
 @pytest.mark.parametrize(("points", "replicas"), [((0, 4), (2, 1)), ((0,), (3,)), ((0, 4), (1, 1))])
@@ -512,30 +525,15 @@ def test_a_pipeline_goes_back_to_a_checkpoint(tmp_path, points, replicas, schedu
         return  # refused
     if options.get("shard_optimizer") and schedule == "1f1b" and k < max(replicas):
         return  # refused
-    data = batches(8)
     with open_pipe(points, replicas, k=k, schedule=schedule, **options) as pipe:
-        list(pipe.train_epoch(data[:3]))
-        pipe.save(tmp_path)
-        first = [pipe.submit(*item).result().losses for item in data[3:]]
-        weights = pipe.state_dict()
-        for _ in range(2):
-            pipe.load(tmp_path)
-            again = [pipe.submit(*item).result().losses for item in data[3:]]
-            assert again == first
-            assert_same(pipe.state_dict(), weights)
+        assert_goes_back(pipe, tmp_path)
 
 
 @pytest.mark.parametrize("k", [1, 2])
 def test_a_pipeline_with_tied_weights_goes_back_to_a_checkpoint(tmp_path, k):
     """Versions of weights and shares of gradients, too, have numbers that they have had before."""
-    torch.manual_seed(0)
-    data = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(8)]
     with opened(tied(), stages=[1], micro_batches=k) as pipe:
-        list(pipe.train_epoch(data[:3]))
-        pipe.save(tmp_path)
-        first = [pipe.submit(*item).result().losses for item in data[3:]]
-        pipe.load(tmp_path)
-        assert [pipe.submit(*item).result().losses for item in data[3:]] == first
+        assert_goes_back(pipe, tmp_path)
 
 
 class Counts(nn.Module):
