@@ -614,6 +614,7 @@ def changed_on(change, stages):
         (clamps, "3.weight in place on stage 1, and layers.3 uses it on stage 3", None),
         (fills, "2.bias in place on stage 1, and layers.2 uses it on stage 2", None),
     ],
+    ids=["clamps_data", "clamps", "fills"],
 )
 def test_a_weight_is_not_changed_on_another_stage_than_its_own(change, words, together):
     with pytest.raises(ConfigError, match=f"changes layers.{words}") as caught:

@@ -206,6 +206,13 @@ def is_nothing(answer):
     return not answer or (answer[0] == 0x15 and len(answer) == 7)
 
 
+def assert_not_answered(said, address):
+    led = calling(address)
+    with pytest.raises(TransportError, match="closed the connection"):
+        asked(led, said)
+    led.close()
+
+
 @pytest.mark.threads
 def test_a_member_that_is_led_to_another_port_than_it_called_meets_nobody():
     """All members have one certificate, so somebody in between may lead one to another's port.
@@ -215,10 +222,7 @@ def test_a_member_that_is_led_to_another_port_than_it_called_meets_nobody():
     """
     for port, said in ((control_port, LINK), (port_of_a_member, hello())):
         with port() as address:
-            led = calling(address)
-            with pytest.raises(TransportError, match="closed the connection"):
-                asked(led, said)
-            led.close()
+            assert_not_answered(said, address)
 
 
 @pytest.mark.threads
@@ -228,10 +232,7 @@ def test_a_member_that_is_led_to_another_port_than_it_called_meets_nobody():
 )  # fmt: skip
 def test_a_link_to_another_member_or_of_another_time_is_not_answered(change):
     with port_of_a_member() as address:
-        led = calling(address)
-        with pytest.raises(TransportError, match="closed the connection"):
-            asked(led, {**LINK, **change})
-        led.close()
+        assert_not_answered({**LINK, **change}, address)
 
 
 def listening(pid):
