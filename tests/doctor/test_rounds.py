@@ -3,18 +3,25 @@
 import json
 import re
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support import forked
 from support.callers import asked, calling, hello, soon
+from support.deadlines import LATEST_S
 from support.nodes import COMMAND, own_environment
 from support.slurm import until
 from support.two_hosts import OTHER_SECRET, SECRET, A, Child, two_hosts, why_not
 
+from pipedream_rt.cluster.engines import Node
 from pipedream_rt.cluster.identity import Secret
-from pipedream_rt.doctor.rounds import _link_of, examine_self
+from pipedream_rt.doctor import rounds
+from pipedream_rt.doctor.judgement import judge
+from pipedream_rt.doctor.rounds import _link_of, examine_self, look_at_all
 from pipedream_rt.errors import ConfigError
 
 DOCTOR = [*COMMAND, "doctor"]
@@ -33,10 +40,14 @@ def found_by(doctor):
 
 
 @pytest.fixture
-def started():
+def port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@pytest.fixture
+def started(port):
     with ExitStack() as children:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
 
         def start(rank, *options, secret=SECRET, size=3):
             command = [
@@ -47,7 +58,6 @@ def started():
             children.callback(child.close)
             return child
 
-        start.port = port
         yield start
 
 
@@ -106,21 +116,26 @@ def test_what_is_wrong_is_told_and_is_the_exit_code(started, tmp_path):
     assert "one end does not know the secret that the other has" in first.text
 
 
-@pytest.mark.processes
+@pytest.mark.threads
 @pytest.mark.parametrize("question", ["examine", "clock", "welcome"])
-def test_a_machine_that_is_lost_meanwhile_is_not_waited_for(started, question):
+def test_a_machine_that_is_lost_meanwhile_is_not_waited_for(port, monkeypatch, question):
     """The end of its connection shows it at once: no minute passes for each question to it."""
-    first = started(0, size=2)
+    monkeypatch.setattr(rounds, "_MEETING", timedelta(seconds=1))
     secret = Secret(SECRET)
-    until(lambda: listens_at(started.port), "the first machine")
-    control = calling(("127.0.0.1", started.port), secret)
-    assert asked(control, hello("node-1", job=secret.job))["type"] == "admitted"
-    while (said := control.receive(soon()))["type"] != question:
-        answer = {"text": "{}"} if said["type"] == "examine" else {"ns": 0}
-        control.send({"type": "findings" if "text" in answer else "clock", **answer})
-    control.close()
-    assert first.ended(45) == 1
-    assert "XX  link" in first.text
+    node = Node(rank=0, size=2, host="127.0.0.1", port=port)
+    job = SimpleNamespace(node=node, secret=lambda deadline: secret)
+    with ThreadPoolExecutor(1) as pool:
+        looking = pool.submit(look_at_all, job, "", "", timedelta(seconds=LATEST_S))
+        until(lambda: listens_at(port), "the first machine")
+        control = calling(("127.0.0.1", port), secret)
+        assert asked(control, hello("node-1", job=secret.job))["type"] == "admitted"
+        while (said := control.receive(soon()))["type"] != question:
+            answer = {"text": "{}"} if said["type"] == "examine" else {"ns": 0}
+            control.send({"type": "findings" if "text" in answer else "clock", **answer})
+        control.close()
+        found = looking.result(45)
+    findings = judge(found.machines, found.links, found.clocks, 2, found.addresses)
+    assert "fail" in [each.grade for each in findings if each.check == "link"]
 
 
 def test_a_folder_that_is_not_there_is_refused_before_anybody_is_asked(tmp_path):

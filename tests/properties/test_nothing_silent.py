@@ -4,7 +4,6 @@ The table of what may be trained is in test_compatibility.py.
 """
 
 import copy
-import functools
 import os
 import re
 from datetime import timedelta
@@ -17,6 +16,7 @@ from support.compatibility import LearnedLoss, ScheduleFreeSGD
 from support.models import OPTIMIZERS, batches, kitchen_sink, mlp, regression
 from support.oracle import assert_same
 from support.pinned import Pipeline
+from support.small import losses, small
 from torch import nn
 
 from pipedream_rt import (
@@ -44,15 +44,6 @@ def open_pipe(workers, model=None, **kwargs):
         "workers": workers,
     }  # fmt: skip
     return Pipeline(model or kitchen_sink(), **{**defaults, **kwargs})
-
-
-def small(workers, **kwargs):
-    defaults = {"loss_fn": F.mse_loss, "optimizer": (torch.optim.SGD, {"lr": 0.1})}
-    return open_pipe(workers, mlp(), **{**defaults, "stages": 3, **kwargs})
-
-
-def losses(pipe, data=DATA):
-    return [result.loss for result in pipe.train_epoch(data)]
 
 
 # -- looking changes nothing ------------------------------------------------------------------
@@ -98,30 +89,29 @@ LOOKS = {
 }
 
 
-def looked_at(workers, schedule, look=lambda pipe: None):
+def looked_at(workers, schedule, looks):
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(8, 8), Adapter(), nn.BatchNorm1d(8), Adapter())
     with Pipeline(
         model, stages=[1, 3], loss_fn=LearnedLoss(), schedule=schedule, workers=workers,
         optimizer=(ScheduleFreeSGD, {}),
     ) as pipe:  # fmt: skip
+        names = [*LOOKS, *LOOKS, "flush"]
         found = []
-        for result in pipe.train_epoch(regression(8)):
-            found.append(result.loss)
-            if result.step in (2, 5):
-                look(pipe)
+        for result, name in zip(pipe.train_epoch(regression(len(names))), names, strict=True):
+            found.append((f"before {name}", result.loss))
+            if looks:
+                LOOKS[name](pipe)
         return found, pipe.state_dict(), pipe.loss_module().state_dict()
 
 
-unseen = functools.cache(looked_at)
-
-
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("schedule", ["async-1f1b", "1f1b"])
-def test_looking_changes_nothing(workers, schedule, look):
-    """Not even adapters, counters, statistics and a loss with a state, or their last digit."""
-    calm, looked = unseen(workers, schedule), looked_at(workers, schedule, LOOKS[look])
+def test_looking_changes_nothing(workers, schedule):
+    """Not even adapters, counters, statistics and a loss with a state, or their last digit.
+
+    After each step comes another look, since one might take back what the one before has done.
+    """
+    calm, looked = (looked_at(workers, schedule, looks) for looks in (False, True))
     assert calm[0] == looked[0]
     assert_same(looked[1], calm[1])
     assert_same(looked[2], calm[2])
@@ -160,8 +150,6 @@ def test_to_keep_a_version_changes_nothing(workers, schedule):
 
 def test_inference_in_training_mode_moves_statistics_only_when_told(workers):
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-    with small(workers, stages=2, loss_fn=F.mse_loss) as pipe:
-        assert pipe.seen == 0
     with Pipeline(model, stages=2, workers=workers) as pipe:
         x = regression(1)[0][0]
         expected = copy.deepcopy(model).eval()(x)
@@ -169,17 +157,18 @@ def test_inference_in_training_mode_moves_statistics_only_when_told(workers):
         assert_same(pipe.state_dict(), model.state_dict())
         assert torch.equal(pipe(x, training=True), copy.deepcopy(model)(x))
         assert pipe.state_dict()["1.num_batches_tracked"] == 1
+        assert pipe.seen == 0
 
 
 # -- epochs -----------------------------------------------------------------------------------
 
 
-def test_prepare_makes_pairs_of_anything(workers):
+def test_prepare_makes_pairs_of_anything():
     def pair(item):
         return item["x"], item["labels"][0]
 
     dicts = [{"x": x, "labels": (y, None)} for x, y in regression(4)]
-    with small(workers) as pipe, small("serial") as plain:
+    with small() as pipe, small() as plain:
         found = [r.loss for r in pipe.train_epoch(dicts, prepare=pair)]
         assert found == losses(plain, regression(4))
         assert pipe.evaluate(dicts, prepare=pair) == plain.evaluate(regression(4))
@@ -189,10 +178,10 @@ def test_prepare_makes_pairs_of_anything(workers):
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")
-def test_a_scheduler_on_the_optimizer_that_was_given(workers):
+def test_a_scheduler_on_the_optimizer_that_was_given():
     model = mlp()
     given = torch.optim.SGD(model.parameters(), lr=0.1)
-    with open_pipe(workers, model, stages=3, loss_fn=F.mse_loss, optimizer=given) as pipe:
+    with small(model, optimizer=given) as pipe:
         scheduler = torch.optim.lr_scheduler.ExponentialLR(given, 0.5)
         epoch = pipe.train_epoch(regression(5))
         next(epoch)
@@ -215,42 +204,42 @@ def test_an_optimizer_with_attributes_and_with_hooks(workers):
     given = Halves(model.parameters(), lr=0.1)
     given.share = 0.5
     with (
-        open_pipe(workers, model, stages=3, loss_fn=F.mse_loss, optimizer=given) as pipe,
-        small("serial", optimizer=(torch.optim.SGD, {"lr": 0.05})) as plain,
+        small(model, workers=workers, optimizer=given) as pipe,
+        small(optimizer=(torch.optim.SGD, {"lr": 0.05})) as plain,
     ):
         losses(pipe, regression(4))
         losses(plain, regression(4))
         assert_same(pipe.state_dict(), plain.state_dict())
     given.register_step_pre_hook(lambda *_: None)
     with pytest.raises(ConfigError, match="the optimizer has hooks"):
-        open_pipe(workers, model, stages=3, loss_fn=F.mse_loss, optimizer=given)
+        small(model, optimizer=given)
 
 
-def test_an_optimizer_that_holds_a_weight_elsewhere(workers):
+def test_an_optimizer_that_holds_a_weight_elsewhere():
     model = mlp()
     given = torch.optim.SGD(model.parameters(), lr=0.1)
     given.favourite = model[0].weight
     with pytest.raises(ConfigError, match=r"the optimizer holds the parameter 0\.weight"):
-        open_pipe(workers, model, stages=3, loss_fn=F.mse_loss, optimizer=given)
+        small(model, optimizer=given)
 
 
 def test_the_state_that_an_optimizer_keeps_in_its_groups_goes_round(workers):
     """Through state_dict, and through a checkpoint."""
-    options = {"optimizer": (ScheduleFreeSGD, {}), "schedule": "1f1b"}
-    with small(workers, **options) as pipe:
+    options = {"optimizer": (ScheduleFreeSGD, {}), "schedule": "1f1b", "workers": workers}
+    with small(**options) as pipe:
         begun = losses(pipe, regression(4))
         state = pipe.optimizer.state_dict()
         assert state["param_groups"][0]["k"] == 4
         weights = pipe.state_dict()
         rest = losses(pipe, regression(4))
     assert len(begun) == 4
-    with small(workers, **options) as pipe:
+    with small(**options) as pipe:
         losses(pipe, regression(1))  # so that there is something to replace
         pipe.load_state_dict(weights)
         pipe.optimizer.load_state_dict(state)
         assert pipe.optimizer.state_dict()["param_groups"][0]["k"] == 4
         found = losses(pipe, regression(4))
-    with small(workers, **options) as pipe:
+    with small(**options) as pipe:
         pipe.load_state_dict(weights)
         pipe.optimizer.load_state_dict(state)
         assert found == losses(pipe, regression(4))
@@ -344,7 +333,7 @@ def test_a_constant_buffer_of_two_stages_goes_through_a_checkpoint(workers, tmp_
         torch.manual_seed(2)
         table = torch.rand(8)
         model = nn.Sequential(Shares(table), nn.Linear(8, 8), Shares(table))
-        return open_pipe(workers, model, stages=2, loss_fn=F.mse_loss)
+        return small(model, stages=2, workers=workers)
 
     with opened() as pipe:
         losses(pipe, regression(3))
@@ -440,7 +429,7 @@ def test_an_error_names_the_layer_its_input_and_the_users_own_lines(workers):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), Narrow())
     with (
         pytest.raises(StageFailed) as error,
-        open_pipe(workers, model, stages=[1], loss_fn=F.mse_loss) as pipe,
+        small(model, stages=[1], workers=workers) as pipe,
     ):
         losses(pipe, regression(3))
     text = str(error.value)
@@ -451,7 +440,7 @@ def test_an_error_names_the_layer_its_input_and_the_users_own_lines(workers):
     assert "torch/nn" not in error.value.trace
 
 
-def test_a_layer_that_expects_two_arguments_is_told_of_the_tuple(workers):
+def test_a_layer_that_expects_two_arguments_is_told_of_the_tuple():
     class Splits(nn.Module):
         def forward(self, x):
             return x, x
@@ -459,13 +448,13 @@ def test_a_layer_that_expects_two_arguments_is_told_of_the_tuple(workers):
     model = nn.Sequential(nn.Linear(8, 8), Splits(), nn.Bilinear(8, 8, 8))
     with (
         pytest.raises(StageFailed, match=r"A layer gets one value, here a tuple of 2: take it"),
-        open_pipe(workers, model, stages=[1], loss_fn=F.mse_loss) as pipe,
+        small(model, stages=[1]) as pipe,
     ):
         losses(pipe, regression(3))
 
 
 def test_a_forked_child_cannot_use_the_pipeline(workers):
-    with small(workers) as pipe:
+    with small(workers=workers) as pipe:
         reading, writing = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -484,8 +473,11 @@ def test_a_forked_child_cannot_use_the_pipeline(workers):
 
 def test_a_second_pipeline_on_processes_is_told_which_line_closes_the_first(monkeypatch):
     monkeypatch.setenv("PIPEDREAM_RT_RPC", "on")  # two without torch RPC may be open
-    with small("local"), pytest.raises(ConfigError, match=r"the line pipe\.close\(\) does"):
-        small("local")
+    with (
+        small(workers="local"),
+        pytest.raises(ConfigError, match=r"the line pipe\.close\(\) does"),
+    ):
+        small(workers="local")
 
 
 class Timed(nn.Module):
@@ -505,10 +497,8 @@ def test_a_buffer_that_a_backward_needs_and_the_next_forward_changes(workers):
     """As in plain PyTorch, where nothing passes in between."""
     torch.manual_seed(1)
     model = nn.Sequential(Timed(), nn.Tanh(), Timed(), Timed())
-    with open_pipe(
-        workers, model, stages=[1, 2], loss_fn=F.mse_loss, schedule="1f1b", micro_batches=4,
-        optimizer=(torch.optim.SGD, {"lr": 0.1}),
-    ) as pipe:  # fmt: skip
+    options = {"stages": [1, 2], "schedule": "1f1b", "micro_batches": 4}
+    with small(model, workers=workers, **options) as pipe:
         found = [r.losses for r in pipe.train_epoch(regression(3, samples=8))]
     plain = copy.deepcopy(model)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -545,7 +535,7 @@ def test_extra_state_and_complex_numbers_go_through_state_dicts_and_checkpoints(
     def opened():
         torch.manual_seed(2)
         model = nn.Sequential(Curious(), nn.Linear(8, 8), Curious())
-        return open_pipe(workers, model, stages=2, loss_fn=F.mse_loss), model
+        return small(model, stages=2, workers=workers), model
 
     pipe, model = opened()
     with pipe:
@@ -580,13 +570,11 @@ def test_a_grace_time_is_a_time():
 class Changes(nn.Module):
     """Four layers, between which something is changed in place."""
 
-    def __init__(self, change, tied=False):
+    def __init__(self, change):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
         self.register_buffer("scale", torch.ones(4))
         self.change = change
-        if tied:
-            self.layers[3].weight = self.layers[0].weight
 
     def forward(self, x):
         x = self.layers[1](self.layers[0](x) * self.scale)
@@ -611,39 +599,34 @@ def fills(model):
     model.layers[2].bias.data[0] = 1.0
 
 
-def changed_on(change, name, options, **more):
+def changed_on(change, stages):
     torch.manual_seed(0)
     data = [(torch.randn(8, 4), torch.randn(8, 4)) for _ in range(3)]
-    defaults = {"schedule": "1f1b", "workers": "serial", "example": data[0]}
-    with Pipeline(
-        Changes(change, **more), loss_fn=F.mse_loss, optimizer=(torch.optim.SGD, {"lr": 0.1}),
-        **{**defaults, **options},
-    ) as pipe:  # fmt: skip
-        return [result.loss for result in pipe.train_epoch(data)], pipe.state_dict()
+    options = {"schedule": "1f1b", "example": data[0]}
+    with small(Changes(change), stages=stages, **options) as pipe:
+        return losses(pipe, data)
 
 
 @pytest.mark.parametrize(
-    ("change", "name", "together"),
+    ("change", "words", "together"),
     [
-        (clamps_data, "layers.0.weight", ["layers.2"]),
-        (clamps, "layers.3.weight", None),
-        (fills, "layers.2.bias", None),
+        (clamps_data, "0.weight in place on stage 1, and layers.0 uses it on stage 0", "layers.2"),
+        (clamps, "3.weight in place on stage 1, and layers.3 uses it on stage 3", None),
+        (fills, "2.bias in place on stage 1, and layers.2 uses it on stage 2", None),
     ],
+    ids=["clamps_data", "clamps", "fills"],
 )
-def test_a_weight_is_not_changed_on_another_stage_than_its_own(change, name, together):
-    expected = changed_on(change, name, {"stages": 1})
-    words = rf"changes {name} in place on stage 1, and layers.{name[7]} uses it on stage [023]"
-    with pytest.raises(ConfigError, match=words) as caught:
-        changed_on(change, name, {"stages": 4})
+def test_a_weight_is_not_changed_on_another_stage_than_its_own(change, words, together):
+    with pytest.raises(ConfigError, match=f"changes layers.{words}") as caught:
+        changed_on(change, 4)
     assert f"{__file__}:" in str(caught.value)
     if together:
-        found = changed_on(change, name, {"stages": together})
-        assert found[0] == expected[0]
+        assert changed_on(change, [together]) == changed_on(change, 1)
 
 
 def test_a_buffer_is_not_changed_between_layers_of_two_stages():
     with pytest.raises(ConfigError, match=r"changes scale in place on stage 1, .* on stage 0"):
-        changed_on(counts, "scale", {"stages": 4})
+        changed_on(counts, 4)
 
 
 class Clamped(nn.Linear):
@@ -659,14 +642,12 @@ def test_a_layer_does_not_change_a_weight_that_another_stage_uses_too(schedule):
     torch.manual_seed(0)
     layers = [Clamped(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)]
     data = [(torch.randn(8, 4), torch.randn(8, 4)) for _ in range(3)]
-    options = {"loss_fn": F.mse_loss, "optimizer": (torch.optim.SGD, {"lr": 0.1})}
-    options |= {"schedule": schedule, "workers": "serial", "stages": 3}
-    with Pipeline(layers, **options) as pipe:
-        list(pipe.train_epoch(data))
+    with small(layers, schedule=schedule) as pipe:
+        losses(pipe, data)
     layers[2].weight = layers[0].weight
     words = r"changed the parameter '0\.weight' .*other stages have copies"
-    with Pipeline(layers, **options) as pipe, pytest.raises(StageFailed, match=words):
-        list(pipe.train_epoch(data))
+    with small(layers, schedule=schedule) as pipe, pytest.raises(StageFailed, match=words):
+        losses(pipe, data)
 
 
 class Rounds(nn.Module):
@@ -677,8 +658,7 @@ class Rounds(nn.Module):
 def test_a_change_of_the_mini_batch_itself_is_told_once_with_its_name(caplog):
     data = [({"left": torch.randn(4, 2), "right": [torch.randn(4, 2)]}, torch.randn(4, 2))] * 4
     before = data[0][0]["left"].clone()
-    options = {"loss_fn": F.mse_loss, "optimizer": (torch.optim.SGD, {"lr": 0.1})}
-    with Pipeline([Rounds(), nn.Linear(2, 2)], stages=2, workers="serial", **options) as pipe:
-        list(pipe.train_epoch(data))
+    with small([Rounds(), nn.Linear(2, 2)], stages=2) as pipe:
+        losses(pipe, data)
     assert torch.equal(data[0][0]["left"], before)
     assert caplog.text.count("changes the tensor 'left' of the mini-batch in place") == 1

@@ -1,13 +1,13 @@
 """Stages with replicas: the bits of the oracle, whatever the timing, through kills and files."""
 
 import functools
-import os
-import signal
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support.inside import hosts, members
+from support import both
+from support.inside import hosts, kill, pids
+from support.models import tied as tied_layers
 from support.oracle import assert_same, oracle
 from support.pinned import Pipeline
 from torch import nn
@@ -42,26 +42,36 @@ def batches(count=8, samples=48, last=38):
     return [(torch.randn(n, 8), torch.randn(n, 4)) for n in [samples] * count + [last]]
 
 
+def opened(model, **options):
+    given = {"loss_fn": F.mse_loss, "optimizer": ADAM, "workers": "serial", **options}
+    return Pipeline(model, **given)
+
+
 def open_pipe(points, replicas, k=1, **options):
     stages = list(points[1:]) or 1
-    given = {
-        "loss_fn": F.mse_loss, "optimizer": ADAM, "micro_batches": k, "workers": "serial",
-        **options,
-    }  # fmt: skip
-    return Pipeline(network(), stages=stages, replicas=replicas, **given)
+    return opened(network(), stages=stages, replicas=replicas, micro_batches=k, **options)
+
+
+def in_any_order(seed):
+    """Workers whose messages come in the order of the stages, and in a random one."""
+    return "serial", functools.partial(SerialCluster, shuffle_seed=seed)
+
+
+def losses_of(results):
+    return [loss for result in results for loss in result.losses]
 
 
 def train(points, replicas, data, **options):
     with open_pipe(points, replicas, **options) as pipe:
-        losses = [loss for result in pipe.train_epoch(data) for loss in result.losses]
-        return pipe.state_dict(), losses
+        return losses_of(pipe.train_epoch(data)), pipe.state_dict()
 
 
 def expected(points, replicas, data, k=1, reads="async-1f1b", **options):
-    return oracle(
+    weights, losses = oracle(
         network(), points, data, F.mse_loss, lambda p: ADAM[0](p, **ADAM[1]), k=k, reads=reads,
         replicas=replicas, **options,
     )  # fmt: skip
+    return losses, weights
 
 
 SPLITS = [
@@ -93,32 +103,26 @@ SCHEDULES = [
 @pytest.mark.parametrize(("points", "replicas"), SPLITS)
 def test_they_are_the_oracle_bit_for_bit(points, replicas, schedule, reads, k):
     """With messages in random order; the last mini-batch is short, and buffers are of each."""
-    data = batches()
-    weights, losses = expected(points, replicas, data, k, reads)
-    found = train(points, replicas, data, schedule=schedule, k=k)
-    assert found[1] == losses
-    assert_same(found[0], weights)
-    shuffled = functools.partial(SerialCluster, shuffle_seed=k)
-    again = train(points, replicas, data, schedule=schedule, k=k, workers=shuffled)
-    assert again[1] == losses
-    assert_same(again[0], weights)
+    data = batches(8 if k < 16 else 4)
+    bits = expected(points, replicas, data, k, reads)
+    for workers in in_any_order(k):
+        found = train(points, replicas, data, schedule=schedule, k=k, workers=workers)
+        both.assert_same(found, bits)
 
 
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize(("schedule", "reads", "k"), SCHEDULES)
 @pytest.mark.parametrize(("points", "replicas"), [SPLITS[1], SPLITS[4], SPLITS[5]])
 def test_a_divided_optimizer_gives_the_same_bits(points, replicas, schedule, reads, k):
-    data = batches()
+    data = batches(8 if k < 16 else 4)
     options = {"schedule": schedule, "k": k, "shard_optimizer": True}
     if schedule in ("1f1b", "gpipe") and k < max(replicas):
         with pytest.raises(ConfigError, match="as many micro-batches per update"):
             train(points, replicas, data, **options)
         return
-    weights, losses = expected(points, replicas, data, k, reads)
-    for workers in ("serial", functools.partial(SerialCluster, shuffle_seed=k)):
-        found = train(points, replicas, data, workers=workers, **options)
-        assert found[1] == losses
-        assert_same(found[0], weights)
+    bits = expected(points, replicas, data, k, reads)
+    for workers in in_any_order(k):
+        both.assert_same(train(points, replicas, data, workers=workers, **options), bits)
 
 
 def test_each_replica_holds_a_part_of_a_divided_optimizer():
@@ -133,18 +137,14 @@ def test_each_replica_holds_a_part_of_a_divided_optimizer():
 @pytest.mark.parametrize("slack", [(1, 0), (0, 4), (3, 2)])
 def test_slack_is_a_number_of_micro_batches_of_the_hop(slack):
     data, points, replicas = batches(), (0, 4, 6), (3, 2, 1)
-    weights, losses = expected(points, replicas, data, 2, slack=slack)
     found = train(points, replicas, data, k=2, slack=slack)
-    assert found[1] == losses
-    assert_same(found[0], weights)
+    both.assert_same(found, expected(points, replicas, data, 2, slack=slack))
 
 
 def test_vertical_sync_reads_what_the_stage_with_the_longest_lag_reads():
     data, points, replicas = batches(), (0, 4), (1, 3)
-    weights, losses = expected(points, replicas, data, 1, "vertical-sync")
     found = train(points, replicas, data, schedule="async-1f1b+vertical-sync")
-    assert found[1] == losses
-    assert_same(found[0], weights)
+    both.assert_same(found, expected(points, replicas, data, 1, "vertical-sync"))
 
 
 def test_one_stage_with_replicas_and_a_flush_is_data_parallelism():
@@ -152,10 +152,8 @@ def test_one_stage_with_replicas_and_a_flush_is_data_parallelism():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     data = batches(last=48)
-    with Pipeline(
-        model, replicas=[4], loss_fn=F.mse_loss, optimizer=(torch.optim.SGD, {"lr": 0.1}),
-        schedule="1f1b", micro_batches=4, workers="serial",
-    ) as pipe:  # fmt: skip
+    options = {"optimizer": (torch.optim.SGD, {"lr": 0.1}), "schedule": "1f1b"}
+    with opened(model, replicas=[4], micro_batches=4, **options) as pipe:
         list(pipe.train_epoch(data))
         found = pipe.state_dict()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -169,7 +167,7 @@ def test_one_stage_with_replicas_and_a_flush_is_data_parallelism():
 
 def test_a_flush_in_the_middle_changes_nothing():
     data, points, replicas = batches(), (0, 4), (3, 2)
-    _, losses = expected(points, replicas, data, 2)
+    losses, _ = expected(points, replicas, data, 2)
     with open_pipe(points, replicas, k=2) as pipe:
         found = []
         for number, item in enumerate(data):
@@ -213,10 +211,8 @@ def test_a_run_goes_on_from_a_checkpoint(
 ):
     """From one that did not stop the pipe, as a recovery does too."""
     data = batches(10)
-    weights, losses = expected(points, replicas, data, k, reads)
-    options = {
-        "schedule": schedule, "k": k, "workers": "serial", "shard_optimizer": divided,
-    }  # fmt: skip
+    losses, weights = expected(points, replicas, data, k, reads)
+    options = {"schedule": schedule, "k": k, "shard_optimizer": divided}
     with open_pipe(points, replicas, checkpoint=Checkpoints(tmp_path, every=2), **options) as pipe:
         for number, _ in enumerate(pipe.train_epoch(data)):
             if number == stop:
@@ -224,7 +220,7 @@ def test_a_run_goes_on_from_a_checkpoint(
     resume = Checkpoints(tmp_path, resume=True)
     with open_pipe(points, replicas, checkpoint=resume, **options) as pipe:
         assert pipe.resumed.step >= 2
-        found = [loss for result in pipe.train_epoch(data) for loss in result.losses]
+        found = losses_of(pipe.train_epoch(data))
         assert found == losses[-len(found) :]
         assert_same(pipe.state_dict(), weights)
 
@@ -259,14 +255,12 @@ def test_a_run_goes_on_with_other_replicas(tmp_path, points, replicas):
         nn.Linear(16, 4),
     )  # fmt: skip
     data = batches(last=48)
-    options = {"loss_fn": F.mse_loss, "optimizer": ADAM, "schedule": "1f1b", "micro_batches": 2}
-    with Pipeline(model, stages=[4], replicas=[2, 2], workers="serial", **options) as pipe:
+    options = {"schedule": "1f1b", "micro_batches": 2}
+    with opened(model, stages=[4], replicas=[2, 2], **options) as pipe:
         list(pipe.train_epoch(data[:4]))
         pipe.save(tmp_path)
-    with Pipeline(
-        model, stages=list(points[1:]) or 1, replicas=replicas, workers="serial",
-        shard_optimizer=max(replicas) == 2, **options,
-    ) as pipe:  # fmt: skip
+    options |= {"stages": list(points[1:]) or 1, "shard_optimizer": max(replicas) == 2}
+    with opened(model, replicas=replicas, **options) as pipe:
         pipe.load(tmp_path)
         assert pipe.step == 4
         for item in data[4:]:
@@ -280,12 +274,10 @@ def test_a_run_goes_on_with_other_replicas(tmp_path, points, replicas):
 
 def test_replicas_that_differ_are_told(tmp_path):
     """As on machines that round differently."""
-
     with open_pipe((0,), (2,), schedule="1f1b", k=2) as pipe:
         list(pipe.train_epoch(batches()))
-        host = hosts(pipe)[1]
         with torch.no_grad():
-            host.part(1, "module")[0].weight.add_(1e-6)
+            hosts(pipe)[1].part(1, "module")[0].weight.add_(1e-6)
         with pytest.raises(CheckpointError, match=r"stage 0, replica 1 has other weights .*0"):
             pipe.save(tmp_path)
 
@@ -305,7 +297,7 @@ def test_replicas_that_differ_are_told(tmp_path):
 )
 def test_killed_workers_leave_no_trace(tmp_path, points, replicas, schedule, reads, k, divided):
     data = batches(12)
-    weights, losses = expected(points, replicas, data, k, reads)
+    losses, weights = expected(points, replicas, data, k, reads)
     checkpoint = Checkpoints(tmp_path, every=3)
     with open_pipe(
         points, replicas, k=k, schedule=schedule, workers="local", checkpoint=checkpoint,
@@ -315,30 +307,26 @@ def test_killed_workers_leave_no_trace(tmp_path, points, replicas, schedule, rea
         for number, result in enumerate(pipe.train_epoch(data)):
             found += result.losses
             if number in (2, 8):
-                there = members(pipe)
-                pid = int(there[number % len(there)].description.split()[1])
-                os.kill(pid, signal.SIGKILL)
+                workers = list(pids(pipe))
+                kill(pipe, workers[number % len(workers)])
         assert len(pipe.restarts) >= 1
         assert found == losses
         assert_same(pipe.state_dict(), weights)
 
 
-@pytest.mark.processes
-def test_what_people_see_names_the_replica(tmp_path):
-    class Fails(nn.Module):
-        def forward(self, x):
-            if x.sum() > 1e6:
-                raise RuntimeError("too large")
-            return x
+class Raises(nn.Module):
+    def forward(self, x):
+        if x.abs().max() > 1e6:
+            raise RuntimeError("too large")
+        return x
 
+
+@pytest.mark.processes
+def test_what_people_see_names_the_replica():
     data = batches(3, 8, 8)
     data[2][0][0, 0] = 1e9
-    model = nn.Sequential(nn.Linear(8, 4), Fails())
-    with torch.no_grad():
-        model[0].weight.fill_(1.0)
-    with Pipeline(
-        model, replicas=[2], loss_fn=F.mse_loss, optimizer=ADAM, workers="local", trace=True
-    ) as pipe:
+    model = nn.Sequential(Raises(), nn.Linear(8, 4))
+    with opened(model, replicas=[2], workers="local", trace=True) as pipe:
         list(pipe.train_epoch(data[:2]))
         text = pipe.explain()
         assert "async-1f1b with 2 replicas" in text
@@ -359,37 +347,28 @@ def test_what_people_see_names_the_replica(tmp_path):
 @pytest.mark.parametrize(("points", "replicas"), [((0, 4), (2, 1)), ((0, 4, 6), (1, 4, 2))])
 def test_gradients_are_clipped_by_the_norm_of_the_whole_model(points, replicas, k):
     data = batches()
-    weights, losses = expected(
+    bits = expected(
         points, replicas, data, k, "flushed",
         before_step=lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
     )  # fmt: skip
-    for workers in ("serial", functools.partial(SerialCluster, shuffle_seed=k)):
-        found = train(
-            points, replicas, data, k=k, schedule="1f1b", clip=Clip(norm=0.1), workers=workers
-        )
-        assert found[1] == losses
-        assert_same(found[0], weights)
+    options = {"k": k, "schedule": "1f1b", "clip": Clip(norm=0.1)}
+    for workers in in_any_order(k):
+        both.assert_same(train(points, replicas, data, workers=workers, **options), bits)
 
 
 def test_gradients_are_clipped_by_value():
     data, points, replicas = batches(), (0, 4), (3, 2)
-    weights, losses = expected(
+    bits = expected(
         points, replicas, data, 2,
         before_step=lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.01),
     )  # fmt: skip
-    found = train(points, replicas, data, k=2, clip=Clip(value=0.01))
-    assert found[1] == losses
-    assert_same(found[0], weights)
+    both.assert_same(train(points, replicas, data, k=2, clip=Clip(value=0.01)), bits)
 
 
 def test_losses_are_scaled_where_the_pipe_is_flushed():
-    data = batches()
-    plain = train((0, 4), (2, 1), data, k=4, schedule="1f1b")
-    scaled = train(
-        (0, 4), (2, 1), data, k=4, schedule="1f1b", loss_scale=LossScale(init_scale=1024.0)
-    )
-    assert scaled[1] == plain[1]  # a power of two changes no bit
-    assert_same(scaled[0], plain[0])
+    run = functools.partial(train, (0, 4), (2, 1), batches(), k=4, schedule="1f1b")
+    scaled = run(loss_scale=LossScale(init_scale=1024.0))
+    both.assert_same(scaled, run())  # a power of two changes no bit
 
 
 @pytest.mark.parametrize(
@@ -401,24 +380,23 @@ def test_corrections_do_the_same_on_all_replicas(tmp_path, corrections):
     """`save` refuses replicas that have parted."""
     data = batches()
     found = []
-    for workers in ("serial", functools.partial(SerialCluster, shuffle_seed=3)):
+    for workers in in_any_order(3):
         with open_pipe((0, 4), (3, 2), k=2, corrections=corrections, workers=workers) as pipe:
-            losses = [r.loss for r in pipe.train_epoch(data)]
+            losses = losses_of(pipe.train_epoch(data))
             pipe.save(tmp_path / str(len(found)))
             found.append((losses, pipe.state_dict()))
-    assert found[0][0] == found[1][0]
-    assert_same(found[0][1], found[1][1])
-    plain = train((0, 4), (3, 2), data, k=2)
-    assert plain[1][-1] != found[0][0][-1]
+    both.assert_same(*found)
+    plain, _ = train((0, 4), (3, 2), data, k=2)
+    assert plain[-1] != losses[-1]
 
 
 # -- what is refused --------------------------------------------------------------------------
 
 
 def tied():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    model[2].weight = model[0].weight
-    return model
+    torch.manual_seed(0)
+    first, other = tied_layers(8)
+    return nn.Sequential(first, nn.Tanh(), other, nn.Linear(8, 4))
 
 
 @pytest.mark.parametrize(
@@ -444,29 +422,32 @@ def tied():
         ),
         (
             {
-                "replicas": [2, 1],
-                "shard_optimizer": True,
-                "clip": Clip(norm=1.0),
-                "schedule": "1f1b",
-                "micro_batches": 2,
+                "replicas": [2, 1], "shard_optimizer": True, "clip": Clip(norm=1.0),
+                "schedule": "1f1b", "micro_batches": 2,
             },
             "with shard_optimizer",
         ),
+        (
+            {
+                "replicas": [1, 3], "schedule": "1f1b", "micro_batches": 2,
+                "loss_scale": LossScale(),
+            },
+            "know its scale too late",
+        ),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_is_refused(options, words):
     with pytest.raises(ConfigError, match=words):
         open_pipe((0, 4), options.pop("replicas"), options.pop("micro_batches", 1), **options)
 
 
 def test_tied_weights_and_hooks_on_sums_are_refused():
-    options = {"loss_fn": F.mse_loss, "optimizer": ADAM, "workers": "serial", "replicas": [1, 2]}
     with pytest.raises(ConfigError, match=r"0\.weight is used on several stages that have"):
-        Pipeline(tied(), stages=[1], **options)
+        opened(tied(), stages=[1], replicas=[1, 2])
     model = network()
     model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
     with pytest.raises(ConfigError, match="hook on its accumulated gradient"):
-        Pipeline(model, stages=[4], **options)
+        opened(model, stages=[4], replicas=[1, 2])
 
 
 def test_sparse_gradients_are_refused():
@@ -480,18 +461,14 @@ def test_sparse_gradients_are_refused():
         def forward(self, x):
             return F.embedding(x, self.table.weight, sparse=True).mean(1)
 
-    def opened(first):
-        return Pipeline(
-            nn.Sequential(first, nn.Linear(4, 4)), replicas=[2], loss_fn=F.mse_loss,
-            optimizer=(torch.optim.SGD, {"lr": 0.1}), workers="serial",
-        )  # fmt: skip
-
-    with opened(First()) as pipe, pytest.raises(StageFailed, match=r"sparse.*dense"):
-        list(pipe.train_epoch([(torch.arange(6).view(2, 3), torch.zeros(2, 4))] * 3))
     first = First()
+    model = nn.Sequential(first, nn.Linear(4, 4))
+    options = {"replicas": [2], "optimizer": (torch.optim.SGD, {"lr": 0.1})}
+    with opened(model, **options) as pipe, pytest.raises(StageFailed, match=r"sparse.*dense"):
+        list(pipe.train_epoch([(torch.arange(6).view(2, 3), torch.zeros(2, 4))] * 3))
     first.table.sparse = True
     with pytest.raises(ConfigError, match=r"gradients of 0\.table are sparse"):
-        opened(first)
+        opened(model, **options)
 
 
 # -- what a second reader has found -----------------------------------------------------------
@@ -515,16 +492,26 @@ def test_each_replica_learns_the_programs_that_it_follows(replicas):
     torch.manual_seed(0)
     model, data = Skip(), batches(6, 48, 34)
     losses = []
-    for counts, workers in (((1, 1, 1), "serial"), (replicas, "serial"), (replicas, "serial")):
-        with Pipeline(
-            model, stages=["b", "c"], example=data[0], replicas=counts, micro_batches=4,
-            schedule="1f1b", loss_fn=F.mse_loss, optimizer=ADAM, workers=workers,
-        ) as pipe:  # fmt: skip
+    options = {"stages": ["b", "c"], "micro_batches": 4, "schedule": "1f1b"}
+    for counts in ((1, 1, 1), replicas, replicas):
+        with opened(model, example=data[0], replicas=counts, **options) as pipe:
             first = next(iter(pipe.train_epoch(data))).losses
-            rest = [loss for r in pipe.train_epoch(data) for loss in r.losses]
+            rest = losses_of(pipe.train_epoch(data))
             losses.append((first, rest, pipe.evaluate(data)))
     assert losses[1] == losses[2]
     assert losses[0][0] == losses[1][0]
+
+
+def assert_goes_back(pipe, folder):
+    data = batches(8)
+    list(pipe.train_epoch(data[:3]))
+    pipe.save(folder)
+    first = losses_of(pipe.submit(*item).result() for item in data[3:])
+    weights = pipe.state_dict()
+    for _ in range(2):
+        pipe.load(folder)
+        assert losses_of(pipe.submit(*item).result() for item in data[3:]) == first
+        assert_same(pipe.state_dict(), weights)
 
 
 @pytest.mark.thinned(2)
@@ -538,33 +525,15 @@ def test_a_pipeline_goes_back_to_a_checkpoint(tmp_path, points, replicas, schedu
         return  # refused
     if options.get("shard_optimizer") and schedule == "1f1b" and k < max(replicas):
         return  # refused
-    data = batches(8)
-    with open_pipe(points, replicas, k=k, schedule=schedule, workers="serial", **options) as pipe:
-        list(pipe.train_epoch(data[:3]))
-        pipe.save(tmp_path)
-        first = [pipe.submit(*item).result().losses for item in data[3:]]
-        weights = pipe.state_dict()
-        for _ in range(2):
-            pipe.load(tmp_path)
-            again = [pipe.submit(*item).result().losses for item in data[3:]]
-            assert again == first
-            assert_same(pipe.state_dict(), weights)
+    with open_pipe(points, replicas, k=k, schedule=schedule, **options) as pipe:
+        assert_goes_back(pipe, tmp_path)
 
 
 @pytest.mark.parametrize("k", [1, 2])
 def test_a_pipeline_with_tied_weights_goes_back_to_a_checkpoint(tmp_path, k):
     """Versions of weights and shares of gradients, too, have numbers that they have had before."""
-    torch.manual_seed(0)
-    data = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(8)]
-    with Pipeline(
-        tied(), stages=[1], loss_fn=F.mse_loss, optimizer=ADAM, micro_batches=k,
-        workers="serial",
-    ) as pipe:  # fmt: skip
-        list(pipe.train_epoch(data[:3]))
-        pipe.save(tmp_path)
-        first = [pipe.submit(*item).result().losses for item in data[3:]]
-        pipe.load(tmp_path)
-        assert [pipe.submit(*item).result().losses for item in data[3:]] == first
+    with opened(tied(), stages=[1], micro_batches=k) as pipe:
+        assert_goes_back(pipe, tmp_path)
 
 
 class Counts(nn.Module):
@@ -589,22 +558,16 @@ class Counts(nn.Module):
 def test_each_replica_gets_its_own_extra_state_back(tmp_path, as_tensor):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), Counts(as_tensor), nn.Linear(8, 4))
-    data, losses = batches(9), []
-    options = {
-        "stages": [1], "replicas": [1, 2], "loss_fn": F.mse_loss, "optimizer": ADAM,
-        "workers": "serial",
-    }  # fmt: skip
-    for stop in (None, 5):
-        with Pipeline(model, **options) as pipe:
-            found = [r.loss for r in pipe.train_epoch(data[:stop])]
-            if stop is not None:
-                pipe.save(tmp_path)
-        if stop is not None:
-            with Pipeline(model, **options) as pipe:
-                pipe.load(tmp_path)
-                found += [pipe.submit(*item).result().loss for item in data[stop:]]
-        losses.append(found)
-    assert losses[0] == losses[1]
+    data = batches(9)
+    options = {"stages": [1], "replicas": [1, 2]}
+    with opened(model, **options) as pipe:
+        losses = losses_of(pipe.train_epoch(data))
+    with opened(model, **options) as pipe:
+        assert losses_of(pipe.train_epoch(data[:5])) == losses[:5]
+        pipe.save(tmp_path)
+    with opened(model, **options) as pipe:
+        pipe.load(tmp_path)
+        assert losses_of(pipe.submit(*item).result() for item in data[5:]) == losses[5:]
 
 
 class Shrinks(nn.Linear):
@@ -615,10 +578,9 @@ class Shrinks(nn.Linear):
 
 
 def test_weights_that_a_layer_or_a_function_changes_are_refused_also_where_the_pipe_is_flushed():
-    options = {"loss_fn": F.mse_loss, "optimizer": ADAM, "schedule": "1f1b", "workers": "serial"}
     model = nn.Sequential(Shrinks(8, 8), nn.Linear(8, 4))
     with (
-        Pipeline(model, stages=[1], replicas=[2, 1], **options) as pipe,
+        opened(model, stages=[1], replicas=[2, 1], schedule="1f1b") as pipe,
         pytest.raises(StageFailed, match=r"changed the parameter.*replicas"),
     ):
         list(pipe.train_epoch(batches(3)))
@@ -635,13 +597,6 @@ def test_weights_that_a_layer_or_a_function_changes_are_refused_also_where_the_p
         pipe.on_stages(draw)
 
 
-class Raises(nn.Module):
-    def forward(self, x):
-        if x.abs().max() > 1e6:
-            raise RuntimeError("too large")
-        return x
-
-
 @pytest.mark.parametrize(
     ("replicas", "where"), [([2, 1], "stage 0, replica 1"), ([1, 2], "stage 0")]
 )
@@ -649,13 +604,7 @@ def test_an_error_names_the_stage_and_the_replica(replicas, where):
     data = batches(4)
     data[1][0][0, 0] = 1e9
     model = nn.Sequential(Raises(), nn.Linear(8, 8), nn.Linear(8, 4))
-    options = {"loss_fn": F.mse_loss, "optimizer": ADAM, "workers": "serial"}
-    pipe = Pipeline(model, stages=[2], replicas=replicas, **options)
+    pipe = opened(model, stages=[2], replicas=replicas)
     with pipe, pytest.raises(StageFailed, match=f"^{where}, F1: RuntimeError") as caught:
         list(pipe.train_epoch(data))
     assert caught.value.stage == 0
-
-
-def test_scaled_losses_need_a_micro_batch_for_each_replica():
-    with pytest.raises(ConfigError, match="know its scale too late"):
-        open_pipe((0, 4), (1, 3), k=2, schedule="1f1b", loss_scale=LossScale())

@@ -5,7 +5,6 @@ that the pipeline says what it cannot do, before anything is lost.
 """
 
 import collections
-import copy
 import itertools
 import random
 import sys
@@ -13,7 +12,7 @@ import sys
 import pytest
 import torch
 from support import forked
-from support.both import SGD, assert_same, batches, layers, piped, plain
+from support.both import SGD, assert_same, batches, layers, opened, piped, plain
 from support.deadlines import LATEST_S
 from support.models import Counts
 from support.pinned import Flat as Pipeline
@@ -26,6 +25,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from pipedream_rt import Clip, ConfigError, StageFailed, Training
+
+
+def linear():
+    return nn.Sequential(*layers(nn.Linear, nn.Linear))
+
 
 # -- a loss from which nothing can be derived ---------------------------------------------------
 
@@ -47,8 +51,8 @@ def frozen(kind):
 @pytest.mark.parametrize(
     ("model", "loss_fn"),
     [
-        (nn.Sequential(*layers(nn.Linear, nn.Linear)), lambda o, y: F.mse_loss(o, y).detach()),
-        (nn.Sequential(*layers(nn.Linear, nn.Linear)), lambda o, y: (o > y).float().mean()),
+        (linear(), lambda o, y: F.mse_loss(o, y).detach()),
+        (linear(), lambda o, y: (o > y).float().mean()),
         (frozen(Reentrant), F.mse_loss),
     ],
     ids=["detached", "accuracy", "a reentrant checkpoint over frozen layers"],
@@ -57,9 +61,7 @@ def test_a_loss_from_which_nothing_can_be_derived_is_refused(model, loss_fn, sch
     with pytest.raises(RuntimeError, match="does not require grad"):
         plain(model, loss_fn)
     with (
-        Pipeline(
-            model, stages=2, loss_fn=loss_fn, optimizer=SGD, schedule=schedule, workers="serial"
-        ) as pipe,
+        opened(model, loss_fn, schedule=schedule) as pipe,
         pytest.raises(StageFailed, match="micro-batch 0 depends on no weight that is trained"),
     ):
         list(pipe.train_epoch(batches()))
@@ -87,24 +89,21 @@ class ReadsDefaults(torch.optim.SGD):
 @pytest.mark.processes
 @pytest.mark.parametrize("workers", ["serial", "local"])
 def test_defaults_are_those_of_the_object(workers):
-    model = nn.Sequential(*layers(nn.Linear, nn.Linear))
+    model = linear()
     expected = plain(model, optimizer=lambda m: ReadsDefaults(m.parameters(), lr=0.3))
     given = ReadsDefaults(model.parameters(), lr=0.3)
     assert_same(piped(model, optimizer=given, workers=workers), expected)
 
 
 def test_a_scheduler_sees_the_defaults_of_the_object():
-    model = nn.Sequential(*layers(nn.Linear, nn.Linear))
+    model = linear()
     given = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.3)
-    with Pipeline(model, stages=2, loss_fn=F.mse_loss, optimizer=given, workers="serial") as pipe:
+    with opened(model, optimizer=given) as pipe:
         assert pipe.optimizer.defaults == given.defaults
 
 
 def test_the_state_of_the_optimizer_is_refused_where_there_is_none():
-    model = nn.Sequential(*layers(nn.Linear, nn.Linear))
-    with Pipeline(
-        model, stages=2, loss_fn=F.mse_loss, optimizer=(torch.optim.Adam, {}), workers="serial"
-    ) as pipe:
+    with opened(linear(), optimizer=(torch.optim.Adam, {})) as pipe:
         list(pipe.train_epoch(batches(2)))
         with pytest.raises(ConfigError, match=r"on the stages.*state_dict\(\)\['state'\]"):
             pipe.optimizer.state  # noqa: B018
@@ -172,18 +171,12 @@ def test_the_norm_over_several_dtypes_is_that_of_torch(stages, norm_type, dtypes
     torch.manual_seed(0)
     one, other = dtypes
     model = nn.Sequential(Cast(one), nn.Tanh(), Cast(other), nn.Tanh(), Cast(one))
-    losses, weights = [], copy.deepcopy(model)
-    optimizer = torch.optim.SGD(weights.parameters(), lr=0.5)
-    for x, y in batches():
-        optimizer.zero_grad()
-        loss = F.mse_loss(weights(x), y)
-        loss.backward()
-        nn.utils.clip_grad_norm_(weights.parameters(), 0.1, norm_type)
-        optimizer.step()
-        losses.append(loss.item())
     clip = Training(clip=Clip(norm=0.1, norm_type=norm_type))
     found = piped(model, optimizer=(torch.optim.SGD, {"lr": 0.5}), stages=stages, training=clip)
-    assert_same(found, (losses, weights.state_dict()))
+    expected = plain(
+        model, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.5), clip=(0.1, norm_type)
+    )
+    assert_same(found, expected)
 
 
 class Noisy(torch.optim.SGD):
@@ -230,7 +223,7 @@ def test_no_two_stages_draw_the_same_noise():
 
 
 def test_a_backward_pre_hook_of_the_sequence_is_refused():
-    model = nn.Sequential(*layers(nn.Linear, nn.Linear))
+    model = linear()
     model.register_full_backward_pre_hook(lambda module, gradient: None)
     with pytest.raises(ConfigError, match="has hooks of its own beside its layers"):
         piped(model)
@@ -480,7 +473,7 @@ def test_a_hook_may_not_count_for_two_stages():
         seen.append(0)
         return output * (1 + len(seen) % 3)
 
-    model = nn.Sequential(*layers(nn.Linear, nn.Linear))
+    model = linear()
     for layer in model:
         layer.register_forward_hook(hook)
     with pytest.raises(StageFailed, match=r"has changed 0 of 'seen', .*hook of a hook"):
@@ -512,13 +505,13 @@ class Accuracy:
 
 
 def test_a_metric_that_collects_is_refused():
-    model, outputs = nn.Sequential(*layers(nn.Linear, nn.Linear)), []
+    outputs = []
 
     def keep(output, target):
         outputs.append(output)
         return 0.5
 
-    with Pipeline(model, stages=2, loss_fn=F.mse_loss, workers="serial") as pipe:
+    with opened(linear(), optimizer=None) as pipe:
         for metric, words in ((Accuracy(), "'seen' of the metric"), (keep, "'outputs'")):
             with pytest.raises(ConfigError, match=f'"it" must return .*it changes .*{words}'):
                 pipe.evaluate(batches(2), metrics={"it": metric})
@@ -562,8 +555,7 @@ def test_a_finished_model_that_computes_its_loss_is_evaluated_alone():
     ],
 )  # fmt: skip
 def test_a_run_whose_weights_nobody_reads_says_so(read, caplog, tmp_path):
-    model = nn.Sequential(*layers(nn.Linear, nn.Linear))
-    with Pipeline(model, stages=2, loss_fn=F.mse_loss, optimizer=SGD, workers="serial") as pipe:
+    with opened(linear()) as pipe:
         list(pipe.train_epoch(batches(2)))
         if read is not None:
             read(pipe, tmp_path)
@@ -573,8 +565,7 @@ def test_a_run_whose_weights_nobody_reads_says_so(read, caplog, tmp_path):
 @pytest.mark.parametrize("raised", [RuntimeError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("how", ["with", "finally", "except"])
 def test_a_run_that_an_error_ends_does_not_ask_for_its_weights(raised, how, caplog):
-    model = nn.Sequential(*layers(nn.Linear, nn.Linear))
-    pipe = Pipeline(model, stages=2, loss_fn=F.mse_loss, optimizer=SGD, workers="serial")
+    pipe = opened(linear())
 
     def train():
         list(pipe.train_epoch(batches(2)))

@@ -18,8 +18,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch
-import torch.nn.functional as F
 from support import forked
 from support.callers import OTHER as OTHER_JOB
 from support.callers import SECRET as JOB
@@ -27,11 +25,11 @@ from support.callers import asked, calling, control_plane, framed, hello, in_loo
 from support.deadlines import LATEST_S
 from support.encrypted import shaken
 from support.inside import members, pids
-from support.models import mlp, regression
+from support.models import regression
 from support.nodes import COMMAND, RUN, below, own_environment
 from support.oracle import assert_same
-from support.pinned import Pipeline
 from support.rogue import stranger_of
+from support.small import small
 from support.two_hosts import OTHER_SECRET, SECRET, Child
 
 from pipedream_rt.cluster.control import Control
@@ -208,6 +206,13 @@ def is_nothing(answer):
     return not answer or (answer[0] == 0x15 and len(answer) == 7)
 
 
+def assert_not_answered(said, address):
+    led = calling(address)
+    with pytest.raises(TransportError, match="closed the connection"):
+        asked(led, said)
+    led.close()
+
+
 @pytest.mark.threads
 def test_a_member_that_is_led_to_another_port_than_it_called_meets_nobody():
     """All members have one certificate, so somebody in between may lead one to another's port.
@@ -217,10 +222,7 @@ def test_a_member_that_is_led_to_another_port_than_it_called_meets_nobody():
     """
     for port, said in ((control_port, LINK), (port_of_a_member, hello())):
         with port() as address:
-            led = calling(address)
-            with pytest.raises(TransportError, match="closed the connection"):
-                asked(led, said)
-            led.close()
+            assert_not_answered(said, address)
 
 
 @pytest.mark.threads
@@ -230,10 +232,7 @@ def test_a_member_that_is_led_to_another_port_than_it_called_meets_nobody():
 )  # fmt: skip
 def test_a_link_to_another_member_or_of_another_time_is_not_answered(change):
     with port_of_a_member() as address:
-        led = calling(address)
-        with pytest.raises(TransportError, match="closed the connection"):
-            asked(led, {**LINK, **change})
-        led.close()
+        assert_not_answered({**LINK, **change}, address)
 
 
 def listening(pid):
@@ -267,9 +266,7 @@ def test_nothing_of_a_running_job_listens():
     data = regression(40)
 
     def run(look, **kwargs):
-        with Pipeline(
-            mlp(), stages=3, loss_fn=F.mse_loss, optimizer=(torch.optim.SGD, {"lr": 0.1}), **kwargs
-        ) as pipe:
+        with small(**kwargs) as pipe:
             for number, _ in enumerate(pipe.train_epoch(data)):
                 if number == 5:
                     look(pipe)
@@ -282,7 +279,7 @@ def test_nothing_of_a_running_job_listens():
         assert not ports
         assert Path(status).parent == private_folder()
 
-    expected = run(lambda pipe: None, workers="serial")
+    expected = run(lambda pipe: None)
     assert_same(run(nobody_listens, workers="local"), expected)
 
 
@@ -374,14 +371,10 @@ class Rogue:
 def formed_and_recovered(rogue, recoveries, workers, replace=lambda name: None):
     """Train through recoveries beside a stranger; the bits are those of a run without either."""
     data = regression(4 * recoveries + 4)
-    options = {
-        "stages": 3, "loss_fn": F.mse_loss, "optimizer": (torch.optim.SGD, {"lr": 0.1}),
-        "max_restarts": recoveries,
-    }  # fmt: skip
-    with Pipeline(mlp(), workers="serial", **options) as pipe:
+    with small() as pipe:
         list(pipe.train_epoch(data))
         expected = pipe.state_dict()
-    with Pipeline(mlp(), workers=workers, **options) as pipe:
+    with small(workers=workers, max_restarts=recoveries) as pipe:
         for number, _ in enumerate(pipe.train_epoch(data)):
             if number % 4 == 3 and number // 4 < recoveries:
                 member = members(pipe)[number % 3]
@@ -499,10 +492,8 @@ def test_a_rogue_cannot_join(environment):
     thread = threading.Thread(target=then_the_right_one)
     thread.start()
     try:
-        with Pipeline(
-            mlp(), stages=1, loss_fn=F.mse_loss, optimizer=(torch.optim.SGD, {"lr": 0.1}),
-            workers=f"127.0.0.1:{port}", start=timedelta(seconds=60),
-        ) as pipe:  # fmt: skip
+        options = {"workers": f"127.0.0.1:{port}", "start": timedelta(seconds=60)}
+        with small(stages=1, **options) as pipe:
             assert [stage.worker for stage in pipe.stages] == ["right"]
             assert len(list(pipe.train_epoch(regression(4)))) == 4
     finally:
@@ -548,7 +539,7 @@ def test_the_secret_is_nowhere_to_be_read(environment, tmp_path):
 def test_a_short_secret_is_refused(monkeypatch, environment):
     monkeypatch.setenv("PIPEDREAM_RT_SECRET", "1234")
     with pytest.raises(PipelineError, match="must be 64 hexadecimal digits, found another text of"):
-        Pipeline(mlp(), workers="127.0.0.1:0")
+        small(workers="127.0.0.1:0")
     monkeypatch.delenv("PIPEDREAM_RT_SECRET")
     with pytest.raises(PipelineError, match="must know the job's secret: set PIPEDREAM_RT_SECRET"):
-        Pipeline(mlp(), workers="127.0.0.1:0")
+        small(workers="127.0.0.1:0")

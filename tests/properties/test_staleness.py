@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from support.faults import losses_through_death
 from support.models import POINTS, batches, kitchen_sink
 from support.oracle import READS, assert_same, oracle
-from support.pinned import Pipeline
+from support.small import small
 
 from pipedream_rt import Checkpoints, Clip, ConfigError, check, plan_for
 
@@ -21,10 +21,10 @@ WORKERS = [
 # -- synchronous updates at first ---------------------------------------------------------------
 
 KINDS = {
-    "async": ("async-1f1b", 1, {}),
-    "async, 2 per update": ("async-1f1b", 2, {}),
-    "vertical": ("async-1f1b+vertical-sync", 1, {}),
-    "2bw": ("2bw", 4, {}),
+    "async": ("async-1f1b", 1),
+    "async, 2 per update": ("async-1f1b", 2),
+    "vertical": ("async-1f1b+vertical-sync", 1),
+    "2bw": ("2bw", 4),
 }
 
 
@@ -42,19 +42,15 @@ def after(kind, synchronous):
     return reads
 
 
+def opened(schedule, k, **options):
+    return small(
+        kitchen_sink(), stages=POINTS[4][1:], loss_fn=F.cross_entropy, schedule=schedule,
+        optimizer=(torch.optim.AdamW, {"lr": 0.01}), micro_batches=k, **options,
+    )  # fmt: skip
+
+
 def piped(kind, synchronous, **options):
-    schedule, k, more = KINDS[kind]
-    return Pipeline(
-        kitchen_sink(),
-        stages=POINTS[4][1:],
-        loss_fn=F.cross_entropy,
-        optimizer=(torch.optim.AdamW, {"lr": 0.01}),
-        schedule=schedule,
-        micro_batches=k,
-        synchronous_updates=synchronous,
-        **more,
-        **{"workers": "serial", **options},
-    )
+    return opened(*KINDS[kind], synchronous_updates=synchronous, **options)
 
 
 def judged(kind, synchronous, data, monkeypatch):
@@ -105,8 +101,8 @@ def test_a_death_in_either_part_changes_nothing(step, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_checker_proves_it(kind):
-    schedule, k, more = KINDS[kind]
-    plan = plan_for(schedule, num_stages=4, per_update=k, synchronous=3, **more)
+    schedule, k = KINDS[kind]
+    plan = plan_for(schedule, num_stages=4, per_update=k, synchronous=3)
     check(plan, 12 * k)
     check(plan, 12 * k, flushes=(2 * k, 5 * k), credits=plan.credits())
     assert "synchronous" in plan.title
@@ -120,12 +116,7 @@ def test_the_norm_of_the_model_is_exact_in_both_parts(kind):
     with piped(kind, 10, clip=Clip(norm=0.1)) as pipe:
         list(pipe.train_epoch(data))
         whole = pipe.state_dict()
-    k = KINDS[kind][1]
-    with Pipeline(
-        kitchen_sink(), stages=POINTS[4][1:], loss_fn=F.cross_entropy, schedule="1f1b",
-        optimizer=(torch.optim.AdamW, {"lr": 0.01}), micro_batches=k, workers="serial",
-        clip=Clip(norm=0.1),
-    ) as pipe:  # fmt: skip
+    with opened("1f1b", KINDS[kind][1], clip=Clip(norm=0.1)) as pipe:
         list(pipe.train_epoch(data))
         assert_same(whole, pipe.state_dict())
     with piped(kind, 5, clip=Clip(norm=0.1)) as pipe:
@@ -143,16 +134,13 @@ def test_another_number_is_another_run(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("schedule", "count", "words"),
     [
-        ({"schedule": "1f1b"}, "has no use for synchronous_updates"),
-        ({"count": -1}, "synchronous_updates must be an integer"),
-        ({"count": True}, "synchronous_updates must be an integer"),
+        ("1f1b", 3, "has no use for synchronous_updates"),
+        ("async-1f1b", -1, "synchronous_updates must be an integer"),
+        ("async-1f1b", True, "synchronous_updates must be an integer"),
     ],
 )
-def test_nonsense_is_refused(options, words):
+def test_nonsense_is_refused(schedule, count, words):
     with pytest.raises(ConfigError, match=words):
-        plan_for(
-            options.get("schedule", "async-1f1b"), num_stages=2,
-            synchronous=options.get("count", 3),
-        )  # fmt: skip
+        plan_for(schedule, num_stages=2, synchronous=count)

@@ -9,9 +9,10 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.nn.functional as F
-from support.models import POINTS, Raises, batches, kitchen_sink, mlp, regression
+from support.late import Late, too_late
+from support.models import POINTS, Raises, batches, kitchen_sink, regression
 from support.oracle import assert_same, oracle
-from support.pinned import Pipeline
+from support.small import small
 from torch import nn
 
 from pipedream_rt import (
@@ -30,13 +31,17 @@ SHUFFLED = functools.partial(SerialCluster, shuffle_seed=5)
 
 
 def open_pipe(model=None, **options):
-    defaults = {
-        "stages": 3,
-        "loss_fn": F.mse_loss,
-        "optimizer": OPTIMIZER,
-        "workers": "serial",
-    }
-    return Pipeline(model or mlp(), **{**defaults, **options})
+    return small(model, **{"optimizer": OPTIMIZER, **options})
+
+
+def assert_in_any_order(model, data, **options):
+    """Of the messages, the trained weights are the same."""
+    states = []
+    for workers in ("serial", SHUFFLED):
+        with open_pipe(model, workers=workers, **options) as pipe:
+            list(pipe.train_epoch(data))
+            states.append(pipe.state_dict())
+    assert_same(*states)
 
 
 def make_optimizer(parameters):
@@ -74,16 +79,8 @@ def test_it_computes_what_the_oracle_computes(stages, schedule, k, reads):
 
 
 def test_several_stages_on_a_worker():
-    data = regression(6, samples=4)
-    states = []
-    for workers in ("serial", SHUFFLED):
-        with open_pipe(
-            stages=6, schedule="interleaved-1f1b", micro_batches=3, workers=workers,
-            clip=Clip(norm=0.1),
-        ) as pipe:  # fmt: skip
-            list(pipe.train_epoch(data))
-            states.append(pipe.state_dict())
-    assert_same(*states)
+    options = {"stages": 6, "schedule": "interleaved-1f1b", "micro_batches": 3}
+    assert_in_any_order(None, regression(6, samples=4), clip=Clip(norm=0.1), **options)
 
 
 def test_256_stages():
@@ -197,15 +194,14 @@ def test_a_run_goes_on_after_an_error(tmp_path):
 
 
 class Interrupts(nn.Module):
-    def forward(self, x):
-        if self.training:
-            signal.raise_signal(signal.SIGINT)
-        return x
+    """In one of its modes."""
 
+    def __init__(self, training=True):
+        super().__init__()
+        self.at = training
 
-class InterruptsInEval(nn.Module):
     def forward(self, x):
-        if not self.training:
+        if self.training is self.at:
             signal.raise_signal(signal.SIGINT)
         return x
 
@@ -230,22 +226,17 @@ def test_a_signal_handler_may_close_the_pipeline_while_a_stage_computes():
             signal.signal(signal.SIGINT, before)
 
 
-def too_late(number, frame):
-    raise TimeoutError
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_an_error_of_a_signal_handler_in_a_stage_ends_the_pipeline_which_says_so(training):
     """Stages compute in the thread of the script, so that one was left in the middle."""
-    layer = Interrupts() if training else InterruptsInEval()
-    model = nn.Sequential(nn.Linear(8, 8), layer, nn.Linear(8, 8))
+    model = nn.Sequential(nn.Linear(8, 8), Interrupts(training), nn.Linear(8, 8))
     before, data = signal.signal(signal.SIGINT, too_late), regression(6)
     try:
         with open_pipe(model, max_restarts=3) as pipe:
-            with pytest.raises(TimeoutError) as e:
+            with pytest.raises(Late) as e:
                 list(pipe.train_epoch(data)) if training else pipe.evaluate(data)
             assert not pipe.restarts
-            with pytest.raises(PipelineClosed, match="has failed: TimeoutError, which came") as f:
+            with pytest.raises(PipelineClosed, match="has failed: Late, which came") as f:
                 pipe.flush()
             assert f.value.__cause__ is e.value
     finally:
@@ -256,9 +247,4 @@ def test_layers_that_work_in_place_do_not_change_what_other_stages_hold():
     """As on workers of their own: what a stage is sent is its own."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Sigmoid())
-    states = []
-    for workers in ("serial", SHUFFLED):
-        with open_pipe(model, stages=[1, 2, 3], workers=workers) as pipe:
-            list(pipe.train_epoch(regression(8)))
-            states.append(pipe.state_dict())
-    assert_same(*states)
+    assert_in_any_order(model, regression(8), stages=[1, 2, 3])

@@ -3,20 +3,16 @@
 import pytest
 import torch
 from support.inside import cluster
-from support.models import mlp, regression
-from support.pinned import Pipeline
+from support.models import regression
+from support.small import small
 from torch import nn
-from torch.nn import functional as F
 
 from pipedream_rt import ConfigError, PeerLost
 
 
 @pytest.fixture
 def pipe():
-    optimizer = (torch.optim.SGD, {"lr": 0.1})
-    with Pipeline(
-        mlp(), stages=3, loss_fn=F.mse_loss, optimizer=optimizer, workers="serial"
-    ) as made:
+    with small() as made:
         yield made
 
 

@@ -18,7 +18,10 @@ def batches(count=4):
 
 
 def plain(model, loss_fn=F.mse_loss, optimizer=None, clip=None, data=None):
-    """Losses and weights of a plain loop over a copy of a model."""
+    """Losses and weights of a plain loop over a copy of a model.
+
+    clip: the greatest norm of the gradients, and its kind.
+    """
     model = copy.deepcopy(model)
     optimizer = optimizer or (lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
     optimizer, losses = optimizer(model), []
@@ -27,7 +30,7 @@ def plain(model, loss_fn=F.mse_loss, optimizer=None, clip=None, data=None):
         loss = loss_fn(model(x), y)
         loss.backward()
         if clip:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
+            nn.utils.clip_grad_norm_(model.parameters(), *clip)
         optimizer.step()
         losses.append(loss.item())
     return losses, model.state_dict()

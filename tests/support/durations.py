@@ -8,7 +8,6 @@ from collections import Counter
 
 SECONDS = {
     "tests/properties/test_any_model.py": 80,
-    "tests/doctor/test_rounds.py": 65,
     "tests/devices/test_pipelines.py": 50,
     "tests/docs/test_blocks.py": 50,
     "tests/properties/test_elastic.py": 45,
@@ -29,6 +28,7 @@ SECONDS = {
     "tests/coordinator/feed/test_script_loss.py": 25,
     "tests/properties/test_determinism.py": 20,
     "tests/properties/test_replicas.py": 20,
+    "tests/doctor/test_rounds.py": 20,
     "tests/properties/test_coded_edges.py": 20,
     "tests/properties/test_security.py": 20,
     "tests/cluster/test_processes.py": 20,

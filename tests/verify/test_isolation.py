@@ -106,18 +106,15 @@ def takes(output, target):
     return F.mse_loss(output, target) * next(TAKEN)
 
 
+def assert_refused(loss_fn, words):
+    with pytest.raises(ConfigError, match=words), Shared(job_of(None, loss_fn)).apart():
+        raise AssertionError("the block has begun")
+
+
 def test_what_cannot_be_put_back_is_refused(monkeypatch):
-    with (
-        pytest.raises(ConfigError, match="from such an iterator or file cannot be put back"),
-        Shared(job_of(None, takes)).apart(),
-    ):
-        raise AssertionError("the block has begun")
+    assert_refused(takes, "from such an iterator or file cannot be put back")
     monkeypatch.setattr(isolation, "LIMIT", 15)  # two tensors of 8 bytes each, and an array
-    with (
-        pytest.raises(ConfigError, match="too much to copy them so that they can be put back"),
-        Shared(job_of(None, loss_fn)).apart(),
-    ):
-        raise AssertionError("the block has begun")
+    assert_refused(loss_fn, "too much to copy them so that they can be put back")
     assert next(TAKEN) == 0
 
 
@@ -137,11 +134,7 @@ def test_a_file_is_wound_back_if_it_can_be(tmp_path):
             assert file.readline() == "1\n"
         assert file.readline() == "1\n"
         next(file)  # while it is iterated over, its place is unknown
-        with (
-            pytest.raises(ConfigError, match="from such an iterator or file cannot be put back"),
-            Shared(job_of(None, reads)).apart(),
-        ):
-            raise AssertionError("the block has begun")
+        assert_refused(reads, "from such an iterator or file cannot be put back")
 
 
 def test_what_is_kept_can_be_put_back_more_than_once():
