@@ -143,8 +143,21 @@ def mark_of_value(value: Any) -> Mark:
             return value.shape, repr(value)
         flat = value.reshape(-1) if value.size <= _SAMPLE else value.flat
         return value.shape, flat[:: 1 + value.size // _SAMPLE].tobytes()
-    state = state_of(value)[1] if isinstance(value, GENERATORS) else value
-    return state.numpy().tobytes() if isinstance(state, Tensor) else repr(state)
+    return _mark_of_state(state_of(value)[1]) if isinstance(value, GENERATORS) else repr(value)
+
+
+def _mark_of_state(state: Any) -> Mark:
+    """Return the mark of a generator's state; the text of an array in it may be shortened."""
+    match state:
+        case Tensor():
+            return state.numpy().tobytes()
+        case str(kind), np.ndarray() as key, *rest:
+            return kind, key.tobytes(), *rest
+        case dict():
+            return tuple((name, _mark_of_state(part)) for name, part in state.items())
+        case np.ndarray():
+            return state.tobytes()
+    return state
 
 
 def mark_of_draws(generators: Iterable[Any] = ()) -> Mark:
@@ -155,8 +168,7 @@ def mark_of_draws(generators: Iterable[Any] = ()) -> Mark:
 
 def mark_of_draws_outside() -> Mark:
     """Return the mark of the random numbers drawn from Python and NumPy."""
-    # As text: the state of NumPy has an array in it, which == would compare by element.
-    return random.getstate(), str(np.random.get_state())
+    return random.getstate(), _mark_of_state(np.random.get_state())
 
 
 def quick_mark_of_draws_outside() -> Mark:

@@ -226,6 +226,26 @@ def test_every_kind_of_object_that_has_a_state_is_tried():
     assert all(any(isinstance(value, kind) for value, _ in made()) for kind in WITH_STATE)
 
 
+def changes_within(generator):
+    """Set a number of the state that no text of a shortened array has."""
+    put, state = state_of(generator)
+    key = state["state"]["key"] if isinstance(state, dict) else state[1]
+    key[300] ^= 1
+    put(state)
+
+
+@pytest.mark.parametrize(
+    "generator",
+    [np.random.RandomState(3), np.random.Generator(np.random.MT19937(3))],
+    ids=["RandomState", "Generator"],
+)
+def test_numpy_may_print_arrays_as_it_likes(generator):
+    with np.printoptions(threshold=5):
+        before = mark_of_value(generator)
+        changes_within(generator)
+        assert mark_of_value(generator) != before
+
+
 @pytest.mark.parametrize("kind", GENERATORS)
 def test_a_generator_can_be_put_back(kind):
     (generator, draw), *_ = [each for each in made() if isinstance(each[0], kind)]
