@@ -51,8 +51,10 @@ unit: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Of these, what root alone may do: namespaces, mounts, packet filters. Others skip it in `make unit`.
+# The files with such a test are named, since to import all of them takes longer than some of the tests.
 rights: $(VENV)/installed
-	$(BIN)/python -m pytest -n 2 --dist loadfile -rs -m "rights and not stress"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -rs -m "rights and not stress" \
+		$$(grep -rlw rights tests --include='test_*.py')
 
 # A quick selection of them with each version of Python and torch that is promised, in environments
 # of their own; what it finds is written into docs/reference/versions.md.
