@@ -3,11 +3,11 @@
 import os
 import shutil
 import stat
-import sys
 
 import pytest
 from support import forked
 from support.deadlines import LATEST_S
+from support.nodes import COMMAND
 
 from pipedream_rt.planning import files
 
@@ -32,8 +32,7 @@ pytestmark = pytest.mark.processes
 
 
 def run(*words, cwd):
-    command = [sys.executable, "-m", "pipedream_rt.cli.main", *map(str, words)]
-    command[1:3] = ["-c", "from pipedream_rt.cli import main; main()"]
+    command = [*COMMAND, *map(str, words)]
     return forked.run(command, cwd=cwd, capture_output=True, text=True, timeout=LATEST_S)
 
 
