@@ -10,6 +10,7 @@ import click
 import pytest
 import yaml
 from click.testing import CliRunner
+from support.docstrings import tree
 from support.rooms import library_files
 
 from pipedream_rt.cli import main
@@ -140,7 +141,7 @@ def constants():
     """Every constant of a module of the package: name to value."""
     found = {}
     for path in SOURCES:
-        for node in ast.parse(path.read_text()).body:
+        for node in tree(path).body:
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
                 targets = [t.id for t in node.targets if isinstance(t, ast.Name)]
                 found.update(dict.fromkeys(targets, node.value.value))
@@ -159,7 +160,7 @@ def variables_read():
 
     found = set()
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree(path)):
             match node:
                 case ast.Call(func=ast.Attribute(value=mapping), args=[key, *_]) if is_environ(
                     mapping
@@ -176,9 +177,9 @@ def variables_read():
 
 def strings():
     """Every string in the code."""
-    trees = [ast.parse(path.read_text()) for path in SOURCES]
-    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-    return {node.value for node in nodes if isinstance(node.value, str)}
+    nodes = [node for path in SOURCES for node in ast.walk(tree(path))]
+    values = [node.value for node in nodes if isinstance(node, ast.Constant)]
+    return {value for value in values if isinstance(value, str)}
 
 
 def test_the_environment_variables_documented_are_those_in_the_code():
