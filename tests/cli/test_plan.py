@@ -90,12 +90,12 @@ def test_as_many_workers_as_there_may_be_are_explained(call):
     assert "a worker more" not in output
 
 
-def test_layers_that_take_no_time_are_planned(call, tmp_path, golden):
+def test_layers_that_take_no_time_are_planned(call, tmp_path):
     """And their names write nothing into the terminal."""
     path = tmp_path / "x.profile"
     layers = tuple(LayerCosts(name=f"\x1b{i}", forward=0.0) for i in range(3))
     files.save(Profile(layers=layers), path)
-    golden("plan-of-no-time", call("plan", path, "--explain"))
+    assert "\x1b" not in call("plan", path, "--explain")
 
 
 def test_a_link_whose_latency_is_longer_than_the_work_is_not_used_for_gradients(plan_of):
