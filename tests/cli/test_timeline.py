@@ -6,8 +6,6 @@ from xml.etree import ElementTree
 import pytest
 from support.events import check_trace_events
 
-from pipedream_rt import Trace
-
 
 def test_timeline_sums_up_and_draws(call, trace, golden):
     golden("timeline", call("timeline", trace, "--width", 100, "--end", "100ms"))
@@ -43,10 +41,6 @@ def test_wrong_words_about_a_trace(call, trace, words, message):
     assert message in call("timeline", trace, *words, code=1)
 
 
-def test_what_is_no_trace(call, tmp_path, trace):
-    cut = tmp_path / "cut"
-    cut.write_bytes(trace.read_bytes()[:-1])
-    assert "cut or changed" in call("timeline", cut, code=1)
+def test_what_is_no_trace(call):
     assert "is no trace" in call("timeline", __file__, code=1)
-    assert Trace.load(trace).simulated
     assert "No such file" in call("timeline", "none.trace", code=1)

@@ -70,12 +70,6 @@ def test_every_relative_link_leads_to_a_file_and_every_anchor_to_a_heading(path)
 
 
 @each_page
-def test_every_block_of_python_compiles(path):
-    for block in blocks(path, "python"):
-        compile(block, name_of(path), "exec")
-
-
-@each_page
 def test_what_a_page_shows_is_what_the_commands_print(path):
     """Every block that begins with ``$ pipedream-rt`` and shows the end of its output."""
     for block in blocks(path, ""):
