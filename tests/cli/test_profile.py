@@ -54,6 +54,7 @@ def test_the_script_runs_up_to_its_first_mini_batch(call, profiled):
     made = files.load(folder / "my.profile")
     assert [layer.parameter_bytes for layer in made.layers] == [160, 288, 72]
     assert made.layers[1].optimizer_bytes > 2 * 288
+    assert 5e7 < made.process_bytes < 2e9  # of a worker without a stage
     assert "micro-batches/s" in call("plan", folder / "my.profile", "--workers", 2)
 
 
