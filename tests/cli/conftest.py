@@ -1,9 +1,14 @@
 """What the tests of the commands share."""
 
+import signal
+import subprocess
+from types import SimpleNamespace
+
 import pytest
 from click.testing import CliRunner
+from support import forked
 
-from pipedream_rt.cli import main
+from pipedream_rt.cli import compare_schedules, main, profile
 
 
 @pytest.fixture(scope="session")
@@ -22,6 +27,17 @@ def call():
         return done.output
 
     return run
+
+
+@pytest.fixture
+def forking(monkeypatch):
+    """Let commands that run scripts fork these, in place of starting interpreters."""
+    popen = SimpleNamespace(Popen=forked.Popen, TimeoutExpired=subprocess.TimeoutExpired)
+    for command in (compare_schedules, profile):
+        monkeypatch.setattr(command, "subprocess", popen)
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(scope="session")

@@ -2,12 +2,9 @@
 
 import math
 import os
-import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
-from support import forked
 
 from pipedream_rt.cli import compare_schedules
 from pipedream_rt.cli.compare_schedules import Trial, points_of, reached, told
@@ -96,10 +93,8 @@ main(int(sys.argv[1]), sys.argv[2])
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capfd):
+def run(tmp_path, forking, capfd):
     """Runs the command; returns its exit code and what it has printed."""
-    popen = SimpleNamespace(Popen=forked.Popen, TimeoutExpired=subprocess.TimeoutExpired)
-    monkeypatch.setattr(compare_schedules, "subprocess", popen)
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
 
