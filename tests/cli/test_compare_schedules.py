@@ -69,6 +69,9 @@ import sys
 import torch
 from torch import nn
 from pipedream_rt import Pipeline, Observe
+from pipedream_rt.dynamo import spare_dynamo
+
+spare_dynamo()  # which takes longer to import than the training
 
 def main(count, folder):
     torch.manual_seed(0)
