@@ -2,9 +2,10 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from support.golden import Golden
+from support.golden import Golden, tell_renewed
 
 TESTS = Path(__file__).parent
 
@@ -41,6 +42,13 @@ def test_what_varies_has_a_name(tmp_path):
     varying = {"run": tmp_path, "pid": re.compile(r"(?<=pid )\d+")}
     compared(tmp_path, f"{tmp_path}/a, pid 7, 7\n", renew=True, **varying)
     assert (tmp_path / "golden" / "name.txt").read_text() == "<run>/a, pid <pid>, 7\n"
+
+
+def test_what_is_renewed_is_told_in_the_end():
+    report = SimpleNamespace(user_properties=[("other", "b"), ("renewed", "a.txt")])
+    said = []
+    tell_renewed(SimpleNamespace(getreports=lambda kind: [report], write_line=said.append))
+    assert said == ["a.txt is written anew: look at git diff"]
 
 
 def test_every_file_is_that_of_a_test_beside_it():
