@@ -18,6 +18,7 @@ from support.device import differs, references, standin
 from support.durations import Durations, longest_first
 from support.family import family
 from support.forked import server as scripts
+from support.golden import Golden, tell_renewed
 from support.results import Results
 from support.rights import why_lacking
 from support.shaking import Shaking
@@ -45,6 +46,7 @@ def pytest_addoption(parser):
     )
     parser.addoption("--results", help="A file for a line of JSON for each test that ends.")
     parser.addoption("--shake", metavar="SEED", help="Slow threads down at places that it draws.")
+    parser.addoption("--renew", action="store_true", help="Write texts into golden/ that differ.")
 
 
 def pytest_configure(config):
@@ -69,6 +71,10 @@ def pytest_report_header():
     if others := other_than_tested():
         return f"warnings are no errors, since here is other software than is tested: {others}"
     return None
+
+
+def pytest_terminal_summary(terminalreporter):
+    tell_renewed(terminalreporter)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does not want
@@ -215,6 +221,13 @@ def environment(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "PIPEDREAM_RT_LISTEN_FD"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PIPEDREAM_RT_SECRET", "7f3" + "0" * 61)
+
+
+@pytest.fixture
+def golden(request):
+    """Compares texts with the files of `golden/` beside the test; see `support.golden`."""
+    folder, renew = request.path.parent / "golden", request.config.getoption("--renew")
+    return Golden(folder, renew, request.node.user_properties)
 
 
 @pytest.fixture

@@ -2,12 +2,9 @@
 
 import math
 import os
-import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
-from support import forked
 
 from pipedream_rt.cli import compare_schedules
 from pipedream_rt.cli.compare_schedules import Trial, points_of, reached, told
@@ -43,34 +40,10 @@ def trial(name, losses, **options):
     return Trial(name, 4, points_of(steps(losses, **options)))
 
 
-def test_what_is_compared_is_the_lowest_loss_that_both_have_reached():
+def test_what_is_compared_is_the_lowest_loss_that_both_have_reached(golden):
+    """The other falls half as far in all of its updates; its first losses have no mean of ten."""
     one, other = trial("1f1b", falling(100)), trial("async-1f1b", falling(100, 0.005), seconds=0.25)
-    lines = told(one, other)
-    assert lines[0].split() == [
-        "updates",
-        "1f1b:",
-        "loss",
-        "seconds",
-        "async-1f1b:",
-        "loss",
-        "seconds",
-    ]
-    assert len(lines) == 10
-    assert [line.split()[0] for line in lines[1:9]] == [
-        "12",
-        "25",
-        "37",
-        "50",
-        "62",
-        "75",
-        "87",
-        "100",
-    ]
-    # The other falls half as far in all of its updates; its first losses have no mean of ten yet.
-    assert lines[-1] == (
-        "To a loss of 1.5275, async-1f1b with 4 micro-batches takes 1.89 times the samples and "
-        "0.48 times the time of 1f1b with 4."
-    )
+    golden("schedules-compared", "\n".join(told(one, other)))
 
 
 @pytest.mark.parametrize("losses", [[2.0] * 50, [2.0 + 0.01 * n for n in range(50)]])
@@ -96,6 +69,9 @@ import sys
 import torch
 from torch import nn
 from pipedream_rt import Pipeline, Observe
+from pipedream_rt.dynamo import spare_dynamo
+
+spare_dynamo()  # which takes longer to import than the training
 
 def main(count, folder):
     torch.manual_seed(0)
@@ -120,10 +96,8 @@ main(int(sys.argv[1]), sys.argv[2])
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capfd):
+def run(tmp_path, forking, capfd):
     """Runs the command; returns its exit code and what it has printed."""
-    popen = SimpleNamespace(Popen=forked.Popen, TimeoutExpired=subprocess.TimeoutExpired)
-    monkeypatch.setattr(compare_schedules, "subprocess", popen)
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
 

@@ -7,14 +7,15 @@ import subprocess
 import sys
 import threading
 from datetime import timedelta
-from pathlib import Path
 
 import click
 import pytest
 import torch
 from support import forked, pinned, script
 from support.deadlines import LATEST_S
+from support.family import family
 from support.models import mlp, regression
+from support.nodes import COMMAND, wait_for_end
 from torch import nn
 
 from pipedream_rt import Pipeline, Recovery, RendezvousTimeout
@@ -31,9 +32,7 @@ from pipedream_rt.cluster.environment import (
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("environment")]
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-SCRIPT = ROOT / "tests" / "support" / "script.py"
-COMMAND = [sys.executable, "-c", "from pipedream_rt.cli import main; main()"]
+SCRIPT = script.__file__
 
 
 def free_port():
@@ -49,38 +48,6 @@ def output_of(command, code=0, timeout=LATEST_S, run=forked.run):
 
 def digest_of(output):
     return next(line for line in output.splitlines() if line.startswith("digest"))
-
-
-def descendants(pid):
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            found += [child, *descendants(child)]
-    return found
-
-
-def gone(pid):
-    """Ended, or a zombie that nobody reaped (its parent was killed)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    except OSError:
-        return True
-
-
-def wait_gone(pids, seconds=LATEST_S):
-    """Wait for processes that are not our children, by pidfd."""
-    import select
-
-    for pid in pids:
-        try:
-            fd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            continue
-        try:
-            select.select([fd], [], [], seconds)
-        finally:
-            os.close(fd)
-    return all(map(gone, pids))
 
 
 @pytest.fixture(scope="module")
@@ -202,26 +169,26 @@ LONG = [SCRIPT, "--steps", 80_000_000]
 
 def test_ctrl_c_ends_everything():
     process = started([sys.executable, *LONG])
-    family = descendants(process.pid)
-    assert len(family) == 3  # two workers, and what has forked them
+    _, *workers = family(process.pid)
+    assert len(workers) == 3  # two, and what has forked them
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=LATEST_S)
     assert "KeyboardInterrupt" in err
     assert process.returncode in (-signal.SIGINT, 130)
-    assert wait_gone(family)
+    wait_for_end(workers)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_to_run_ends_script_and_workers(number):
     """Also one that nobody can catch: then the workers end by themselves."""
     process = started([*COMMAND, "run", "--nproc-per-node", 2, *LONG], start_new_session=True)
-    family = descendants(process.pid)
+    _, *workers = family(process.pid)
     # The command has become the script. Its children are what forks the workers, and those two.
-    assert len(family) == 3
+    assert len(workers) == 3
     process.send_signal(number)
     process.communicate(timeout=LATEST_S)
     assert process.returncode == -number
-    assert wait_gone(family)
+    wait_for_end(workers)
 
 
 def test_a_worker_whose_coordinator_never_listens_gives_up():

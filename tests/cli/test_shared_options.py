@@ -23,12 +23,12 @@ from pipedream_rt.schedules import plan_for
 
 
 @pytest.mark.parametrize("command", [run, plan])
-def test_options_stand_in_groups_in_the_help(command):
+def test_options_stand_in_groups_in_the_help(call, command):
     grouped = " ".join(command._groups.values()).split()
     options = {each.name for each in command.params if isinstance(each, click.Option)}
     hidden = {"rdzv_backend", "rdzv_id", "rdzv_conf"}
     assert sorted(grouped) == sorted(options - hidden)
-    shown = CliRunner().invoke(main, [command.name, "--help"]).output
+    shown = call(command.name, "--help")
     assert [f"{heading}:" in shown for heading in command._groups] == [True] * len(command._groups)
     other = shown.partition("Other options:")[2].split()
     assert other[:2] == ["-h,", "--help"]
@@ -63,17 +63,16 @@ def test_every_path_of_every_command_is_one_as_people_give_it():
     ],
     ids=" ".join,
 )
-def test_an_address_is_no_path(arguments):
-    done = CliRunner().invoke(main, arguments)
-    assert done.exit_code == 1
-    assert re.search(r"Error: .* is 's3:/+bucket/run', an address, where a path", done.output)
+def test_an_address_is_no_path(call, arguments):
+    output = call(*arguments, code=1)
+    assert re.search(r"Error: .* is 's3:/+bucket/run', an address, where a path", output)
 
 
-def test_a_path_begins_at_home(tmp_path, monkeypatch):
+def test_a_path_begins_at_home(call, tmp_path, monkeypatch):
     """No shell expands it in --option=~/file."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    done = CliRunner().invoke(main, ["plan", "~/model.profile"])
-    assert f"the profile {tmp_path}/model.profile cannot be read" in done.output
+    said = call("plan", "~/model.profile", code=1)
+    assert f"the profile {tmp_path}/model.profile cannot be read" in said
 
 
 @click.command()

@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import urllib.request
 from contextlib import ExitStack, closing, suppress
@@ -14,6 +13,7 @@ from datetime import timedelta
 
 import pytest
 from support.deadlines import LATEST_S
+from support.nodes import COMMAND
 from support.recorded import begun, stepped, whole_run
 
 from pipedream_rt.cli import show
@@ -36,6 +36,7 @@ def test_a_report_is_written(call, tmp_path):
     output = call("report", run, "-o", tmp_path / "r.html")
     assert "open it in a browser" in output
     assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
+    assert "cannot be written" in call("report", run, "-o", tmp_path / "none" / "r.html", code=1)
 
 
 def test_runs_stand_side_by_side(call, tmp_path):
@@ -80,18 +81,9 @@ def test_a_run_that_has_not_begun_is_waited_for(call, tmp_path, monkeypatch):
     assert "async-1f1b, 3 stages" in shown
 
 
-def test_a_report_that_cannot_be_written(call, tmp_path):
-    run = recorded(tmp_path / "run", whole_run())
-    assert "cannot be written" in call("report", run, "-o", tmp_path / "none" / "r.html", code=1)
-
-
-def test_a_run_that_has_ended_is_shown_once(call, tmp_path):
+def test_a_run_that_has_ended_is_shown_once(call, tmp_path, golden):
     run = recorded(tmp_path / "run", whole_run(20))
-    output = call("watch", run)
-    assert "async-1f1b" in output
-    assert "ended" in output
-    assert "recovered in 120 ms" in output
-    assert "warning of two lines" in output
+    golden("watched", call("watch", run))
 
 
 def test_a_record_does_not_write_to_the_terminal(call, tmp_path):
@@ -190,9 +182,8 @@ def test_a_token_that_no_address_has(call, token):
 @pytest.mark.processes
 def test_a_page_is_served_until_ctrl_c(tmp_path):
     run = recorded(tmp_path / "run", [*whole_run(5)[:-1], stepped(5)])
-    command = [sys.executable, "-c", "from pipedream_rt.cli import main; main()"]
     process = subprocess.Popen(
-        [*command, "watch", str(run), "--web"], stdout=subprocess.PIPE, text=True
+        [*COMMAND, "watch", str(run), "--web"], stdout=subprocess.PIPE, text=True
     )
     watchdog = threading.Timer(LATEST_S, process.kill)
     watchdog.start()

@@ -5,26 +5,17 @@ import json
 import pytest
 
 
-def test_simulate_tells_and_draws(call):
-    output = call("simulate", "--stages", 2, "--updates", 3, "--forward", "10ms,20ms")
-    assert output.startswith("simulated: async-1f1b, 2 stages on 2 workers")
-    assert "stage 1  .." in output
-    assert "steady state" in output
+def test_simulate_tells_and_draws(call, golden):
+    words = ("--stages", 2, "--updates", 3, "--forward", "10ms,20ms")
+    golden("simulated", call("simulate", *words))
 
 
-def test_compare_puts_all_on_the_same_workers(call):
+def test_compare_puts_all_on_the_same_workers(call, golden):
+    """And what does not fit is said beside the others."""
     names = "async-1f1b,1f1b,gpipe,zero-bubble,interleaved-1f1b,2bw,async-1f1b+vertical-sync"
-    output = call("simulate", "--stages", 4, "--micro-batches", 8, "--compare", names)
-    rows = {line.split()[0]: line.split() for line in output.splitlines()}
-    bubbles = {name: rows[name][4] for name in ("1f1b", "gpipe", "zero-bubble", "interleaved-1f1b")}
-    assert bubbles == {
-        "1f1b": "27.3%", "gpipe": "27.3%", "zero-bubble": "11.1%", "interleaved-1f1b": "15.8%"
-    }  # fmt: skip
-    assert "each stage is cut into 2" in output
-    # What does not fit is said beside the others.
-    output = call("simulate", "--stages", 4, "--micro-batches", 2, "--compare", "1f1b,2bw")
-    assert "2bw: 2bw needs at least as many micro-batches" in output
-    assert "unknown schedule" in call("simulate", "--compare", "1f1b,zigzag", code=1)
+    words = ("simulate", "--stages", 4, "--micro-batches")
+    golden("compared", call(*words, 8, "--compare", names))
+    golden("compared-with-one-that-does-not-fit", call(*words, 2, "--compare", "1f1b,2bw"))
 
 
 def test_costs_from_a_file_and_from_a_trace(call, tmp_path, trace):
@@ -52,6 +43,11 @@ def test_costs_from_a_file_and_from_a_trace(call, tmp_path, trace):
         (("simulate", "--schedule", "2bw", "--micro-batches", 2), "2bw needs"),
         (("simulate", "--schedule", "interleaved-1f1b", "--stages", 5), "cannot be dealt"),
         (("simulate", "--replay"), "--replay needs --from-trace"),
+        (
+            ("simulate", "--hop-latency", "0,1ms"),
+            "costs: hop_latency has 2 entries, there are 3 hops",
+        ),
+        (("simulate", "--compare", "1f1b,zigzag"), "unknown schedule"),
         (("simulate", "--costs", "none.json"), "cannot be read"),
         (("simulate", "--from-trace", "none.trace"), "No such file"),
         (("simulate", "--output", "none/run.trace"), "cannot be written"),
@@ -65,6 +61,9 @@ def test_costs_come_from_one_place(call, tmp_path, trace):
     output = call("simulate", "--costs", trace, "--from-trace", trace, code=1)
     assert "not from both" in output
     assert "costs cannot be read" in call("simulate", "--costs", trace, code=1)
+    (tmp_path / "costs.json").write_text("{}")
+    output = call("simulate", "--costs", tmp_path / "costs.json", code=1)
+    assert "there is no 'forward'" in output
 
 
 def rate_of(output):
@@ -80,9 +79,6 @@ def test_slack_hides_the_latency_of_a_hop(call):
     one = rate_of(call("simulate", *options, "--slack", "0,1,0"))
     assert one == pytest.approx(3 / (2 * 0.030 + 2 * 0.025), rel=0.02)
     assert rate_of(call("simulate", *options, "--slack", "0,2,0")) == pytest.approx(1 / 0.030, 0.01)
-    assert "costs: hop_latency has 2 entries, there are 3 hops" in call(
-        "simulate", "--hop-latency", "0,1ms", code=1
-    )
 
 
 def test_a_trace_keeps_its_slack(call, tmp_path):

@@ -1,21 +1,19 @@
 """The command ``timeline``, as a user types it. It starts no process."""
 
 import json
+import re
 from xml.etree import ElementTree
 
 import pytest
 from support.events import check_trace_events
 
-from pipedream_rt import Trace
 
-
-def test_timeline_sums_up_and_draws(call, trace):
-    output = call("timeline", trace, "--width", 100, "--end", "100ms")
-    assert "hop latency: p50 1 ms" in output
-    assert "staleness, share of micro-batches x stages: 0: 100.0%" in output
-    lines = output.splitlines()
-    assert sum(line.startswith("stage ") and "F" in line for line in lines) == 4
-    assert all(len(line) <= 100 for line in lines[-5:])
+def test_timeline_sums_up_draws_and_predicts(call, trace, golden):
+    output = call(
+        "timeline", trace, "--width", 100, "--end", "100ms", "--predict", "--what-if", "stages=8",
+        "--what-if", "bandwidth=100Mbit,schedule=zero-bubble",
+    )  # fmt: skip
+    golden("timeline", output, sign=re.compile(r"[+-](?=0\.0%)"))  # that of an error of rounding
 
 
 def test_timeline_into_files(call, tmp_path, trace):
@@ -24,16 +22,6 @@ def test_timeline_into_files(call, tmp_path, trace):
     assert "10 ms to" in output
     ElementTree.parse(svg)
     check_trace_events(json.loads(events.read_text()))
-
-
-def test_predictions(call, trace):
-    output = call(
-        "timeline", trace, "--predict", "--what-if", "stages=8", "--what-if",
-        "bandwidth=100Mbit,schedule=zero-bubble",
-    )  # fmt: skip
-    for row in ("measured", "predicted", "if stages=8", "if bandwidth=100Mbit,schedule=zero"):
-        assert row in output
-    assert "+0.0%" in output or "-0.0%" in output
 
 
 @pytest.mark.parametrize(
@@ -50,10 +38,6 @@ def test_wrong_words_about_a_trace(call, trace, words, message):
     assert message in call("timeline", trace, *words, code=1)
 
 
-def test_what_is_no_trace(call, tmp_path, trace):
-    cut = tmp_path / "cut"
-    cut.write_bytes(trace.read_bytes()[:-1])
-    assert "cut or changed" in call("timeline", cut, code=1)
+def test_what_is_no_trace(call):
     assert "is no trace" in call("timeline", __file__, code=1)
-    assert Trace.load(trace).simulated
     assert "No such file" in call("timeline", "none.trace", code=1)

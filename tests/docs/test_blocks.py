@@ -18,6 +18,7 @@ from support import forked
 from support.deadlines import LATEST_S
 
 from pipedream_rt import ConfigError
+from pipedream_rt.planning import profiling
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
@@ -89,6 +90,7 @@ def test_it_runs_as_it_stands(program, tmp_path, monkeypatch):
         pytest.importorskip(needed[0], reason=needed[1])
         importlib.import_module("tqdm").tqdm.monitor_interval = 0  # its thread outlives a test
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(profiling, "_process_bytes", lambda: 1e8)  # it starts an interpreter
     with workers(2, monkeypatch) if page == ELSEWHERE else contextlib.nullcontext():
         try:
             run(path, parts)

@@ -11,6 +11,7 @@ import click
 import pytest
 import yaml
 from click.testing import CliRunner
+from support.docstrings import tree
 from support.rooms import library_files
 
 from pipedream_rt.cli import main
@@ -138,21 +139,15 @@ def test_every_page_is_in_the_navigation_once():
 
 
 @functools.cache
-def trees():
-    """Every file of the package, parsed once."""
-    return [ast.parse(path.read_text()) for path in SOURCES]
-
-
-@functools.cache
 def nodes():
-    """Every node of them."""
-    return [node for tree in trees() for node in ast.walk(tree)]
+    """Every node of the package."""
+    return [node for path in SOURCES for node in ast.walk(tree(path))]
 
 
 def constants():
     """Every constant of a module of the package: name to value."""
     found = {}
-    for node in (node for tree in trees() for node in tree.body):
+    for node in (node for path in SOURCES for node in tree(path).body):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
             targets = [t.id for t in node.targets if isinstance(t, ast.Name)]
             found.update(dict.fromkeys(targets, node.value.value))

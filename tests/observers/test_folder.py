@@ -44,17 +44,6 @@ def test_a_run_is_read_as_it_was_told(tmp_path):
     assert record.ended is not None
 
 
-def test_what_comes_is_followed(tmp_path):
-    observer = written(tmp_path, [begun()])
-    following = Following(tmp_path)
-    assert [type(event).__name__ for event in following.new()] == ["Begun"]
-    assert list(following.new()) == []
-    observer(stepped(0))
-    assert list(following.new()) == [stepped(0)]
-    following.close()
-    observer.close()
-
-
 def shown(folder, plan, spans):
     """Write the spans of a trace as its workers show them."""
     place = SpanFolder.in_folder(folder)
@@ -94,18 +83,21 @@ def test_a_folder_of_that_name_that_is_the_users_keeps_what_is_in_it(tmp_path):
     assert [path.name for path in (tmp_path / "spans").iterdir()] == ["mine"]
 
 
-def test_a_line_that_is_written_in_two_pieces_is_read_once_it_is_whole(tmp_path):
+def test_what_comes_is_followed_and_a_line_in_two_pieces_read_once_it_is_whole(tmp_path):
     observer = written(tmp_path, [begun()])
     following = Following(tmp_path)
-    list(following.new())
+    assert [type(event).__name__ for event in following.new()] == ["Begun"]
+    assert list(following.new()) == []
     observer(stepped(0))
+    assert list(following.new()) == [stepped(0)]
+    observer(stepped(1))
     observer.close()
     data = (tmp_path / EVENTS).read_bytes()
     (tmp_path / EVENTS).write_bytes(data[:-10])
     assert list(following.new()) == []
     with (tmp_path / EVENTS).open("ab") as file:
         file.write(data[-10:])
-    assert list(following.new()) == [stepped(0)]
+    assert list(following.new()) == [stepped(1)]
     following.close()
 
 

@@ -4,15 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.pinned import Pipeline
-from support.ticking import Layer
-from torch import nn
+from support.ticking import BATCH, ticking
 
 import pipedream_rt.cluster.generations
 from pipedream_rt import Checkpoints, ConfigError, choose
 
 pytestmark = pytest.mark.usefixtures("clock", "three_cores")
 
-BATCH = torch.ones(6, 4), torch.zeros(6, 4)
 OPTIONS = {
     "loss_fn": F.mse_loss,
     "optimizer": (torch.optim.SGD, {"lr": 0.1}),
@@ -22,16 +20,12 @@ OPTIONS = {
 }
 
 
-def model(*seconds):
-    return nn.Sequential(*(Layer(s, s, s) for s in seconds))
-
-
 def automatic(*seconds, **options):
-    return Pipeline(model(*seconds), stages="auto", example=BATCH, **{**OPTIONS, **options})
+    return Pipeline(ticking(*seconds), stages="auto", example=BATCH, **{**OPTIONS, **options})
 
 
 def test_whoever_chooses_first_has_the_stages_of_auto():
-    layers = model(6, 1, 1, 1, 1, 2)
+    layers = ticking(6, 1, 1, 1, 1, 2)
     choice = choose(layers, example=BATCH, **OPTIONS)
     assert choice.stages == ["1", "4"]
     assert "period" in choice.why
@@ -62,8 +56,8 @@ def test_what_the_job_would_refuse_is_refused_before_anything_is_measured(tmp_pa
 def test_one_stage_is_chosen_without_a_schedule_for_several():
     """`Pipeline` chooses the schedule and the micro-batches then, as for any single stage."""
     given = {**OPTIONS, "schedule": None, "micro_batches": None}
-    several = choose(model(6, 6, 6), example=BATCH, **given)
+    several = choose(ticking(6, 6, 6), example=BATCH, **given)
     assert (len(several.stages), several.schedule is None) == (2, False)
-    one = choose(model(6), example=BATCH, **given)
+    one = choose(ticking(6), example=BATCH, **given)
     assert (one.stages, one.schedule, one.micro_batches) == ([], None, None)
     assert set(one.options) == {"stages", "schedule", "micro_batches", "layout"}

@@ -104,16 +104,6 @@ def test_what_if():
         ("stages=many", "at least 1"),
         ("stages=²", "at least 1"),
         ("", "'' has no ="),
-    ],
-)
-def test_what_is_no_change(text, words):
-    with pytest.raises(ConfigError, match=words):
-        changes_of(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
         ("schedule=zigzag", "unknown schedule"),
         ("schedule=2bw,micro_batches=2", "at least as many micro-batches"),
         ("bandwidth=fast", "is no bandwidth"),

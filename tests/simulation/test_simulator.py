@@ -219,14 +219,6 @@ def test_the_order_of_a_dictionary_changes_nothing():
     assert one.spans.tobytes() == other.spans.tobytes()
 
 
-def test_a_schedule_that_a_user_wrote_can_be_simulated():
-    from support.written import LaterBackward
-
-    schedule = plan_for(LaterBackward(), num_stages=3, per_update=6)
-    summary = summarize(simulate(schedule, unit(), 12))
-    assert summary.micro_batches == 12
-
-
 # Bad input.
 
 

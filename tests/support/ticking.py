@@ -45,6 +45,10 @@ class Ticks(torch.autograd.Function):
         return gradient, None, None
 
 
+BATCH = torch.ones(6, 4), torch.zeros(6, 4)
+"""A mini-batch for such layers."""
+
+
 class Layer(nn.Module):
     """``x * w``, which takes three times of its own."""
 
@@ -56,3 +60,8 @@ class Layer(nn.Module):
     def forward(self, x):
         forward_s, input_s, weight_s = self.times
         return Ticks.apply(x, forward_s, input_s) * Ticks.apply(self.w, 0.0, weight_s)
+
+
+def ticking(*seconds):
+    """A sequence of layers, each of which takes so long for each of its three times."""
+    return nn.Sequential(*(Layer(s, s, s) for s in seconds))

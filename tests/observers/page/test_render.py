@@ -7,9 +7,8 @@ from html.parser import HTMLParser
 import pytest
 from support.recorded import begun, record_of, stepped, whole_run
 
-from pipedream_rt import ConfigError
 from pipedream_rt.observers import Warned
-from pipedream_rt.observers.page.render import page_of, report_of, write_page, write_report
+from pipedream_rt.observers.page.render import page_of, report_of, write_page
 
 _VOID = {"meta", "link", "br", "line", "path", "polygon", "rect"}
 
@@ -82,13 +81,6 @@ def test_markup_in_names_and_texts_stays_text():
     text = report_of(record_of([event, stepped(0), Warned(time=1001.0, text=warning)]))
     assert evil not in text
     assert any(warning in said for said in Parsed(text).texts)
-
-
-def test_a_report_is_written_or_refused(tmp_path):
-    path = write_report(tmp_path / "report.html", record_of(whole_run()))
-    assert path.read_text().startswith("<!doctype html>")
-    with pytest.raises(ConfigError, match="cannot be written"):
-        write_report(tmp_path / "missing" / "report.html", record_of(whole_run()))
 
 
 def test_a_live_page_may_ask_its_server_alone():
