@@ -67,9 +67,9 @@ def inspect(folder: Path) -> None:
             raise CheckpointError(f"group {number} of {found} makes no sense: {error!r}") from error
         click.echo(f"parameter group {number}: {printable(values, _SHOWN)}")
     if manifest.place is not None:
-        click.echo(
-            f"loader: epoch {manifest.place['epoch']}, {manifest.place['drawn']} items drawn"
-        )
+        epoch, drawn = manifest.place["epoch"], manifest.place["drawn"]
+        reached = "which begins" if drawn is None else f"{drawn} items drawn"
+        click.echo(f"loader: epoch {epoch}, {reached}")
     if manifest.attached:
         click.echo(f"attached: {printable(', '.join(manifest.attached), _SHOWN)}")
     if manifest.extra is not None:

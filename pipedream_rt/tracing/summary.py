@@ -206,10 +206,11 @@ def seconds_text(seconds: float) -> str:
 
 
 def bytes_text(size: float) -> str:
-    """Return a size for people, with three digits and a unit."""
+    """Return a size for people, with three digits, or all before the point, and a unit."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if size >= unit:
-            return f"{size / unit:.3g} {name}"
+            number = size / unit
+            return f"{number:.3g} {name}" if number < 999.5 else f"{number:.0f} {name}"
     return f"{size:.0f} B"
 
 

@@ -47,12 +47,10 @@ def test_numbers_for_people():
     assert [seconds_text(s) for s in (0, 3e-9, 2.5e-5, 0.0123, 61.5)] == [
         "0 s", "3 ns", "25 us", "12.3 ms", "61.5 s"
     ]  # fmt: skip
-    assert [bytes_text(b) for b in (0, 1023, 2**20, 3 * 2**30)] == [
-        "0 B",
-        "1023 B",
-        "1 MiB",
-        "3 GiB",
-    ]
+    sizes = (0, 1023, 2**20, 1010 * 2**20, 3 * 2**30, 5000 * 2**30)
+    assert [bytes_text(size) for size in sizes] == [
+        "0 B", "1023 B", "1 MiB", "1010 MiB", "3 GiB", "5000 GiB"
+    ]  # fmt: skip
 
 
 def test_a_trace_without_an_action_has_no_summary():
