@@ -6,17 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-
-transformers = pytest.importorskip("transformers", reason="needs the extra hf")
-pytest.importorskip("accelerate", reason="needs the extra hf")
-
-from support.trainers import (  # noqa: E402
+from support.trainers import (
     CALM,
     EVALUATED,
     SAVED,
     as_plain,
     bert,
-    calm,  # noqa: F401 - a fixture
     classes,
     llama,
     logs_of,
@@ -25,13 +20,13 @@ from support.trainers import (  # noqa: E402
     trainer_of,
     weights_of,
 )
-from transformers import Trainer, TrainingArguments  # noqa: E402
-from transformers.trainer_utils import SchedulerType  # noqa: E402
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import SchedulerType
 
-from pipedream_rt import Clip, ConfigError, Training  # noqa: E402
-from pipedream_rt.hf import PipelineTrainer  # noqa: E402
-from pipedream_rt.hf.__main__ import page  # noqa: E402
-from pipedream_rt.hf.arguments import known_arguments, options_of  # noqa: E402
+from pipedream_rt import Clip, ConfigError, Training
+from pipedream_rt.hf import PipelineTrainer
+from pipedream_rt.hf.__main__ import page
+from pipedream_rt.hf.arguments import known_arguments, options_of
 
 pytestmark = CALM
 

@@ -5,17 +5,11 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch.nn import functional as F
-
-transformers = pytest.importorskip("transformers", reason="needs the extra hf")
-pytest.importorskip("accelerate", reason="needs the extra hf")
-
-from support.trainers import (  # noqa: E402
+from support.trainers import (
     CALM,
     Calls,
     as_plain,
     bert,
-    calm,  # noqa: F401 - a fixture
     classes,
     llama,
     logs_of,
@@ -24,11 +18,12 @@ from support.trainers import (  # noqa: E402
     trainer_of,
     weights_of,
 )
-from transformers import Trainer  # noqa: E402
+from torch.nn import functional as F
+from transformers import BertForSequenceClassification, Trainer
 
-from pipedream_rt import ConfigError  # noqa: E402
-from pipedream_rt.hf import PipelineMixin, PipelineTrainer  # noqa: E402
-from pipedream_rt.hf.calls import answered  # noqa: E402
+from pipedream_rt import ConfigError
+from pipedream_rt.hf import PipelineMixin, PipelineTrainer
+from pipedream_rt.hf.calls import answered
 
 pytestmark = CALM
 
@@ -247,7 +242,7 @@ def test_an_error_in_a_loss_leaves_a_pipeline_that_goes_on(before, parts, tmp_pa
         with trainer_of(cls, tmp_path / cls.__name__, **given) as trainer:
             with pytest.raises(KeyboardInterrupt):
                 trainer.train()
-            assert type(trainer.model) is transformers.BertForSequenceClassification
+            assert type(trainer.model) is BertForSequenceClassification
             found = [trainer.evaluate()["eval_loss"], weights_of(trainer)]
             trainer.train()
             return *found, trainer.evaluate()["eval_loss"]

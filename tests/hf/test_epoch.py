@@ -2,11 +2,7 @@
 
 import pytest
 import torch
-
-transformers = pytest.importorskip("transformers", reason="needs the extra hf")
-pytest.importorskip("accelerate", reason="needs the extra hf")
-
-from support.trainers import (  # noqa: E402
+from support.trainers import (
     ASYNCHRONOUS,
     CALM,
     EVALUATED,
@@ -14,7 +10,6 @@ from support.trainers import (  # noqa: E402
     SAVED,
     Calls,
     as_plain,
-    calm,  # noqa: F401 - a fixture
     llama,
     logs_of,
     padded,
@@ -24,9 +19,9 @@ from support.trainers import (  # noqa: E402
     weights_of,
     with_callback,
 )
-from transformers import TrainerCallback  # noqa: E402
+from transformers import TrainerCallback
 
-from pipedream_rt.hf import PipelineTrainer  # noqa: E402
+from pipedream_rt.hf import PipelineTrainer
 
 pytestmark = CALM
 

@@ -5,17 +5,12 @@ import threading
 
 import pytest
 import torch
-
-transformers = pytest.importorskip("transformers", reason="needs the extra hf")
-pytest.importorskip("accelerate", reason="needs the extra hf")
-
-from support.trainers import (  # noqa: E402
+from support.trainers import (
     ASYNCHRONOUS,
     CALM,
     FLUSHED,
     Calls,
     as_plain,
-    calm,  # noqa: F401 - a fixture
     llama,
     logs_of,
     rows,
@@ -25,15 +20,12 @@ from support.trainers import (  # noqa: E402
     weights_of,
     with_callback,
 )
-from torch.nn.utils import prune  # noqa: E402
-from transformers import (  # noqa: E402
-    LlamaForCausalLM,
-    Trainer,
-)
+from torch.nn.utils import prune
+from transformers import LlamaForCausalLM, Trainer
 
-from pipedream_rt import ConfigError  # noqa: E402
-from pipedream_rt.hf import PipelineMixin, PipelineTrainer  # noqa: E402
-from pipedream_rt.hf.live import LiveModel  # noqa: E402
+from pipedream_rt import ConfigError
+from pipedream_rt.hf import PipelineMixin, PipelineTrainer
+from pipedream_rt.hf.live import LiveModel
 
 pytestmark = CALM
 

@@ -9,12 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-import tqdm
-import transformers
 from torch import Tensor
-from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from pipedream_rt.hf import PipelineMixin, PipelineTrainer
+transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+pytest.importorskip("accelerate", reason="needs the extra hf")
+
+from tqdm import tqdm  # noqa: E402
+from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+
+from pipedream_rt.hf import PipelineMixin, PipelineTrainer  # noqa: E402
+
+tqdm.monitor_interval = 0  # its thread would outlive the test
+transformers.logging.set_verbosity_error()
+logging.getLogger("transformers").setLevel(logging.ERROR)
 
 CALM = [
     pytest.mark.filterwarnings(f"ignore::{kind}")
@@ -181,14 +188,6 @@ def as_plain(
     found = does(plain)
     same(found, does(ours))
     return found
-
-
-@pytest.fixture(autouse=True)
-def calm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No thread of tqdm, which would outlive the test, and no log of transformers."""
-    monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)
-    transformers.logging.set_verbosity_error()
-    logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
 class Calls(TrainerCallback):
