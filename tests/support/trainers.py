@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ def bert(seed: int = 0) -> transformers.BertForSequenceClassification:
     """Return a small classifier, whose loss does not know how many labels a mini-batch has."""
     torch.manual_seed(seed)
     config = transformers.BertConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
         vocab_size=VOCABULARY, max_position_embeddings=32, hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0, num_labels=3,
     )  # fmt: skip
@@ -119,7 +120,7 @@ def trainer_of(
     Args:
         cls: Its class.
         folder: For what it writes.
-        model: The model; a Llama by default, unless there is ``model_init``.
+        model: The model, or what makes it; a Llama by default, unless there is ``model_init``.
         pipeline: Options that `FLUSHED` lacks.
         train: The rows to train on.
         evaluated: The rows to evaluate on.
@@ -129,7 +130,9 @@ def trainer_of(
     if issubclass(cls, PipelineMixin):
         given["pipeline"] = {**FLUSHED, **(pipeline or {})}
     if model is None and "model_init" not in given:
-        model = llama()
+        model = llama
+    if isinstance(model, FunctionType):
+        model = model()
     trainer = cls(
         model=model,
         args=arguments(folder, **(options or {})),
@@ -179,14 +182,21 @@ def same(one: Any, other: Any, where: str = "") -> None:
         assert one == other or (one != one and other != other), f"{where}: {one!r} {other!r}"
 
 
+def over_a_pipeline(cls: type[Trainer]) -> type[Trainer]:
+    """Return the same class over a pipeline."""
+    if cls is Trainer:
+        return PipelineTrainer
+    return type(f"Piped{cls.__name__}", (PipelineMixin, cls), {})
+
+
 def as_plain(
     does: Callable[[type[Trainer]], Any],
     plain: type[Trainer] = Trainer,
-    ours: type[Trainer] = PipelineTrainer,
+    ours: type[Trainer] | None = None,
 ) -> Any:
-    """Assert that something gives the same with both classes, and return it."""
+    """Assert that something gives the same with a class and over a pipeline, and return it."""
     found = does(plain)
-    same(found, does(ours))
+    same(found, does(ours or over_a_pipeline(plain)))
     return found
 
 
