@@ -1,4 +1,7 @@
-"""Small models of families that are built differently, each with a batch."""
+"""Small models of families that are built differently, each with a batch.
+
+Others are in `support.hf`, whose tests run on the stand-in too; see `suites.txt`.
+"""
 
 import torch
 
@@ -21,8 +24,6 @@ SIZES = {
     "intermediate_size": 48,
 }
 ENDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-FEW_CLASSES = {"image_size": 16, "patch_size": 4, "num_labels": 3}
 
 
 def _family(model, config, batch, **options):
@@ -48,8 +49,6 @@ FAMILIES = {
         n_head=2,
         **ENDS,
     ),
-    "bert": _family("BertForMaskedLM", "BertConfig", _words, **SIZES),
-    "bert_without_dropout": _family("BertForMaskedLM", "BertConfig", _words, **SIZES, **NO_DROPOUT),
     "mamba": _family(
         "MambaForCausalLM",
         "MambaConfig",
@@ -72,19 +71,6 @@ FAMILIES = {
         **SIZES,
         **ENDS,
     ),
-    "t5": _family(
-        "T5ForConditionalGeneration",
-        "T5Config",
-        _words,
-        vocab_size=64,
-        d_model=32,
-        d_kv=8,
-        d_ff=48,
-        num_layers=2,
-        num_heads=2,
-        decoder_start_token_id=0,
-    ),
-    "vit": _family("ViTForImageClassification", "ViTConfig", _images, **SIZES, **FEW_CLASSES),
     "resnet": _family(
         "ResNetForImageClassification",
         "ResNetConfig",
