@@ -15,11 +15,10 @@ from support.trainers import (
     bert,
     classes,
     llama,
-    logs_of,
     padded,
     rows,
+    trained,
     trainer_of,
-    weights_of,
 )
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import SchedulerType
@@ -31,17 +30,6 @@ from pipedream_rt.hf.__main__ import page
 from pipedream_rt.hf.arguments import known_arguments, options_of
 
 pytestmark = CALM
-
-
-def trained(folder, **given):
-    """Return what trains a trainer of a class, and returns its weights and logs."""
-
-    def does(cls):
-        with trainer_of(cls, folder / cls.__name__, **given) as trainer:
-            trainer.train()
-            return weights_of(trainer), logs_of(trainer), trainer.state.global_step
-
-    return does
 
 
 UNEQUAL = {"train": rows(least=4), "evaluated": rows(6, 2, least=4), "data_collator": padded}

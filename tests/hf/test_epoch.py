@@ -15,6 +15,7 @@ from support.trainers import (
     padded,
     rows,
     same,
+    trained,
     trainer_of,
     weights_of,
     with_callback,
@@ -103,14 +104,13 @@ def test_a_stop_before_the_update_is_none_of_it(event, tmp_path):
         given["control"].should_training_stop = state.global_step >= 2
 
     def does(cls):
-        with trainer_of(
-            cls, tmp_path / cls.__name__, train=rows(22), callbacks=[Calls([], **{event: stops})],
+        weights, logs, steps = trained(
+            tmp_path, train=rows(22), callbacks=[Calls([], **{event: stops})],
             options={"gradient_accumulation_steps": 2}, pipeline={"micro_batches": 2},
-        ) as trainer:  # fmt: skip
-            trainer.train()
-            return weights_of(trainer), trainer.state.global_step, logs_of(trainer)[:-1]
+        )(cls)  # fmt: skip
+        return weights, logs[:-1], steps
 
-    *_, steps, logs = as_plain(does)
+    _, logs, steps = as_plain(does)
     assert steps == 2
     assert logs
 
@@ -143,17 +143,10 @@ STREAMS = {
 
 @pytest.mark.parametrize("name", STREAMS)
 def test_a_stream_loses_no_row(name, tmp_path):
-    def does(cls):
-        make, options = STREAMS[name]
-        parts = options.get("gradient_accumulation_steps", 1)
-        with trainer_of(
-            cls, tmp_path / cls.__name__, train=make(), options={"logging_steps": 1, **options},
-            pipeline={"micro_batches": parts},
-        ) as trainer:  # fmt: skip
-            trainer.train()
-            return weights_of(trainer), logs_of(trainer), trainer.state.global_step
-
-    as_plain(does)
+    make, options = STREAMS[name]
+    given = {"options": {"logging_steps": 1, **options}}
+    given["pipeline"] = {"micro_batches": options.get("gradient_accumulation_steps", 1)}
+    as_plain(lambda cls: trained(tmp_path, train=make(), **given)(cls))
 
 
 def test_a_stream_that_is_shorter_after_a_resume(tmp_path):

@@ -182,6 +182,22 @@ def same(one: Any, other: Any, where: str = "") -> None:
         assert one == other or (one != one and other != other), f"{where}: {one!r} {other!r}"
 
 
+def trained(folder: Any, **given: Any) -> Callable[[type[Trainer]], Any]:
+    """Return what trains a trainer of a class, and returns weights, logs and the number of steps.
+
+    Args:
+        folder: For what it writes.
+        **given: What `trainer_of` takes.
+    """
+
+    def does(cls: type[Trainer]) -> Any:
+        with trainer_of(cls, folder / cls.__name__, **given) as trainer:
+            trainer.train()
+            return weights_of(trainer), logs_of(trainer), trainer.state.global_step
+
+    return does
+
+
 def over_a_pipeline(cls: type[Trainer]) -> type[Trainer]:
     """Return the same class over a pipeline."""
     if cls is Trainer:
@@ -234,11 +250,10 @@ def with_callback(
 
     def does(cls: type[Trainer]) -> Any:
         seen: list[Any] = []
-        with trainer_of(
-            cls, folder / cls.__name__, callbacks=[Calls(seen, **events)], pipeline=pipeline,
+        weights, logs, steps = trained(
+            folder, callbacks=[Calls(seen, **events)], pipeline=pipeline,
             options={"logging_steps": 1, "eval_strategy": "epoch", **(options or {})},
-        ) as trainer:  # fmt: skip
-            trainer.train()
-            return weights_of(trainer), logs_of(trainer), seen, trainer.state.global_step
+        )(cls)  # fmt: skip
+        return weights, logs, seen, steps
 
     return does
