@@ -15,6 +15,7 @@ from support.trainers import (
     padded,
     rows,
     same,
+    total,
     trained,
     trainer_of,
     weights_of,
@@ -34,20 +35,15 @@ EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
     ("reads", "parts"), [(False, 1), (True, 2)], ids=["flags", "weights of parts"]
 )
 def test_every_event_comes_in_the_same_order_and_sees_the_same(reads, parts, tmp_path):
-    def recorder(seen):
-        def of(name):
-            def event(self, args, state, control, model=None, **given):
-                rates = [g["lr"] for g in getattr(given["optimizer"], "param_groups", ())]
-                flags = (control.should_log, control.should_evaluate, control.should_save)
-                total = 0.0
-                if reads:
-                    total = sum(float(p.detach().double().abs().sum()) for p in model.parameters())
-                step = (name, state.global_step, state.epoch, rates, flags, model.training)
-                seen.append([*step, control.should_training_stop, total])
+    def records(name):
+        def event(model, state, seen, given):
+            control, optimizer = given["control"], given["optimizer"]
+            rates = [g["lr"] for g in getattr(optimizer, "param_groups", ())]
+            flags = (control.should_log, control.should_evaluate, control.should_save)
+            step = (name, state.global_step, state.epoch, rates, flags, model.training)
+            seen.append([*step, control.should_training_stop, total(model) if reads else 0.0])
 
-            return event
-
-        return type("Records", (TrainerCallback,), {name: of(name) for name in EVENTS})()
+        return event
 
     options = {
         **EVALUATED, **SAVED, "gradient_accumulation_steps": parts, "logging_steps": 1,
@@ -55,14 +51,14 @@ def test_every_event_comes_in_the_same_order_and_sees_the_same(reads, parts, tmp
     }  # fmt: skip
 
     def does(cls):
-        seen = []
+        calls = Calls([], **{name: records(name) for name in EVENTS})
         with trainer_of(
-            cls, tmp_path / cls.__name__, options=options, callbacks=[recorder(seen)],
+            cls, tmp_path / cls.__name__, options=options, callbacks=[calls],
             pipeline={"micro_batches": parts},
         ) as trainer:  # fmt: skip
             trainer.train()
             trainer.predict(rows(3))
-            return seen, logs_of(trainer)
+            return calls.seen, logs_of(trainer)
 
     seen, _ = as_plain(does)
     left_out = {"on_push_begin", *(["on_substep_end"] if parts == 1 else [])}
