@@ -60,25 +60,6 @@ except torch.OutOfMemoryError:
     assert done.stdout == "told\n", done.stderr
 
 
-def test_every_process_has_it_and_none_is_initialised_by_that():
-    done = script(
-        """
-import torch
-assert torch.accelerator.current_accelerator() == torch.device("standin")
-assert torch.accelerator.device_count() == torch.standin.device_count() == 2
-assert torch.standin.is_available() and torch.accelerator.is_available()
-torch.manual_seed(3)
-assert torch.accelerator.memory_allocated() == 0
-torch.accelerator.empty_cache()
-assert not torch.standin.is_initialized()
-assert torch.accelerator.current_device_index() == 0  # which is a first use, as with CUDA
-assert torch.standin.is_initialized()
-print("told")
-"""
-    )
-    assert done.stdout == "told\n", done.stderr
-
-
 def test_a_seed_replays():
     """That of the environment, and that which is given later."""
     done = script(
