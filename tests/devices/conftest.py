@@ -1,7 +1,7 @@
 """Tests that are marked ``standin`` run in a process of their own; see `support.device.aside`."""
 
 import pytest
-from support.device import aside
+from support.device import aside, standin
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -31,3 +31,11 @@ def pytest_runtest_logreport(report):
 
 def pytest_runtest_logfinish(nodeid, location):
     aside.note(test=nodeid, over=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_reported():
+    """A test that leaves a report of the stand-in's check has failed."""
+    yield
+    if aside.is_aside():
+        assert standin.violations() == []

@@ -9,6 +9,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -38,7 +39,9 @@ from pipedream_rt import (
     Training,
     profile,
 )
+from pipedream_rt.devices.accelerator import Accelerator, Leaving
 from pipedream_rt.devices.randomness import has_drawn, random_state, set_states_there
+from pipedream_rt.planning import profiling
 from pipedream_rt.tracing.timeline import perfetto
 from pipedream_rt.tracing.trace import COMPUTES
 
@@ -68,13 +71,20 @@ def opened(devices, model=None, **options):
     return Pipeline(model or net(), devices=devices, **{**given, **options})
 
 
+def trained(pipe, data=None):
+    """The losses of an epoch, and the weights behind it."""
+    losses = [result.loss for result in pipe.train_epoch(data or data_of(6))]
+    return losses, pipe.state_dict()
+
+
 def outcome(devices, data=None, **options):
     with opened(devices, **options) as pipe:
-        losses = [result.loss for result in pipe.train_epoch(data or data_of(6))]
-        return losses, pipe.state_dict()
+        return trained(pipe, data)
 
 
-of_the_host = functools.cache(functools.partial(outcome, "cpu"))
+@functools.cache
+def of_the_host(mini_batches=6, **options):
+    return outcome("cpu", data_of(mini_batches), **options)
 
 
 def assert_same(one, other):
@@ -109,7 +119,6 @@ def test_every_schedule_gives_the_bits_of_the_host(options, layout):
     if options.get("schedule") == "interleaved-1f1b" and layout == "mixed":
         devices = ["standin:0", "cpu"]  # one for each of the two workers
     assert_same(of_the_host(**options), outcome(devices, **options))
-    assert standin.violations() == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -121,20 +130,10 @@ def test_autocast_gives_the_bits_of_one_stage_on_the_device(dtype):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_worker_processes_give_the_bits_of_the_host_and_share_one_for_each_device(layout):
-    expected = of_the_host()
-    with opened(LAYOUTS[layout], workers="local") as pipe:
-        losses = [result.loss for result in pipe.train_epoch(data_of(6))]
-        assert_same(expected, (losses, pipe.state_dict()))
-        processes = len(members(pipe))
-    assert processes == {"one": 1, "each": 2, "mixed": 3}[layout]
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_killed_worker_changes_no_bit(layout, tmp_path):
+def test_worker_processes_share_one_for_each_device_and_a_killed_one_changes_no_bit(
+    layout, tmp_path
+):
     data = data_of(18)
-    expected = outcome("cpu", data)
     with opened(
         LAYOUTS[layout], workers="local", checkpoint=Checkpoints(tmp_path, every=3),
         recovery=Recovery(max_restarts=2),
@@ -142,10 +141,11 @@ def test_a_killed_worker_changes_no_bit(layout, tmp_path):
         losses = []
         for result in pipe.train_epoch(data):
             losses.append(result.loss)
+            if result.step == 0:
+                assert len(members(pipe)) == {"one": 1, "each": 2, "mixed": 3}[layout]
             if result.step in (4, 8):
-                victim = members(pipe)[-1].name
-                kill(pipe, victim)
-        assert_same(expected, (losses, pipe.state_dict()))
+                kill(pipe, members(pipe)[-1].name)
+        assert_same(of_the_host(mini_batches=18), (losses, pipe.state_dict()))
         assert len(pipe.restarts) == 2
 
 
@@ -191,19 +191,21 @@ class Frugal(nn.Module):
         return self.inside(Workspace.apply(x, self.memory, False))
 
 
+def frugal(devices, forward, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), Frugal(forward), nn.Linear(8, 8), nn.Linear(8, 4))
+    return outcome(devices, data_of(4), model=model, stages=[1, 2], micro_batches=4, **options)
+
+
+frugal_on_the_host = functools.cache(functools.partial(frugal, "cpu"))
+
+
 @pytest.mark.parametrize("forward", [True, False])
 @pytest.mark.parametrize("schedule", ["1f1b", "async-1f1b"])
 @pytest.mark.parametrize("layout", ["standin:1", "standin", ["standin:0", "cpu", "standin:1"]])
 def test_a_layer_may_write_over_what_it_has_given(layout, schedule, forward):
-    found = []
-    for devices in ("cpu", layout):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 8), Frugal(forward), nn.Linear(8, 8), nn.Linear(8, 4))
-        options = {"stages": [1, 2], "schedule": schedule, "micro_batches": 4}
-        with opened(devices, model, **options) as pipe:
-            losses = [result.loss for result in pipe.train_epoch(data_of(4))]
-            found.append((losses, pipe.state_dict()))
-    assert_same(*found)
+    expected = frugal_on_the_host(forward, schedule=schedule)
+    assert_same(expected, frugal(layout, forward, schedule=schedule))
 
 
 class Spins(nn.Module):
@@ -277,12 +279,10 @@ def test_a_loader_that_draws_on_a_device_goes_on_with_the_same_numbers(tmp_path)
 
 
 def test_a_model_on_a_device_computes_there():
-    expected = of_the_host()
     model = net().to("standin:1")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     with opened(None, model, optimizer=optimizer) as pipe:
-        losses = [result.loss for result in pipe.train_epoch(data_of(6))]
-        assert_same(expected, (losses, pipe.state_dict()))
+        assert_same(of_the_host(), trained(pipe))
         assert {each["device"] for each in pipe.statistics()} == {"standin:1"}
         model.load_state_dict(pipe.state_dict())
         assert model[0].weight.device == torch.device("standin:1")
@@ -293,22 +293,19 @@ def test_a_model_on_several_devices_is_cut_where_they_change():
     for number, layer in enumerate(model):
         layer.to("standin:0" if number < 4 else "standin:1" if number < 7 else "cpu")
     with opened(None, model, stages=[4, 7]) as pipe:
-        losses = [result.loss for result in pipe.train_epoch(data_of(6))]
+        assert_same(outcome("cpu", stages=[4, 7]), trained(pipe))
         assert [each["device"] for each in pipe.statistics()] == ["standin:0", "standin:1", "cpu"]
-        assert_same(outcome("cpu", stages=[4, 7]), (losses, pipe.state_dict()))
     with pytest.raises(ConfigError, match=r"stage 1 has tensors on several devices: .* on"):
         opened(None, model, stages=2)
 
 
 def test_mini_batches_and_states_may_be_on_a_device():
-    expected, evaluated, predicted = of_the_host(), None, None
     with opened("cpu") as pipe:
-        list(pipe.train_epoch(data_of(6)))
+        expected = trained(pipe)
         evaluated, predicted = pipe.evaluate(data_of(2)), list(pipe.predict(data_of(2)))
     there = [(x.to("standin:1"), y.to("standin:0")) for x, y in data_of(6)]
     with opened("standin") as pipe:
-        losses = [result.loss for result in pipe.train_epoch(there)]
-        state = pipe.state_dict()
+        losses, state = trained(pipe, there)
         assert_same(expected, (losses, state))
         there = [(x.to("standin"), y) for x, y in data_of(2)]
         assert pipe.evaluate(there) == evaluated
@@ -317,10 +314,9 @@ def test_mini_batches_and_states_may_be_on_a_device():
         assert torch.equal(pipe(there[0][0]), predicted[0])
         pipe.load_state_dict({key: value.to("standin:1") for key, value in state.items()})
         assert_same((losses, state), (losses, pipe.state_dict()))
-        copy = pipe.module()
-        assert torch.equal(copy[0].weight.cpu(), state["0.weight"])
-        assert torch.equal(pipe.on_stages(lambda module: next(module.parameters()))[0].cpu(),
-                           state["0.weight"])  # fmt: skip
+        first, *_ = pipe.on_stages(lambda module: next(module.parameters()))
+        for copy in (pipe.module()[0].weight, first):
+            assert torch.equal(copy.cpu(), state["0.weight"])
 
 
 @pytest.mark.processes
@@ -358,9 +354,8 @@ def test_constants_of_a_recorded_forward_are_where_its_stage_is(home):
     found = []
     for devices, where in (("cpu", "cpu"), ("standin", home)):
         torch.manual_seed(2)
-        with opened(devices, Ids().to(where), stages=3, example=data[0]) as pipe:
-            losses = [result.loss for result in pipe.train_epoch(data)]
-            found.append((losses, pipe.state_dict()))
+        model = Ids().to(where)
+        found.append(outcome(devices, data, model=model, stages=3, example=data[0]))
     assert_same(*found)
 
 
@@ -371,7 +366,6 @@ def test_modules_that_cast_their_weights_once_are_told_when(schedule):
     expected = train(Plain, **{**options, "devices": "cpu"})
     assert_same((losses, weights), expected[:2])
     assert said[-1] == [True, False, False, False] * 9
-    assert standin.violations() == []
 
 
 class Tied(nn.Module):
@@ -393,9 +387,7 @@ def test_a_backend_of_which_memory_cannot_be_assigned_moves_weights_too(monkeypa
     for assigns in (True, False):
         if not assigns:
             monkeypatch.setattr(torch, "_has_compatible_shallow_copy_type", lambda a, b: False)
-        with opened("standin:1", model, stages=2) as pipe:
-            losses = [result.loss for result in pipe.train_epoch(data_of(4))]
-            found.append((losses, pipe.state_dict()))
+        found.append(outcome("standin:1", data_of(4), model=model, stages=2))
     assert_same(*found)
     state = found[0][1]
     assert torch.equal(state["0.one.weight"], state["0.other.weight"])
@@ -439,6 +431,7 @@ def test_a_trace_has_the_spans_of_devices_beside_those_of_the_host(tmp_path):
 
 
 def test_layers_are_measured_where_the_model_is(monkeypatch):
+    monkeypatch.setattr(profiling, "_process_bytes", lambda: 1e6)  # it starts an interpreter
     model = net().to("standin:1")
     before = {key: value.clone() for key, value in model.state_dict().items()}
     found = profile(model, data_of(1)[0], loss_fn=F.cross_entropy, optimizer=ADAMW)
@@ -448,7 +441,6 @@ def test_layers_are_measured_where_the_model_is(monkeypatch):
     data = [(torch.randint(10, (8, 5)), torch.randint(10, (8,))) for _ in range(2)]
     there = profile(Ids().to("standin:0"), data[0], loss_fn=F.cross_entropy)
     assert [each.name for each in there.layers] == ["embed", "inner", "head"]
-    assert standin.violations() == []
 
 
 # -- what goes wrong ----------------------------------------------------------------------------
@@ -499,8 +491,7 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are():
     with pytest.raises(
         ConfigError, match=r"worker 0 .* hosts stage 0 on standin:0, stage 2 on cpu"
     ):
-        opened(["standin:0", "cpu"] * 1 + ["cpu", "cpu"], schedule="interleaved-1f1b",
-               micro_batches=4)  # fmt: skip
+        opened(["standin:0", *["cpu"] * 3], schedule="interleaved-1f1b", micro_batches=4)
 
 
 @pytest.mark.processes
@@ -543,23 +534,18 @@ def test_the_device_of_a_worker_elsewhere_is_none_of_those_that_start_here(monke
 def test_workers_elsewhere_have_a_device_of_their_own(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as found:
         address = f"127.0.0.1:{found.getsockname()[1]}"
-    devices = ["standin:1", "standin:0", "cpu", "standin:7"]
+    devices = ["standin:1", "standin:0", "cpu"]
     command = [sys.executable, "-m", "pipedream_rt.workers", address]
     started = [
         forked.Popen([*command, "--name", f"w{n}", "--device", device])
-        for n, device in enumerate(devices[:3])
+        for n, device in enumerate(devices)
     ]
     try:
         expected = outcome("cpu", stages=3)
-        options = {
-            "stages": 3,
-            "workers": address,
-            "recovery": Recovery(start=timedelta(seconds=60)),
-        }
-        with opened(None, **options) as pipe:
-            losses = [result.loss for result in pipe.train_epoch(data_of(6))]
-            assert_same(expected, (losses, pipe.state_dict()))
-            assert [each["device"] for each in pipe.statistics()] == devices[:3]
+        recovery = Recovery(start=timedelta(seconds=60))
+        with opened(None, stages=3, workers=address, recovery=recovery) as pipe:
+            assert_same(expected, trained(pipe))
+            assert [each["device"] for each in pipe.statistics()] == devices
     finally:
         assert [each.wait(LATEST_S) for each in started] == [0, 0, 0]
 
@@ -600,11 +586,7 @@ def test_a_script_ends_cleanly_right_after_a_backward_of_its_own():
     [
         (
             "bits-of zero-bubble",
-            {
-                "zero-bubble, 1 stage": True,
-                "zero-bubble, killed": True,
-                "zero-bubble, by the host": True,
-            },
+            {f"zero-bubble, {each}": True for each in ("1 stage", "killed", "by the host")},
         ),
         pytest.param(
             "bits-of async-1f1b",
@@ -688,7 +670,6 @@ def test_a_model_that_is_split_by_hand_trains_as_it_does_by_itself(
     model = ByHand(first, second, hand_over)
     options = {"stages": ["b"], "schedule": "1f1b", "micro_batches": 1, "example": data[0]}
     assert outcome(None, data, model=model, workers=workers, **options)[0] == expected
-    assert standin.violations() == []
 
 
 def test_what_a_layer_or_loss_leaves_on_another_device_is_brought_back():
@@ -703,30 +684,19 @@ def test_what_a_layer_or_loss_leaves_on_another_device_is_brought_back():
         assert outcome(devices, model=model, **options)[0] == expected[0]
     loss_fn = lambda out, y: F.cross_entropy(out.to("standin:1"), y.to("standin:1"))  # noqa: E731
     assert outcome("standin:0", loss_fn=loss_fn)[0] == outcome("cpu")[0]
-    assert standin.violations() == []
 
 
 @pytest.mark.parametrize("workers", ["serial", pytest.param("local", marks=pytest.mark.processes)])
 def test_a_default_device_is_that_of_the_stage(workers):
-    expected = of_the_host()
+    model, data = net().to("standin:0"), data_of(6)
     torch.set_default_device("standin:0")
     try:
-        data = [(x.cpu(), y.cpu()) for x, y in data_of(6)]
-        model = net()
-        with torch.no_grad():  # the same numbers, which another generator has drawn
-            torch.set_default_device("cpu")
-            for there, here in zip(model.parameters(), net().parameters(), strict=True):
-                there.copy_(here)
-        torch.set_default_device("standin:0")
         with opened(
             ["standin:0", "standin:1", "standin:1", "standin:0"], model, workers=workers
         ) as pipe:
-            losses = [result.loss for result in pipe.train_epoch([(x, y) for x, y in data])]
-        assert len(losses) == len(expected[0])
-        assert all(map(math.isfinite, losses))
+            assert_same(of_the_host(), trained(pipe, data))
     finally:
         torch.set_default_device("cpu")
-    assert standin.violations() == []
 
 
 def test_a_buffer_with_attributes_is_moved_to_the_host():
@@ -734,7 +704,7 @@ def test_a_buffer_with_attributes_is_moved_to_the_host():
     model.register_buffer("table", torch.ones(4, device="standin:0"))
     model.table.tag = "kept"
     with opened("cpu", nn.Sequential(*model, Adds(model.table))) as pipe:
-        losses = [result.loss for result in pipe.train_epoch(data_of(2))]
+        losses, _ = trained(pipe, data_of(2))
     assert all(map(math.isfinite, losses))
 
 
@@ -773,48 +743,42 @@ def test_weights_that_were_loaded_are_cast_anew(tmp_path):
 @pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.Adam])
 def test_a_resumed_optimizer_waits_for_the_device_no_more_than_a_new_one(kind, tmp_path):
     options = {"optimizer": (kind, {"lr": 0.01}), "schedule": "1f1b", "micro_batches": 1}
-    waited = []
-    with opened("standin:0", **options) as pipe:
-        pipe.submit(*data_of(1)[0]).result()
-        pipe.save(tmp_path)
-        before = standin.waits()["item"]
-        pipe.submit(*data_of(1)[0]).result()
-        waited.append(standin.waits()["item"] - before)
-    with opened("standin:0", **options) as pipe:
-        pipe.load(tmp_path)
-        before = standin.waits()["item"]
-        pipe.submit(*data_of(1)[0]).result()
-        waited.append(standin.waits()["item"] - before)
+    waited, batch = [], data_of(1)[0]
+    for resumes in (False, True):
+        with opened("standin:0", **options) as pipe:
+            if resumes:
+                pipe.load(tmp_path)
+            else:
+                pipe.submit(*batch).result()
+                pipe.save(tmp_path)
+            before = standin.waits()["item"]
+            pipe.submit(*batch).result()
+            waited.append(standin.waits()["item"] - before)
     assert waited[0] == waited[1]
 
 
-@pytest.mark.processes
-def test_threads_of_a_worker_are_on_its_device(tmp_path):
+@pytest.mark.threads
+def test_threads_of_a_worker_are_on_its_device(monkeypatch):
     """A thread on another device than its worker's would begin to use that one too."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import threading, torch, torch.nn as nn\n"
-        "from pipedream_rt.devices import accelerator\n"
-        "seen = []\n"
-        "leave = accelerator.Leaving.leave\n"
-        "def noted(self):\n"
-        "    seen.append(torch.accelerator.current_device_index())\n"
-        "    leave(self)\n"
-        "accelerator.Leaving.leave = noted\n"
-        "device = accelerator.Accelerator(torch.device('standin', 1), (), True, 'w')\n"
-        "device._leaving.put(accelerator.Leaving(lambda *a: None, print, None, None, (), None))\n"
-        "settled = device.settle()\n"
-        "def writer():\n"
-        "    settled()\n"
-        "    seen.append(torch.accelerator.current_device_index())\n"
-        "thread = threading.Thread(target=writer); thread.start(); thread.join()\n"
-        "device.close()\n"
-        "print(seen)\n"
-    )
-    done = forked.run(
-        [sys.executable, "-W", "ignore", script], capture_output=True, text=True, timeout=LATEST_S
-    )
-    assert done.stdout.strip() == "[1, 1]", done.stdout + done.stderr
+    seen, leave = [], Leaving.leave
+
+    def noted(*args):
+        seen.append(torch.accelerator.current_device_index())
+        leave(*args)
+
+    def writes():
+        settled()
+        seen.append(torch.accelerator.current_device_index())
+
+    monkeypatch.setattr(Leaving, "leave", noted)
+    device = Accelerator(torch.device("standin", 1), (), True, "w")
+    device._leaving.put(Leaving(lambda *args: None, print, None, None, (), None))
+    settled = device.settle()
+    thread = threading.Thread(target=writes)
+    thread.start()
+    thread.join()
+    device.close()
+    assert seen == [1, 1]
 
 
 def test_generator_states_of_another_kind_of_device_are_left():

@@ -6,45 +6,30 @@ from pathlib import Path
 
 import pytest
 import torch
-
-transformers = pytest.importorskip("transformers", reason="needs the extra hf")
-pytest.importorskip("accelerate", reason="needs the extra hf")
-
-from support.trainers import (  # noqa: E402
+from support.trainers import (
     CALM,
     EVALUATED,
     SAVED,
+    arguments,
     as_plain,
     bert,
-    calm,  # noqa: F401 - a fixture
     classes,
     llama,
-    logs_of,
     padded,
     rows,
+    trained,
     trainer_of,
-    weights_of,
 )
-from transformers import Trainer, TrainingArguments  # noqa: E402
-from transformers.trainer_utils import SchedulerType  # noqa: E402
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import SchedulerType
 
-from pipedream_rt import Clip, ConfigError, Training  # noqa: E402
-from pipedream_rt.hf import PipelineTrainer  # noqa: E402
-from pipedream_rt.hf.__main__ import page  # noqa: E402
-from pipedream_rt.hf.arguments import known_arguments, options_of  # noqa: E402
+from pipedream_rt import Clip, ConfigError, Training
+from pipedream_rt.hf import PipelineTrainer
+from pipedream_rt.hf import arguments as arguments_module
+from pipedream_rt.hf.__main__ import page
+from pipedream_rt.hf.arguments import known_arguments, options_of
 
 pytestmark = CALM
-
-
-def trained(folder, **given):
-    """Return what trains a trainer of a class, and returns its weights and logs."""
-
-    def does(cls):
-        with trainer_of(cls, folder / cls.__name__, **given) as trainer:
-            trainer.train()
-            return weights_of(trainer), logs_of(trainer), trainer.state.global_step
-
-    return does
 
 
 UNEQUAL = {"train": rows(least=4), "evaluated": rows(6, 2, least=4), "data_collator": padded}
@@ -74,10 +59,12 @@ TOGETHER = {
         "per_device_eval_batch_size": 2, "eval_do_concat_batches": False,
         "eval_use_gather_object": True, "eval_accumulation_steps": 1, "label_names": ["labels"],
     },
-    "losses alone": {**EVALUATED, "prediction_loss_only": True},
     "evaluation in bfloat16": {"bf16_full_eval": True, **EVALUATED},
     "evaluation in float16": {"fp16_full_eval": True, **EVALUATED},
-    "saving": {**SAVED, "save_only_model": True, "save_total_limit": 1},
+    "saving, losses alone": {
+        **SAVED, **EVALUATED, "save_only_model": True, "save_total_limit": 1,
+        "prediction_loss_only": True,
+    },
     "saving the best": {"save_strategy": "best", "metric_for_best_model": "loss", **EVALUATED},
     "loading the best": {**SAVED, **EVALUATED, "load_best_model_at_end": True},
     "loading the worst": {
@@ -131,7 +118,7 @@ def test_every_argument_is_known_and_tried():
 
 @pytest.mark.parametrize("name", TOGETHER)
 def test_arguments_give_the_bits_and_logs_of_the_plain_trainer(name, tmp_path):
-    known = vars(arguments_of(tmp_path))  # older versions lack some
+    known = vars(arguments(tmp_path))  # older versions lack some
     options = {key: value for key, value in TOGETHER[name].items() if key in known}
 
     def compared(options):
@@ -155,12 +142,6 @@ def test_arguments_give_the_bits_and_logs_of_the_plain_trainer(name, tmp_path):
         raise AssertionError(f"equal without one of {found}") from error
 
 
-def arguments_of(folder, **options):
-    from support.trainers import arguments
-
-    return arguments(folder, **options)
-
-
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_argument_is_refused_by_name(name, tmp_path):
     given = {"micro_batches": 2} if name == "gradient_accumulation_steps" else {}
@@ -173,7 +154,7 @@ def test_an_argument_is_refused_by_name(name, tmp_path):
 
 @pytest.mark.parametrize(("name", "value"), [("deepspeed", {}), ("fsdp", ["full_shard"])])
 def test_other_parallelism_is_refused_before_transformers_has_an_error(name, value, tmp_path):
-    args = arguments_of(tmp_path)
+    args = arguments(tmp_path)
     setattr(args, name, value or {"zero_optimization": {"stage": 2}})
     with pytest.raises(ConfigError, match=f"cannot do {name}: the pipeline takes its place"):
         PipelineTrainer(model=bert(), args=args, train_dataset=classes(), pipeline={"stages": 2})
@@ -182,16 +163,14 @@ def test_other_parallelism_is_refused_before_transformers_has_an_error(name, val
 def test_an_address_to_write_to_is_refused(tmp_path, monkeypatch):
     """The Trainer would make folders of that name here."""
     monkeypatch.chdir(tmp_path)
-    args = arguments_of("s3://bucket/run")
+    args = arguments("s3://bucket/run")
     with pytest.raises(ConfigError, match="output_dir is 's3://bucket/run', an address"):
         PipelineTrainer(model=bert(), args=args, train_dataset=classes(), pipeline={"stages": 2})
 
 
 def test_an_argument_that_a_new_version_brings_is_refused(tmp_path, monkeypatch):
-    args = arguments_of(tmp_path)
-    from pipedream_rt.hf import arguments
-
-    monkeypatch.setattr(arguments, "_KNOWN", arguments._KNOWN - {"weight_decay"})
+    args = arguments(tmp_path)
+    monkeypatch.setattr(arguments_module, "_KNOWN", arguments_module._KNOWN - {"weight_decay"})
     PipelineTrainer(model=bert(), args=args, train_dataset=classes(), pipeline={"stages": 2})
     args.weight_decay = 0.5
     with pytest.raises(ConfigError, match="weight_decay: this argument of transformers"):
@@ -229,29 +208,20 @@ def test_every_schedule_of_the_learning_rate_is_the_same(kind, tmp_path):
 @pytest.mark.parametrize("parts", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["lengths", "classes"])
 def test_accumulated_batches_keep_their_shapes_and_weights(kind, parts, tmp_path):
-    given = dict(UNEQUAL)
-    if kind == "classes":
-        given = {"model": bert(), "train": classes(), "evaluated": classes(6, 2)}
+    of_classes = {"model": bert, "train": classes(), "evaluated": classes(6, 2)}
+    given = UNEQUAL if kind == "lengths" else of_classes
     options = {"gradient_accumulation_steps": parts, "max_grad_norm": 0.0, "logging_steps": 1}
-
-    def does(cls):
-        fresh = {**given, **({"model": bert()} if kind == "classes" else {})}
-        return trained(tmp_path, options=options, pipeline={"micro_batches": parts}, **fresh)(cls)
-
-    as_plain(does)
+    as_plain(trained(tmp_path, options=options, pipeline={"micro_batches": parts}, **given))
 
 
 @pytest.mark.parametrize(("make", "count"), [(llama, 4), (llama, 7), (bert, 4), (bert, 5)])
 def test_batches_that_are_cut_further_train_the_same_up_to_rounding(make, count, tmp_path):
     """A model that divides by the number that it is told, and one that takes no notice of it."""
-    options = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.0, "optim": "sgd"}
-
-    def does(cls):
-        return trained(
-            tmp_path, model=make(), train=rows() if make is llama else classes(), options=options,
-            pipeline={"micro_batches": count},
-        )(cls)  # fmt: skip
-
+    does = trained(
+        tmp_path, model=make, train=rows() if make is llama else classes(),
+        options={"gradient_accumulation_steps": 2, "max_grad_norm": 0.0, "optim": "sgd"},
+        pipeline={"micro_batches": count},
+    )  # fmt: skip
     (weights, logs, _), (found, ours, _) = does(Trainer), does(PipelineTrainer)
     for name, value in weights.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
@@ -281,12 +251,12 @@ def test_the_page_has_the_table_of_the_versions_that_are_tested():
     ids=str,
 )
 def test_each_accumulated_batch_is_at_least_one_micro_batch(parts, given, count, tmp_path):
-    options = options_of(arguments_of(tmp_path, gradient_accumulation_steps=parts), given, sum)
+    options = options_of(arguments(tmp_path, gradient_accumulation_steps=parts), given, sum)
     assert options.get("micro_batches") == count
 
 
 def test_what_is_given_to_the_pipeline_wins(tmp_path):
-    args = arguments_of(tmp_path, bf16=True, max_grad_norm=0.5)
+    args = arguments(tmp_path, bf16=True, max_grad_norm=0.5)
     own = Training(autocast=torch.float16)
     found = options_of(args, {"stages": 2, "training": own}, sum)["training"]
     assert (found.autocast, found.clip, found.weigh) == (torch.float16, Clip(norm=0.5), sum)

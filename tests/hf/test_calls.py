@@ -5,30 +5,26 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch.nn import functional as F
-
-transformers = pytest.importorskip("transformers", reason="needs the extra hf")
-pytest.importorskip("accelerate", reason="needs the extra hf")
-
-from support.trainers import (  # noqa: E402
+from support.trainers import (
     CALM,
     Calls,
     as_plain,
     bert,
-    calm,  # noqa: F401 - a fixture
     classes,
     llama,
     logs_of,
+    over_a_pipeline,
     same,
     total,
     trainer_of,
     weights_of,
 )
-from transformers import Trainer  # noqa: E402
+from torch.nn import functional as F
+from transformers import BertForSequenceClassification, Trainer
 
-from pipedream_rt import ConfigError  # noqa: E402
-from pipedream_rt.hf import PipelineMixin, PipelineTrainer  # noqa: E402
-from pipedream_rt.hf.calls import answered  # noqa: E402
+from pipedream_rt import ConfigError
+from pipedream_rt.hf import PipelineTrainer
+from pipedream_rt.hf.calls import answered
 
 pytestmark = CALM
 
@@ -68,11 +64,6 @@ class Steps(Trainer):
         return loss.detach()
 
 
-def over_a_pipeline(cls):
-    """The same class over a pipeline."""
-    return type(f"Piped{cls.__name__}", (PipelineMixin, cls), {})
-
-
 def does_with(folder, **given):
     """Return what trains and evaluates a trainer of a class, and returns all that it has."""
 
@@ -87,79 +78,8 @@ def does_with(folder, **given):
 
 def of_classes(**options):
     return {
-        "train": classes(), "evaluated": classes(6, seed=2), "model": bert(), "options": options,
+        "train": classes(), "evaluated": classes(6, seed=2), "model": bert, "options": options,
     }  # fmt: skip
-
-
-@pytest.mark.parametrize("parts", [1, 2, 3])
-@pytest.mark.parametrize("cls", [Weighted, Labelled, Steps])
-def test_own_methods_have_the_bits_of_a_plain_trainer(cls, parts, tmp_path):
-    pipeline = {**WHOLE, "micro_batches": parts}
-
-    def does(each):
-        given = of_classes(gradient_accumulation_steps=parts)
-        return does_with(tmp_path, pipeline=pipeline, **given)(each)
-
-    as_plain(does, cls, over_a_pipeline(cls))
-
-
-@pytest.mark.parametrize("parts", [1, 2])
-def test_smoothed_labels_have_the_bits_of_a_plain_trainer(parts, tmp_path):
-    pipeline = {**WHOLE, "micro_batches": parts}
-    options = {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": parts}
-    does = lambda cls: does_with(tmp_path, options=options, pipeline=pipeline)(cls)  # noqa: E731
-    as_plain(does)
-
-
-@pytest.mark.parametrize("parts", [1, 3])
-def test_a_function_of_outputs_and_labels_has_the_bits_of_a_plain_trainer(parts, tmp_path):
-    def squares(outputs, labels, num_items_in_batch=None):
-        losses = F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="none")
-        count = labels.numel() if num_items_in_batch is None else num_items_in_batch
-        return losses.square().sum() / count
-
-    pipeline = {**WHOLE, "micro_batches": parts}
-    options = {"gradient_accumulation_steps": parts, "max_grad_norm": 0.1}
-
-    def does(cls):
-        return does_with(
-            tmp_path, options=options, pipeline=pipeline, compute_loss_func=squares
-        )(cls)  # fmt: skip
-
-    as_plain(does)
-
-
-def test_bf16_and_an_own_loss(tmp_path):
-    def does(cls):
-        return does_with(tmp_path, pipeline=WHOLE, **of_classes(bf16=True))(cls)
-
-    as_plain(does, Weighted, over_a_pipeline(Weighted))
-
-
-def close_to_plain(tmp_path, cls, pipeline=None, **options):
-    """Assert that a pipeline that cuts batches trains as a plain trainer, up to rounding."""
-    found = []
-    for each in (cls, over_a_pipeline(cls)):
-        given = of_classes(**options)
-        found.append(does_with(tmp_path, pipeline=pipeline, **given)(each))
-    plain, ours = found
-    for name, value in plain[1].items():
-        torch.testing.assert_close(value, ours[1][name], rtol=1e-3, atol=1e-4)
-    losses = [[row["loss"] for row in logs if "loss" in row] for logs, *_ in found]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("cls", "pipeline"),
-    [
-        (Weighted, {"micro_batches": 4, "schedule": "gpipe"}),
-        (Weighted, {"schedule": None}),
-        (Labelled, {"schedule": None}),
-    ],
-)
-@pytest.mark.parametrize("parts", [1, 2])
-def test_batches_that_are_cut_are_rounded_otherwise(cls, pipeline, parts, tmp_path):
-    close_to_plain(tmp_path, cls, pipeline, gradient_accumulation_steps=parts)
 
 
 class OfDifference(Trainer):
@@ -180,11 +100,74 @@ class OfDifference(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-def test_forwards_without_gradients_and_copies_of_the_model(tmp_path):
-    def does(cls):
-        return does_with(tmp_path, pipeline=WHOLE, **of_classes())(cls)
+class Breaks(Steps):
+    """Says of the third step that its loss is no number."""
 
-    as_plain(does, OfDifference, over_a_pipeline(OfDifference))
+    def training_step(self, *args, **kwargs):
+        found = super().training_step(*args, **kwargs)
+        return found * float("nan") if self.state.global_step == 2 else found
+
+
+@pytest.mark.parametrize(
+    ("cls", "parts", "options", "schedule"),
+    [
+        *[(cls, parts, {}, "gpipe") for cls in (Weighted, Labelled, Steps) for parts in (1, 2, 3)],
+        (Weighted, 1, {"bf16": True}, "gpipe"),
+        (Weighted, 1, {}, "1f1b"),
+        (OfDifference, 1, {}, "gpipe"),
+        (Breaks, 1, {"logging_steps": 4}, "gpipe"),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_own_methods_have_the_bits_of_a_plain_trainer(cls, parts, options, schedule, tmp_path):
+    given = of_classes(gradient_accumulation_steps=parts, **options)
+    pipeline = {"schedule": schedule, "micro_batches": parts}
+    as_plain(does_with(tmp_path, pipeline=pipeline, **given), cls)
+
+
+def test_an_asynchronous_schedule_trains(tmp_path):
+    pipeline = {"schedule": "async-1f1b", "micro_batches": 1}
+    logs, *_ = does_with(tmp_path, pipeline=pipeline, **of_classes())(over_a_pipeline(Weighted))
+    assert sum("loss" in row for row in logs) == 4
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_smoothed_labels_have_the_bits_of_a_plain_trainer(parts, tmp_path):
+    pipeline = {**WHOLE, "micro_batches": parts}
+    options = {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": parts}
+    as_plain(does_with(tmp_path, options=options, pipeline=pipeline))
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_function_of_outputs_and_labels_has_the_bits_of_a_plain_trainer(parts, tmp_path):
+    def squares(outputs, labels, num_items_in_batch=None):
+        losses = F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="none")
+        count = labels.numel() if num_items_in_batch is None else num_items_in_batch
+        return losses.square().sum() / count
+
+    pipeline = {**WHOLE, "micro_batches": parts}
+    options = {"gradient_accumulation_steps": parts, "max_grad_norm": 0.1}
+    as_plain(does_with(tmp_path, options=options, pipeline=pipeline, compute_loss_func=squares))
+
+
+@pytest.mark.parametrize(
+    ("cls", "pipeline"),
+    [
+        (Weighted, {"micro_batches": 4, "schedule": "gpipe"}),
+        (Weighted, {"schedule": None}),
+        (Labelled, {"schedule": None}),
+    ],
+)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_batches_that_are_cut_are_rounded_otherwise(cls, pipeline, parts, tmp_path):
+    given = of_classes(gradient_accumulation_steps=parts)
+    does = does_with(tmp_path, pipeline=pipeline, **given)
+    found = does(cls), does(over_a_pipeline(cls))
+    plain, ours = (weights for _, weights, _ in found)
+    for name, value in plain.items():
+        torch.testing.assert_close(value, ours[name], rtol=1e-3, atol=1e-4)
+    losses = [[row["loss"] for row in logs if "loss" in row] for logs, *_ in found]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 @pytest.mark.parametrize("given", [{}, {"micro_batches": 2, "workers": "local"}])
@@ -208,20 +191,7 @@ def test_an_evaluation_and_a_prediction_come_first(tmp_path):
             trainer.model.classifier.bias.data.zero_()
             return *found, trainer.evaluate()["eval_loss"]
 
-    as_plain(does, Weighted, over_a_pipeline(Weighted))
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "async-1f1b"])
-def test_other_schedules(schedule, tmp_path):
-    pipeline = {"schedule": schedule, "micro_batches": 1}
-    if schedule == "1f1b":
-        as_plain(
-            lambda cls: does_with(tmp_path, pipeline=pipeline, **of_classes())(cls),
-            Weighted, over_a_pipeline(Weighted),
-        )  # fmt: skip
-    else:
-        logs, *_ = does_with(tmp_path, pipeline=pipeline, **of_classes())(over_a_pipeline(Weighted))
-        assert sum("loss" in row for row in logs) == 4
+    as_plain(does, Weighted)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -247,37 +217,21 @@ def test_an_error_in_a_loss_leaves_a_pipeline_that_goes_on(before, parts, tmp_pa
         with trainer_of(cls, tmp_path / cls.__name__, **given) as trainer:
             with pytest.raises(KeyboardInterrupt):
                 trainer.train()
-            assert type(trainer.model) is transformers.BertForSequenceClassification
+            assert type(trainer.model) is BertForSequenceClassification
             found = [trainer.evaluate()["eval_loss"], weights_of(trainer)]
             trainer.train()
             return *found, trainer.evaluate()["eval_loss"]
 
-    as_plain(does, Fails, over_a_pipeline(Fails))
-
-
-def test_a_loss_that_is_no_number_is_logged_as_by_a_plain_trainer(tmp_path):
-    class Breaks(Steps):
-        """Says of the third step that its loss is no number."""
-
-        def training_step(self, *args, **kwargs):
-            found = super().training_step(*args, **kwargs)
-            return found * float("nan") if self.state.global_step == 2 else found
-
-    def does(cls):
-        return does_with(tmp_path, pipeline=WHOLE, **of_classes(logging_steps=4))(cls)
-
-    as_plain(does, Breaks, over_a_pipeline(Breaks))
+    as_plain(does, Fails)
 
 
 def test_callbacks_read_the_model_at_each_step(tmp_path):
     def does(cls):
-        seen = []
-        given = {**of_classes(), "callbacks": [
-            Calls(seen, on_step_end=lambda model, state, found, _: found.append(total(model)))
-        ]}  # fmt: skip
-        return does_with(tmp_path, pipeline=WHOLE, **given)(cls), seen
+        reads = Calls([], on_step_end=lambda model, state, found, _: found.append(total(model)))
+        given = {**of_classes(), "pipeline": WHOLE, "callbacks": [reads]}
+        return does_with(tmp_path, **given)(cls), reads.seen
 
-    as_plain(does, Weighted, over_a_pipeline(Weighted))
+    as_plain(does, Weighted)
 
 
 def of_loss(function):

@@ -2,11 +2,7 @@
 
 import pytest
 import torch
-
-transformers = pytest.importorskip("transformers", reason="needs the extra hf")
-pytest.importorskip("accelerate", reason="needs the extra hf")
-
-from support.trainers import (  # noqa: E402
+from support.trainers import (
     ASYNCHRONOUS,
     CALM,
     EVALUATED,
@@ -14,19 +10,20 @@ from support.trainers import (  # noqa: E402
     SAVED,
     Calls,
     as_plain,
-    calm,  # noqa: F401 - a fixture
     llama,
     logs_of,
     padded,
     rows,
     same,
+    total,
+    trained,
     trainer_of,
     weights_of,
     with_callback,
 )
-from transformers import TrainerCallback  # noqa: E402
+from transformers import TrainerCallback
 
-from pipedream_rt.hf import PipelineTrainer  # noqa: E402
+from pipedream_rt.hf import PipelineTrainer
 
 pytestmark = CALM
 
@@ -38,20 +35,15 @@ EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
     ("reads", "parts"), [(False, 1), (True, 2)], ids=["flags", "weights of parts"]
 )
 def test_every_event_comes_in_the_same_order_and_sees_the_same(reads, parts, tmp_path):
-    def recorder(seen):
-        def of(name):
-            def event(self, args, state, control, model=None, **given):
-                rates = [g["lr"] for g in getattr(given["optimizer"], "param_groups", ())]
-                flags = (control.should_log, control.should_evaluate, control.should_save)
-                total = 0.0
-                if reads:
-                    total = sum(float(p.detach().double().abs().sum()) for p in model.parameters())
-                step = (name, state.global_step, state.epoch, rates, flags, model.training)
-                seen.append([*step, control.should_training_stop, total])
+    def records(name):
+        def event(model, state, seen, given):
+            control, optimizer = given["control"], given["optimizer"]
+            rates = [g["lr"] for g in getattr(optimizer, "param_groups", ())]
+            flags = (control.should_log, control.should_evaluate, control.should_save)
+            step = (name, state.global_step, state.epoch, rates, flags, model.training)
+            seen.append([*step, control.should_training_stop, total(model) if reads else 0.0])
 
-            return event
-
-        return type("Records", (TrainerCallback,), {name: of(name) for name in EVENTS})()
+        return event
 
     options = {
         **EVALUATED, **SAVED, "gradient_accumulation_steps": parts, "logging_steps": 1,
@@ -59,14 +51,14 @@ def test_every_event_comes_in_the_same_order_and_sees_the_same(reads, parts, tmp
     }  # fmt: skip
 
     def does(cls):
-        seen = []
+        calls = Calls([], **{name: records(name) for name in EVENTS})
         with trainer_of(
-            cls, tmp_path / cls.__name__, options=options, callbacks=[recorder(seen)],
+            cls, tmp_path / cls.__name__, options=options, callbacks=[calls],
             pipeline={"micro_batches": parts},
         ) as trainer:  # fmt: skip
             trainer.train()
             trainer.predict(rows(3))
-            return seen, logs_of(trainer)
+            return calls.seen, logs_of(trainer)
 
     seen, _ = as_plain(does)
     left_out = {"on_push_begin", *(["on_substep_end"] if parts == 1 else [])}
@@ -108,14 +100,13 @@ def test_a_stop_before_the_update_is_none_of_it(event, tmp_path):
         given["control"].should_training_stop = state.global_step >= 2
 
     def does(cls):
-        with trainer_of(
-            cls, tmp_path / cls.__name__, train=rows(22), callbacks=[Calls([], **{event: stops})],
+        weights, logs, steps = trained(
+            tmp_path, train=rows(22), callbacks=[Calls([], **{event: stops})],
             options={"gradient_accumulation_steps": 2}, pipeline={"micro_batches": 2},
-        ) as trainer:  # fmt: skip
-            trainer.train()
-            return weights_of(trainer), trainer.state.global_step, logs_of(trainer)[:-1]
+        )(cls)  # fmt: skip
+        return weights, logs[:-1], steps
 
-    *_, steps, logs = as_plain(does)
+    _, logs, steps = as_plain(does)
     assert steps == 2
     assert logs
 
@@ -148,17 +139,10 @@ STREAMS = {
 
 @pytest.mark.parametrize("name", STREAMS)
 def test_a_stream_loses_no_row(name, tmp_path):
-    def does(cls):
-        make, options = STREAMS[name]
-        parts = options.get("gradient_accumulation_steps", 1)
-        with trainer_of(
-            cls, tmp_path / cls.__name__, train=make(), options={"logging_steps": 1, **options},
-            pipeline={"micro_batches": parts},
-        ) as trainer:  # fmt: skip
-            trainer.train()
-            return weights_of(trainer), logs_of(trainer), trainer.state.global_step
-
-    as_plain(does)
+    make, options = STREAMS[name]
+    given = {"options": {"logging_steps": 1, **options}}
+    given["pipeline"] = {"micro_batches": options.get("gradient_accumulation_steps", 1)}
+    as_plain(lambda cls: trained(tmp_path, train=make(), **given)(cls))
 
 
 def test_a_stream_that_is_shorter_after_a_resume(tmp_path):

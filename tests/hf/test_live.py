@@ -1,21 +1,17 @@
 """``trainer.model`` is the model: who reads it sees the weights of now, who changes it is heard."""
 
 import copy
+import functools
 import threading
 
 import pytest
 import torch
-
-transformers = pytest.importorskip("transformers", reason="needs the extra hf")
-pytest.importorskip("accelerate", reason="needs the extra hf")
-
-from support.trainers import (  # noqa: E402
+from support.trainers import (
     ASYNCHRONOUS,
     CALM,
     FLUSHED,
     Calls,
     as_plain,
-    calm,  # noqa: F401 - a fixture
     llama,
     logs_of,
     rows,
@@ -25,17 +21,16 @@ from support.trainers import (  # noqa: E402
     weights_of,
     with_callback,
 )
-from torch.nn.utils import prune  # noqa: E402
-from transformers import (  # noqa: E402
-    LlamaForCausalLM,
-    Trainer,
-)
+from torch.nn.utils import prune
+from transformers import LlamaForCausalLM, Trainer
 
-from pipedream_rt import ConfigError  # noqa: E402
-from pipedream_rt.hf import PipelineMixin, PipelineTrainer  # noqa: E402
-from pipedream_rt.hf.live import LiveModel  # noqa: E402
+from pipedream_rt import ConfigError
+from pipedream_rt.hf import PipelineMixin, PipelineTrainer
+from pipedream_rt.hf.live import LiveModel
 
 pytestmark = CALM
+
+PIPELINES = {"flushed": FLUSHED, "asynchronous": ASYNCHRONOUS}
 
 
 def generates(model, given):
@@ -171,6 +166,31 @@ def undisturbed(tmp_path_factory):
     return with_callback(tmp_path_factory.mktemp("undisturbed"))(Trainer)[0]
 
 
+@pytest.fixture(scope="module")
+def unread(tmp_path_factory):
+    """Weights and logs of a run whose callbacks read no weights, and when those were fetched."""
+    fetched = PipelineMixin._fetched
+
+    def looks(model, state, seen, given):
+        seen.append((state.epoch, model.num_parameters(), model.lm_head.weight.shape))
+
+    @functools.cache
+    def run(name):
+        fetches, events = [], {"on_step_end": looks, "on_log": looks}
+
+        def counts(trainer):
+            fetches.append(trainer.state.global_step)
+            return fetched(trainer)
+
+        does = with_callback(tmp_path_factory.mktemp(name), pipeline=PIPELINES[name], **events)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(PipelineMixin, "_fetched", counts)
+            weights, logs, *_ = does(PipelineTrainer)
+        return weights, logs, fetches
+
+    return run
+
+
 @pytest.mark.parametrize("name", CHANGES)
 def test_who_changes_the_model_in_a_callback_is_heard(name, tmp_path, undisturbed):
     changed, *_ = as_plain(with_callback(tmp_path, **CHANGES[name]))
@@ -202,36 +222,25 @@ def test_what_a_callback_cannot_have_is_refused_with_what_to_do(name, tmp_path):
         does(PipelineTrainer)
 
 
-def test_reading_changes_no_bit_of_an_asynchronous_run(tmp_path):
+def test_reading_changes_no_bit_of_an_asynchronous_run(tmp_path, unread):
     def reads(model, state, seen, given):
         if state.global_step % 2:
             seen.append(total(model))
 
-    ends = [
-        with_callback(tmp_path, pipeline=ASYNCHRONOUS, **events)(PipelineTrainer)
-        for events in ({}, {"on_step_end": reads})
-    ]
-    same(ends[0][:2], ends[1][:2])
-    assert len(set(ends[1][2])) == 4
+    does = with_callback(tmp_path, pipeline=ASYNCHRONOUS, on_step_end=reads)
+    weights, logs, seen, _ = does(PipelineTrainer)
+    same(unread("asynchronous")[:2], (weights, logs))
+    assert len(set(seen)) == 4
 
 
-@pytest.mark.parametrize("pipeline", [FLUSHED, ASYNCHRONOUS], ids=["flushed", "asynchronous"])
+@pytest.mark.parametrize("name", PIPELINES)
 def test_a_run_whose_callbacks_do_not_read_fetches_no_weights_before_its_end(
-    pipeline, tmp_path, monkeypatch
+    name, unread, undisturbed
 ):
-    fetches, fetched = [], PipelineMixin._fetched
-
-    def counts(trainer):
-        fetches.append(trainer.state.global_step)
-        return fetched(trainer)
-
-    monkeypatch.setattr(PipelineMixin, "_fetched", counts)
-
-    def looks(model, state, seen, given):
-        seen.append((state.epoch, model.num_parameters(), model.lm_head.weight.shape))
-
-    with_callback(tmp_path, pipeline=pipeline, on_step_end=looks, on_log=looks)(PipelineTrainer)
+    weights, _, fetches = unread(name)
     assert fetches == [8]
+    if name == "flushed":
+        same(undisturbed, weights)
 
 
 # -- the model alone ----------------------------------------------------------------------------
@@ -622,8 +631,8 @@ def test_what_a_callback_changes_after_a_resume_stays(tmp_path):
     as_plain(does)
 
 
-@pytest.mark.parametrize("pipeline", [FLUSHED, ASYNCHRONOUS], ids=["flushed", "asynchronous"])
-def test_another_thread_reads_the_model_while_it_trains(pipeline, tmp_path):
+@pytest.mark.parametrize("name", PIPELINES)
+def test_another_thread_reads_the_model_while_it_trains(name, tmp_path, unread):
     begun, ended, found = threading.Event(), threading.Event(), []
 
     def reads():
@@ -635,7 +644,8 @@ def test_another_thread_reads_the_model_while_it_trains(pipeline, tmp_path):
                 if "meta" not in str(error):  # a layer is recorded at this moment: limits.md
                     raise
 
-    with trainer_of(PipelineTrainer, tmp_path, pipeline=pipeline) as trainer:
+    given = {"pipeline": PIPELINES[name], "options": {"eval_strategy": "epoch"}}
+    with trainer_of(PipelineTrainer, tmp_path, **given) as trainer:
         thread = threading.Thread(target=reads)
         thread.start()
         try:
@@ -644,10 +654,7 @@ def test_another_thread_reads_the_model_while_it_trains(pipeline, tmp_path):
         finally:
             ended.set()
             thread.join()
-        weights = weights_of(trainer)
-    with trainer_of(PipelineTrainer, tmp_path, pipeline=pipeline) as trainer:
-        trainer.train()
-        same(weights_of(trainer), weights)
+        same(unread(name)[0], weights_of(trainer))
     assert found
 
 

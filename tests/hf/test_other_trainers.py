@@ -5,23 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.trainers import FLUSHED, as_plain, llama, logs_of, transformers, weights_of
 
-transformers = pytest.importorskip("transformers", reason="needs the extra hf")
-pytest.importorskip("accelerate", reason="needs the extra hf")
+from pipedream_rt import ConfigError
+from pipedream_rt.hf import PipelineMixin
+from pipedream_rt.hf.other_trainers import UNDERSTOOD, understood
+
 datasets = pytest.importorskip("datasets", reason="needs the extra hf")
-
-from support.trainers import (  # noqa: E402
-    FLUSHED,
-    as_plain,
-    calm,  # noqa: F401 - a fixture
-    llama,
-    logs_of,
-    weights_of,
-)
-
-from pipedream_rt import ConfigError  # noqa: E402
-from pipedream_rt.hf import PipelineMixin  # noqa: E402
-from pipedream_rt.hf.other_trainers import UNDERSTOOD, understood  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -3,26 +3,21 @@
 import inspect
 
 import pytest
-
-transformers = pytest.importorskip("transformers", reason="needs the extra hf")
-pytest.importorskip("accelerate", reason="needs the extra hf")
-
-from support.trainers import (  # noqa: E402
+from support.trainers import (
     CALM,
     EVALUATED,
     SAVED,
-    calm,  # noqa: F401 - a fixture
     logs_of,
     rows,
     same,
     trainer_of,
     weights_of,
 )
-from transformers import Trainer  # noqa: E402
+from transformers import Trainer
 
-from pipedream_rt import ConfigError  # noqa: E402
-from pipedream_rt.hf import PipelineMixin, PipelineTrainer  # noqa: E402
-from pipedream_rt.hf.overrides import IN_SCRIPT, NEVER_CALLED, REPLACED, SAME, owns_loss  # noqa: E402
+from pipedream_rt import ConfigError
+from pipedream_rt.hf import PipelineMixin, PipelineTrainer
+from pipedream_rt.hf.overrides import IN_SCRIPT, NEVER_CALLED, REPLACED, SAME, owns_loss
 
 pytestmark = CALM
 

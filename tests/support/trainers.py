@@ -5,16 +5,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import pytest
 import torch
-import tqdm
-import transformers
 from torch import Tensor
-from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from pipedream_rt.hf import PipelineMixin, PipelineTrainer
+transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+pytest.importorskip("accelerate", reason="needs the extra hf")
+
+from tqdm import tqdm  # noqa: E402
+from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+
+from pipedream_rt.hf import PipelineMixin, PipelineTrainer  # noqa: E402
+
+tqdm.monitor_interval = 0  # its thread would outlive the test
+transformers.logging.set_verbosity_error()
+logging.getLogger("transformers").setLevel(logging.ERROR)
 
 CALM = [
     pytest.mark.filterwarnings(f"ignore::{kind}")
@@ -47,7 +55,7 @@ def bert(seed: int = 0) -> transformers.BertForSequenceClassification:
     """Return a small classifier, whose loss does not know how many labels a mini-batch has."""
     torch.manual_seed(seed)
     config = transformers.BertConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
         vocab_size=VOCABULARY, max_position_embeddings=32, hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0, num_labels=3,
     )  # fmt: skip
@@ -112,7 +120,7 @@ def trainer_of(
     Args:
         cls: Its class.
         folder: For what it writes.
-        model: The model; a Llama by default, unless there is ``model_init``.
+        model: The model, or what makes it; a Llama by default, unless there is ``model_init``.
         pipeline: Options that `FLUSHED` lacks.
         train: The rows to train on.
         evaluated: The rows to evaluate on.
@@ -122,7 +130,9 @@ def trainer_of(
     if issubclass(cls, PipelineMixin):
         given["pipeline"] = {**FLUSHED, **(pipeline or {})}
     if model is None and "model_init" not in given:
-        model = llama()
+        model = llama
+    if isinstance(model, FunctionType):
+        model = model()
     trainer = cls(
         model=model,
         args=arguments(folder, **(options or {})),
@@ -172,23 +182,38 @@ def same(one: Any, other: Any, where: str = "") -> None:
         assert one == other or (one != one and other != other), f"{where}: {one!r} {other!r}"
 
 
+def trained(folder: Any, **given: Any) -> Callable[[type[Trainer]], Any]:
+    """Return what trains a trainer of a class, and returns weights, logs and the number of steps.
+
+    Args:
+        folder: For what it writes.
+        **given: What `trainer_of` takes.
+    """
+
+    def does(cls: type[Trainer]) -> Any:
+        with trainer_of(cls, folder / cls.__name__, **given) as trainer:
+            trainer.train()
+            return weights_of(trainer), logs_of(trainer), trainer.state.global_step
+
+    return does
+
+
+def over_a_pipeline(cls: type[Trainer]) -> type[Trainer]:
+    """Return the same class over a pipeline."""
+    if cls is Trainer:
+        return PipelineTrainer
+    return type(f"Piped{cls.__name__}", (PipelineMixin, cls), {})
+
+
 def as_plain(
     does: Callable[[type[Trainer]], Any],
     plain: type[Trainer] = Trainer,
-    ours: type[Trainer] = PipelineTrainer,
+    ours: type[Trainer] | None = None,
 ) -> Any:
-    """Assert that something gives the same with both classes, and return it."""
+    """Assert that something gives the same with a class and over a pipeline, and return it."""
     found = does(plain)
-    same(found, does(ours))
+    same(found, does(ours or over_a_pipeline(plain)))
     return found
-
-
-@pytest.fixture(autouse=True)
-def calm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No thread of tqdm, which would outlive the test, and no log of transformers."""
-    monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)
-    transformers.logging.set_verbosity_error()
-    logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
 class Calls(TrainerCallback):
@@ -225,11 +250,10 @@ def with_callback(
 
     def does(cls: type[Trainer]) -> Any:
         seen: list[Any] = []
-        with trainer_of(
-            cls, folder / cls.__name__, callbacks=[Calls(seen, **events)], pipeline=pipeline,
+        weights, logs, steps = trained(
+            folder, callbacks=[Calls(seen, **events)], pipeline=pipeline,
             options={"logging_steps": 1, "eval_strategy": "epoch", **(options or {})},
-        ) as trainer:  # fmt: skip
-            trainer.train()
-            return weights_of(trainer), logs_of(trainer), seen, trainer.state.global_step
+        )(cls)  # fmt: skip
+        return weights, logs, seen, steps
 
     return does
