@@ -119,7 +119,7 @@ def test_a_schedule_that_flushes_gives_the_bits_of_any_other_number_of_stages(ca
     if k > 1 and case is CASES["three uses"]:
         pytest.skip("the shares of a tied weight are summed by stage: see the oracle")
     data, expected = case.data(4), None
-    for stages in (1, 2, 3, 4):
+    for stages in (1, 2, 4):  # without dropout, on three below
         with case.pipeline(stages=stages, schedule=schedule, micro_batches=k) as pipe:
             found = (*learned(pipe, data), pipe.evaluate(data))
         if expected is None:
@@ -141,13 +141,12 @@ def of_oracle(case, pipe, data, **options):
     return losses, weights
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(4)
 @pytest.mark.threads
 @pytest.mark.parametrize(
     ("schedule", "k", "reads"),
     [
-        ("async-1f1b", 1, "async-1f1b"),
-        ("async-1f1b", 2, "async-1f1b"),
+        ("async-1f1b", 2, "async-1f1b"),  # with one micro-batch below
         ("2bw", 4, "2bw"),
         ("1f1b", 2, "flushed"),
     ],
@@ -171,7 +170,10 @@ def applied(model, args, kwargs):
 
 @pytest.mark.threads
 def test_a_flush_an_evaluation_and_a_checkpoint_on_the_way_change_nothing(case, tmp_path):
-    """With another number of stages at the end, in the loading of which tied weights are found."""
+    """With another number of stages at the end, in the loading of which tied weights are found.
+
+    Its predictions come in order, and are those of single calls and of the unsplit model.
+    """
     data = case.data(6)
     with case.pipeline(stages=4) as pipe:
         losses, weights = of_oracle(case, pipe, data)
@@ -186,18 +188,23 @@ def test_a_flush_an_evaluation_and_a_checkpoint_on_the_way_change_nothing(case, 
         assert found == losses
         assert_same(pipe.state_dict(), weights)
         assert_same(pipe.module().state_dict(), weights)
-        plain = case.model().eval()
-        plain.load_state_dict(pipe.state_dict())
-        args, kwargs, _ = whole.parts_of(data[1])
-        made = pipe(*args, **kwargs)
-        expected = applied(plain, args, kwargs)
-        if isinstance(made, dict):
-            made, expected = made["scores"], expected["scores"]
-        assert torch.equal(made, expected)
         step = pipe.save(tmp_path / "other")
-    with case.pipeline(stages=2) as pipe:
+    plain = case.model().eval()
+    plain.load_state_dict(weights)
+    with case.pipeline(stages=3) as pipe:
         pipe.load(step)
         assert_same(pipe.state_dict(), weights)
+        made = list(pipe.predict(data))
+        for item, predicted in zip(data, made, strict=True):
+            args, kwargs, _ = whole.parts_of(item)
+            outputs = [applied(plain, args, kwargs), pipe(*args, **kwargs), predicted]
+            if isinstance(predicted, dict):
+                outputs = [output["scores"] for output in outputs]
+            assert torch.equal(outputs[1], outputs[0])
+            assert torch.equal(outputs[2], outputs[0])
+        first = next(pipe.predict(data))  # the rest is dropped
+        assert type(first) is type(made[0])
+        assert [r.step for r in pipe.train_epoch(data[:2])] == [6, 7]
 
 
 @pytest.mark.processes
@@ -383,6 +390,14 @@ def test_clipping_survives_a_worker(schedule, tmp_path):
         assert len(pipe.restarts) == 1
 
 
+@functools.cache
+def clipped_unet(schedule):
+    """What it learns of ten mini-batches without a stop, and the options."""
+    case, options = CASES["unet"], {"stages": 3, "clip": Clip(norm=0.05), "schedule": schedule}
+    with case.pipeline(**options) as pipe:
+        return options, *learned(pipe, case.data(10))
+
+
 @pytest.mark.threads
 @pytest.mark.parametrize("schedule", ["async-1f1b", "async-1f1b+vertical-sync"])
 @pytest.mark.parametrize("stop", [4, 5, 7])
@@ -390,9 +405,7 @@ def test_clipping_goes_on_from_a_checkpoint_that_did_not_stop_the_pipe(schedule,
     """Updates wait for their norm, while later micro-batches drop versions that come again."""
     case = CASES["unet"]
     data = case.data(10)
-    options = {"stages": 3, "clip": Clip(norm=0.05), "schedule": schedule}
-    with case.pipeline(**options) as pipe:
-        losses, weights = learned(pipe, data)
+    options, losses, weights = clipped_unet(schedule)
     with case.pipeline(checkpoint=Checkpoints(tmp_path, every=2), **options) as pipe:
         for result in pipe.train_epoch(data):
             if result.step == stop:
@@ -489,7 +502,7 @@ def test_layers_are_compiled_on_their_workers_once_for_all_versions(name):
         with case.pipeline(stages=3, **options) as pipe:
             found.append(learned(pipe, data))
         torch._dynamo.reset()
-    assert 4 < len(compiled_graphs) <= 40
+    assert 4 <= len(compiled_graphs) <= 40  # the whole blocks of the small ResNet are four
     both.assert_same(*found)
 
 
@@ -536,22 +549,6 @@ def test_autocast_is_that_of_the_plain_loop(name):
             case.model(dropout=False), stages=stages, schedule="1f1b", autocast=torch.bfloat16
         ) as pipe:
             both.assert_same(learned(pipe, data), expected)
-
-
-@pytest.mark.threads
-def test_predictions_come_in_order_and_are_those_of_single_calls(case):
-    data = case.data(6)
-    with case.pipeline(stages=3) as pipe:
-        made = list(pipe.predict(data))
-        for item, output in zip(data, made, strict=True):
-            args, kwargs, _ = whole.parts_of(item)
-            alone = pipe(*args, **kwargs)
-            if isinstance(alone, dict):
-                alone, output = alone["scores"], output["scores"]
-            assert torch.equal(output, alone)
-        first = next(pipe.predict(data))  # the rest is dropped
-        assert type(first) is type(made[0])
-        assert [r.step for r in pipe.train_epoch(data[:2])] == [0, 1]
 
 
 # -- forwards with something odd in them ---------------------------------------------------------

@@ -52,9 +52,9 @@ def trained(plan, workers, folder=None, **more):
         optimizer=(torch.optim.AdamW, {"lr": 3e-3}),
         checkpoint=None if folder is None else Checkpoints(folder, resume=True), **given,
     ) as pipe:  # fmt: skip
-        losses = [result.loss for result in pipe.train_epoch(batches(12, samples=12))]
+        losses = [result.loss for result in pipe.train_epoch(batches(8, samples=12))]
         losses.append(pipe.evaluate(batches(2, samples=12)))
-        losses += [result.loss for result in pipe.train_epoch(batches(12, samples=12))]
+        losses += [result.loss for result in pipe.train_epoch(batches(8, samples=12))]
         if folder is not None:
             pipe.save()
         return pipe.fingerprint().digest, losses, len({stage.worker for stage in pipe.stages})
