@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import coded
-from support.both import assert_same
+from support.both import assert_same, learned
 from support.faults import FaultySerial, Plan, faulty_sink
 from support.inside import finish_checkpoint, kill, pids, stages
 from support.models import OPTIMIZERS, POINTS, batches, kitchen_sink
@@ -74,11 +74,6 @@ def opened(codecs, points=4, optimizer="adam", **options):
         "optimizer": OPTIMIZERS[optimizer], "codecs": codecs, **options,
     }  # fmt: skip
     return Pipeline(kitchen_sink(), **given)
-
-
-def learned(pipe, data=DATA):
-    """The losses of all micro-batches of an epoch, and the weights after it."""
-    return [loss for r in pipe.train_epoch(data) for loss in r.losses], pipe.state_dict()
 
 
 def train(codecs, data=DATA, **options):
@@ -268,10 +263,10 @@ def test_an_evaluation_has_the_codecs_of_the_graph_alone():
                     pipe.evaluate(DATA[:2])
             return before, pipe.state_dict()
 
-    assert evaluated(TopK(0.2))[0] == evaluated(None)[0]
-    assert evaluated(Projection(16, 2))[0] != evaluated(None)[0]
-    with_evaluations, without = (evaluated(TopK(0.2), evaluate)[1] for evaluate in (True, False))
-    assert_same_weights(with_evaluations, without)
+    packed, plain = evaluated(TopK(0.2)), evaluated(None)
+    assert packed[0] == plain[0]
+    assert evaluated(Projection(16, 2))[0] != plain[0]
+    assert_same_weights(packed[1], evaluated(TopK(0.2), evaluate=False)[1])
 
 
 def test_gradients_that_are_not_finite_skip_their_update():

@@ -89,7 +89,7 @@ def accumulated(k):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("n", [pytest.param(3, marks=pytest.mark.stress), 5])
 def test_sixty_delivery_timings_give_one_model(n):
-    data = batches(10)
+    data = batches(7)
     weights, losses = expected(n, data, "sgd")
     for shuffle in range(60):
         found, results, _ = train(n, data, optimizer="sgd", shuffle=shuffle)

@@ -231,16 +231,16 @@ def _tensor(value):
 def test_a_failure_after_a_checkpoint(tmp_path, name, caplog):
     layer, optimizer, dtype = CASES[name]
 
-    def train(marker, folder, resume=False, until=24):
+    def train(marker, folder, resume=False, until=16):
         torch.manual_seed(3)
         model = nn.Sequential(layer(), nn.ReLU(), layer(), nn.ReLU(), layer())
         if dtype is not torch.float32:  # which would make complex numbers real
             model.to(dtype)
-        model.insert(1, FailsOnce(marker, 16))
+        model.insert(1, FailsOnce(marker, 11))
         generator = torch.Generator().manual_seed(1)
         data = [
             (torch.randn(4, 8, generator=generator).to(dtype), torch.randint(8, (4,)))
-            for _ in range(24)
+            for _ in range(16)
         ]
         with Pipeline(
             model, stages=[2, 4], optimizer=optimizer, workers="serial",
@@ -263,7 +263,7 @@ def test_a_failure_after_a_checkpoint(tmp_path, name, caplog):
     if name == "buffers of a backward":  # then there is no checkpoint, and that is said
         assert "a layer changes its buffers in its backward" in caplog.text
         return
-    train("", tmp_path / "stopped", until=17)
+    train("", tmp_path / "stopped", until=12)
     found, found_weights, _ = train("", tmp_path / "stopped", resume=True)
     assert found == losses[-len(found) :]
     assert_same(found_weights, weights)
