@@ -44,10 +44,7 @@ NO_CUDA = "accelerator of kind 'cuda'; this process has cpu"
         ({"schedule": "zigzag"}, r"unknown schedule 'zigzag'(?s:.*)async-1f1b"),
         ({"micro_batches": 0}, "micro_batches must be an integer of at least 1"),
         ({"threads": 0}, "threads must be an integer of at least 1"),
-        (
-            {"layout": lambda: Layout(credits=-1)},
-            "credits must be an integer of at least 1",
-        ),
+        ({"layout": lambda: Layout(credits=-1)}, "credits must be an integer of at least 1"),
         ({"layout": 3}, r"layout must be Layout\(...\), not 3"),
         (
             {"recovery": lambda: Recovery(answer=30)},
