@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from support import forked
 from support.deadlines import LATEST_S
-from support.models import Raises, mlp, regression
+from support.models import Of, Raises, mlp, regression
 from support.pinned import Pipeline
+from support.small import small
 from torch import nn
 
 from pipedream_rt import (
@@ -31,12 +32,7 @@ from pipedream_rt.serial.cluster import SerialCluster
 
 pytestmark = [pytest.mark.threads, pytest.mark.usefixtures("environment")]
 
-SGD = (torch.optim.SGD, {"lr": 0.1})
-
-
-def make(model=None, **kwargs):
-    defaults = {"stages": 3, "loss_fn": F.mse_loss, "optimizer": SGD, "workers": "serial"}
-    return Pipeline(model or mlp(), **{**defaults, **kwargs})
+NO_CUDA = "accelerator of kind 'cuda'; this process has cpu"
 
 
 @pytest.mark.parametrize(
@@ -48,10 +44,7 @@ def make(model=None, **kwargs):
         ({"schedule": "zigzag"}, r"unknown schedule 'zigzag'(?s:.*)async-1f1b"),
         ({"micro_batches": 0}, "micro_batches must be an integer of at least 1"),
         ({"threads": 0}, "threads must be an integer of at least 1"),
-        (
-            {"layout": lambda: Layout(credits=-1)},
-            "credits must be an integer of at least 1",
-        ),
+        ({"layout": lambda: Layout(credits=-1)}, "credits must be an integer of at least 1"),
         ({"layout": 3}, r"layout must be Layout\(...\), not 3"),
         (
             {"recovery": lambda: Recovery(answer=30)},
@@ -97,12 +90,20 @@ def make(model=None, **kwargs):
         ({"slack": 1, "schedule": "gpipe"}, "gpipe has no warm-up that slack could lengthen"),
         ({"slack": 1, "schedule": "zero-bubble"}, "zero-bubble has no warm-up that slack"),
         ({"slack": 1, "schedule": "2bw", "micro_batches": 4}, "2bw needs at least as many"),
+        ({"devices": "cuda:0"}, NO_CUDA),
+        ({"devices": "cuda"}, NO_CUDA),
+        ({"devices": ["cpu", "cpu", "cuda:1"]}, NO_CUDA),
+        ({"devices": "gpu"}, "device"),
+        ({"devices": "cpu:x"}, "device"),
+        ({"devices": "meta"}, "device"),
+        ({"devices": ["cpu", "cpu"]}, "devices has 2 names, and the plan has 3 stages"),
+        ({"devices": 1}, "devices must be the name of a device"),
     ],
 )
 def test_wrong_arguments(kwargs, words):
     before = threading.active_count()
     with pytest.raises(ConfigError, match=words):
-        make(**{name: value() if callable(value) else value for name, value in kwargs.items()})
+        small(**{name: value() if callable(value) else value for name, value in kwargs.items()})
     assert threading.active_count() == before
 
 
@@ -114,11 +115,11 @@ def test_what_is_no_model(model):
 
 def test_training_without_loss_or_optimizer():
     with (
-        make(loss_fn=None) as pipe,
+        small(loss_fn=None) as pipe,
         pytest.raises(ConfigError, match="needs loss_fn and optimizer"),
     ):
         pipe.submit(*regression(1)[0])
-    with make(optimizer=None) as pipe:
+    with small(optimizer=None) as pipe:
         with pytest.raises(ConfigError, match="needs loss_fn and optimizer"):
             pipe.submit(*regression(1)[0])
         with pytest.raises(ConfigError, match="made without an optimizer"):
@@ -126,7 +127,7 @@ def test_training_without_loss_or_optimizer():
         assert pipe(torch.ones(1, 8)).shape == (1, 8)  # inference is possible
         with pytest.raises(ConfigError, match="assign a DistributedOptimizer"):
             pipe.optimizer = torch.optim.SGD(mlp().parameters())
-    with make(loss_fn=None) as pipe, pytest.raises(ConfigError, match="evaluate needs a loss"):
+    with small(loss_fn=None) as pipe, pytest.raises(ConfigError, match="evaluate needs a loss"):
         pipe.evaluate(regression(1))
 
 
@@ -146,7 +147,7 @@ def test_training_without_loss_or_optimizer():
 )
 def test_a_wrong_item_of_the_loader_loses_nothing(item, words):
     """The pipeline goes on after it."""
-    with make(micro_batches=2) as pipe:
+    with small(micro_batches=2) as pipe:
         list(pipe.train_epoch(regression(2)))
         with pytest.raises(ConfigError, match=words):
             list(pipe.train_epoch([item]))
@@ -154,7 +155,7 @@ def test_a_wrong_item_of_the_loader_loses_nothing(item, words):
 
 
 def test_an_empty_loader():
-    with make() as pipe:
+    with small() as pipe:
         assert list(pipe.train_epoch([])) == []
         with pytest.raises(ConfigError, match="yielded nothing"):
             pipe.evaluate([])
@@ -165,7 +166,7 @@ def test_an_error_of_the_loader_arrives_as_it_is_and_loses_nothing():
         yield from regression(3)
         raise OSError("the loader's own words")
 
-    with make() as pipe:
+    with small() as pipe:
         steps = []
         with pytest.raises(OSError, match="own words"):
             steps.extend(r.step for r in pipe.train_epoch(loader()))
@@ -179,7 +180,7 @@ def test_an_error_of_a_layer_names_stage_and_action(stage, where):
     layers = list(mlp())
     layers.insert(2 * stage + 1, Raises(at=3, where=where))
     points = [p + (p > 2 * stage) for p in (2, 4)]
-    pipe = make(nn.Sequential(*layers), stages=points)
+    pipe = small(nn.Sequential(*layers), stages=points)
     with pytest.raises(
         StageFailed, match=f"stage {stage}, {where[0].upper()}3: ZeroDivisionError: the layer's own"
     ) as e:
@@ -192,71 +193,69 @@ def test_an_error_of_a_layer_names_stage_and_action(stage, where):
         pipe.flush()
 
 
-def test_an_error_that_does_not_pickle_still_arrives():
-    class Odd(Exception):
-        def __init__(self, lock):
-            super().__init__("odd words")
-            self.lock = lock
+class Odd(Exception):
+    """One that does not pickle."""
 
-    class RaisesOdd(nn.Module):
-        def forward(self, x):
-            import threading
-
-            raise Odd(threading.Lock())
-
-    with pytest.raises(StageFailed, match="Odd: odd words") as e:
-        list(make(nn.Sequential(nn.Linear(8, 8), RaisesOdd()), stages=1).train_epoch(regression(1)))
-    assert "odd words" in str(e.value.__cause__)
+    def __init__(self, words):
+        super().__init__(words)
+        self.lock = threading.Lock()
 
 
-def test_an_error_whose_text_cannot_be_written_still_arrives():
-    class Worse(Exception):
-        def __str__(self):
-            raise ValueError("no text")
+class Worse(Exception):
+    """One whose text cannot be written."""
 
-    class RaisesWorse(nn.Module):
-        def forward(self, x):
-            raise Worse
-
-    class RaisesSurrogate(nn.Module):
-        def forward(self, x):
-            raise OSError("bad name \udcff")
-
-    for layer, words in ((RaisesWorse(), "Worse: "), (RaisesSurrogate(), "OSError: bad name")):
-        with pytest.raises(StageFailed, match=words):
-            list(make(nn.Sequential(nn.Linear(8, 8), layer), stages=1).train_epoch(regression(1)))
+    def __str__(self):
+        raise ValueError("no text")
 
 
-def test_an_error_of_the_loss():
-    def loss(output, target):
-        raise KeyError("no such class")
-
-    with pytest.raises(StageFailed, match=r"stage 2, F0: KeyError: 'no such class'") as e:
-        list(make(loss_fn=loss).train_epoch(regression(1)))
-    assert isinstance(e.value.__cause__, KeyError)
+class Stubborn(torch.optim.SGD):
+    def step(self, closure=None):
+        raise ArithmeticError("will not step")
 
 
-def test_an_error_of_the_optimizer():
-    class Stubborn(torch.optim.SGD):
-        def step(self, closure=None):
-            raise ArithmeticError("will not step")
+def raising(make_error):
+    def function(*given):
+        raise make_error()
 
-    with pytest.raises(StageFailed, match="S0: ArithmeticError: will not step"):
-        list(make(optimizer=(Stubborn, {"lr": 0.1})).train_epoch(regression(9)))
+    return function
 
 
-@pytest.mark.parametrize(
-    ("loss", "found"),
-    [
-        (lambda o, t: o - t, r"\(4, 8\)"),
-        (lambda o, t: 1.0, "float"),
-        (lambda o, t: None, "NoneType"),
-    ],
-)
-def test_a_loss_that_is_no_scalar(loss, found):
-    with pytest.raises(StageFailed, match=f"one element, it returned {found}") as e:
-        list(make(loss_fn=loss).train_epoch(regression(1)))
-    assert isinstance(e.value.__cause__, ConfigError)
+def of(function):
+    """A model whose second stage is a function."""
+    return {"model": nn.Sequential(nn.Linear(8, 8), Of(function), nn.Linear(8, 8))}
+
+
+FAILURES = {
+    "it does not pickle": (of(raising(lambda: Odd("odd words"))), "Odd: odd words", Exception),
+    "it has no text": (of(raising(Worse)), "Worse: ", Exception),
+    "its text is not valid": (
+        of(raising(lambda: OSError("bad name \udcff"))), "OSError: bad name", Exception
+    ),
+    "of the loss": (
+        {"loss_fn": raising(lambda: KeyError("no such class"))},
+        "stage 2, F0: KeyError: 'no such class'", KeyError,
+    ),
+    "of the optimizer": (
+        {"optimizer": (Stubborn, {"lr": 0.1})}, "S0: ArithmeticError: will not step",
+        ArithmeticError,
+    ),
+    "a loss that is no scalar": (
+        {"loss_fn": lambda o, t: o - t}, r"one element, it returned \(4, 8\)", ConfigError
+    ),
+    "an output that cannot cross": (
+        of(lambda x: {"x": x, "lock": {1}}),
+        r"value\['lock'\] is a builtins.set, which cannot cross", ConfigError,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "words", "cause"), FAILURES.values(), ids=FAILURES)
+def test_every_error_arrives(options, words, cause):
+    with pytest.raises(StageFailed, match=words) as e:
+        list(small(**options).train_epoch(regression(9)))
+    assert isinstance(e.value.__cause__, cause)
+    if "odd words" in words:
+        assert "odd words" in str(e.value.__cause__)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -270,20 +269,9 @@ def test_a_loss_that_is_not_finite_names_stage_and_micro_batch(value):
     with pytest.raises(
         NonFiniteLoss, match=r"stage 2: the loss of micro-batch 4 is (nan|inf)"
     ) as e:
-        results.extend(r.step for r in make(loss_fn=loss).train_epoch(data))
+        results.extend(r.step for r in small(loss_fn=loss).train_epoch(data))
     assert (e.value.stage, e.value.action) == (2, "F4")
     assert results == list(range(len(results)))
-
-
-def test_an_output_that_cannot_cross_stages():
-    class Odd(nn.Module):
-        def forward(self, x):
-            return {"x": x, "lock": {1}}
-
-    with pytest.raises(StageFailed, match=r"value\['lock'\] is a builtins.set, which cannot cross"):
-        list(
-            make(nn.Sequential(nn.Linear(8, 8), Odd(), nn.Linear(8, 8))).train_epoch(regression(1))
-        )
 
 
 @pytest.mark.parametrize("wrong", [{1, 2}, [2**70], object()])
@@ -291,7 +279,7 @@ def test_a_failed_submit_sends_nothing(wrong):
     """The target is looked at before the input is sent: the run goes on as if it had not been."""
     losses = []
     for fails in (False, True):
-        with make() as pipe:
+        with small() as pipe:
             if fails:
                 with pytest.raises(ConfigError, match=r"value.* is a"):
                     pipe.submit(torch.ones(4, 8), wrong)
@@ -314,7 +302,7 @@ class LosingCluster(SerialCluster):
 
 
 def test_a_stall_is_an_error_that_tells_who_waits_for_what():
-    pipe = make(stages=2, answer=timedelta(seconds=0.3), workers=LosingCluster)
+    pipe = small(stages=2, answer=timedelta(seconds=0.3), workers=LosingCluster)
     with pytest.raises(MessageTimeout) as e:
         list(pipe.train_epoch(regression(3)))
     assert str(e.value) == (
@@ -331,26 +319,13 @@ def test_workers_that_never_join_are_counted():
     with pytest.raises(
         RendezvousTimeout, match=r"3 of 3 workers did not join within 0.2 s.*none"
     ) as e:
-        make(workers="127.0.0.1:0", start=timedelta(seconds=0.2))
+        small(workers="127.0.0.1:0", start=timedelta(seconds=0.2))
     assert e.value.missing == 3
-
-
-def test_a_device_that_is_not_there_is_refused_with_those_that_are():
-    for devices in ("cuda:0", "cuda", ["cpu", "cpu", "cuda:1"]):
-        with pytest.raises(ConfigError, match=r"accelerator of kind 'cuda'; this process has cpu"):
-            make(devices=devices)
-    for devices in ("gpu", "cpu:x", "meta"):
-        with pytest.raises(ConfigError, match="device"):
-            make(devices=devices)
-    with pytest.raises(ConfigError, match="devices has 2 names, and the plan has 3 stages"):
-        make(devices=["cpu", "cpu"])
-    with pytest.raises(ConfigError, match="devices must be the name of a device"):
-        make(devices=1)
 
 
 def test_a_batch_on_another_device_is_refused_and_the_run_goes_on():
     x, y = regression(1)[0]
-    with make() as pipe:
+    with small() as pipe:
         with pytest.raises(ConfigError, match=r"a tensor on the device meta, which has no values"):
             pipe.submit(x.to("meta"), y)
         with pytest.raises(ConfigError, match=r"a tensor on the device meta, which has no values"):
@@ -360,14 +335,12 @@ def test_a_batch_on_another_device_is_refused_and_the_run_goes_on():
         assert pending.result().step == 0
 
 
-@pytest.mark.parametrize("workers", ["serial"])
-def test_a_sparse_state_is_refused_where_it_is_asked_for_and_the_run_goes_on(workers, tmp_path):
+def test_a_sparse_state_is_refused_where_it_is_asked_for_and_the_run_goes_on(tmp_path):
     """SGD keeps the gradients of a sparse embedding in its momentum as they are."""
     model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
     batch = torch.randint(10, (4,)), torch.randint(2, (4,))
     optimizer = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
-    options = {"stages": 2, "loss_fn": F.cross_entropy, "optimizer": optimizer}
-    with Pipeline(model, **options, workers=workers) as pipe:
+    with small(model, stages=2, loss_fn=F.cross_entropy, optimizer=optimizer) as pipe:
         pipe.submit(*batch)
         with pytest.raises(
             ConfigError, match=r"stage 0: .*'momentum_buffer'.* layout torch.sparse"
@@ -382,7 +355,7 @@ def test_a_sparse_state_is_refused_where_it_is_asked_for_and_the_run_goes_on(wor
 
 @pytest.mark.parametrize("state", [3, None, {}, {"state": {}}, []])
 def test_what_is_no_state_dict_is_refused(state):
-    with make() as pipe:
+    with small() as pipe:
         with pytest.raises(ConfigError, match=r"the state dict of an optimizer is a dict with"):
             pipe.optimizer.load_state_dict(state)
         with pytest.raises(ConfigError, match=r"a state dict is a dict of|missing keys: \['"):
@@ -392,7 +365,6 @@ def test_what_is_no_state_dict_is_refused(state):
         assert pending.result().step == 0
 
 
-@pytest.mark.parametrize("workers", ["serial"])
 @pytest.mark.parametrize(
     "wait",
     [
@@ -404,24 +376,20 @@ def test_what_is_no_state_dict_is_refused(state):
     ],
     ids=["flush", "state", "fingerprint", "optimizer", "evaluate"],
 )
-def test_a_setting_that_would_reach_stages_is_refused_and_ends_nothing(workers, wait):
+def test_a_setting_that_would_reach_stages_is_refused_and_ends_nothing(wait):
     x, y = regression(1)[0]
+    words = r"get_default_dtype\(\) was torch.float32"
 
     def losses(disturb):
         torch.manual_seed(1)
-        with make(workers=workers) as pipe:
+        with small() as pipe:
             pending = [pipe.submit(x, y) for _ in range(3)]
             if disturb:
                 torch.set_default_dtype(torch.float64)
                 try:
-                    with pytest.raises(
-                        ConfigError, match=r"get_default_dtype\(\) was torch.float32"
-                    ):
-                        wait(pipe)
-                    with pytest.raises(
-                        ConfigError, match=r"get_default_dtype\(\) was torch.float32"
-                    ):
-                        pending[0].result()
+                    for refused in (lambda: wait(pipe), pending[0].result):
+                        with pytest.raises(ConfigError, match=words):
+                            refused()
                 finally:
                     torch.set_default_dtype(torch.float32)
             pending += [pipe.submit(x, y) for _ in range(3)]
@@ -463,12 +431,12 @@ def test_an_optimizer_that_accelerate_prepared_is_refused():
     accelerator = accelerate.Accelerator(cpu=True)
     optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ConfigError, match=r"prepare\(\) returned.*or optimizer\.optimizer"):
-        make(model, optimizer=optimizer)
+        small(model, optimizer=optimizer)
 
 
 def test_what_pipeline_refuses_has_a_short_traceback():
     with pytest.raises(ConfigError) as caught:
-        make(stages=99)
+        small(stages=99)
     names = [Path(str(entry.path)).name for entry in caught.traceback]
     assert len(names) <= 7
     assert not {"job.py", "split.py", "splitting.py"} & set(names)

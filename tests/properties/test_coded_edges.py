@@ -8,11 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import coded
+from support.both import assert_same, learned
 from support.faults import FaultySerial, Plan, faulty_sink
 from support.inside import finish_checkpoint, kill, pids, stages
 from support.models import OPTIMIZERS, POINTS, batches, kitchen_sink
-from support.oracle import assert_same, oracle
+from support.oracle import assert_same as assert_same_weights
+from support.oracle import oracle
 from support.pinned import Pipeline
+from support.small import small
 from torch import nn
 
 from pipedream_rt import Checkpoints, Clip, LossScale
@@ -65,21 +68,25 @@ CODECS = {
 }
 
 
-def train(codecs, data=DATA, points=4, optimizer="adam", **options):
+def opened(codecs, points=4, optimizer="adam", **options):
     given = {
         "stages": POINTS[points][1:], "loss_fn": F.cross_entropy, "workers": "serial",
         "optimizer": OPTIMIZERS[optimizer], "codecs": codecs, **options,
     }  # fmt: skip
-    with Pipeline(kitchen_sink(), **given) as pipe:
-        losses = [loss for result in pipe.train_epoch(data) for loss in result.losses]
-        return pipe.state_dict(), losses
+    return Pipeline(kitchen_sink(), **given)
+
+
+def train(codecs, data=DATA, **options):
+    with opened(codecs, **options) as pipe:
+        return learned(pipe, data)
 
 
 def expected(cross, points=4, **options):
     make = functools.partial(OPTIMIZERS["adam"][0], **OPTIMIZERS["adam"][1])
-    return oracle(
+    weights, losses = oracle(
         kitchen_sink(), POINTS[points], DATA, F.cross_entropy, make, cross=cross, **options
     )
+    return losses, weights
 
 
 @pytest.mark.thinned(3)
@@ -92,25 +99,20 @@ def expected(cross, points=4, **options):
 def test_they_give_the_bits_of_the_oracle(name, schedule, reads, k):
     codec, cross = CODECS[name]
     found = train(codec, schedule=schedule, micro_batches=k)
-    state, losses = expected(cross(), k=k, reads=reads)
-    assert found[1] == losses
-    assert_same(found[0], state)
+    assert_same(found, expected(cross(), k=k, reads=reads))
 
 
 def test_a_codec_changes_what_is_computed():
     """Else the tests above would show nothing."""
-    plain, _ = train(None)
+    plain = train(None)[1]["11.weight"]
     for name, (codec, _) in CODECS.items():
-        assert not torch.equal(train(codec)[0]["11.weight"], plain["11.weight"]), name
+        assert not torch.equal(train(codec)[1]["11.weight"], plain), name
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "int8 with feedback", "a projection"])
 def test_on_processes(name):
     codec, cross = CODECS[name]
-    found = train(codec, workers="local", micro_batches=2)
-    state, losses = expected(cross(), k=2)
-    assert found[1] == losses
-    assert_same(found[0], state)
+    assert_same(train(codec, workers="local", micro_batches=2), expected(cross(), k=2))
 
 
 @pytest.mark.thinned(2)
@@ -119,9 +121,7 @@ def test_on_processes(name):
 def test_each_pair_of_replicas_has_its_own_residuals(replicas, k):
     found = train(Int8(feedback=True), points=2, replicas=replicas, micro_batches=k)
     cross = coded.Packed(coded.int8, feedback=True)
-    state, losses = expected(cross, points=2, replicas=replicas, k=k)
-    assert found[1] == losses
-    assert_same(found[0], state)
+    assert_same(found, expected(cross, points=2, replicas=replicas, k=k))
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -139,9 +139,7 @@ def test_two_codecs_of_one_edge(recompute):
             arrives = super().__call__(edge, value @ basis if fits else value)
             return arrives @ basis.T if fits else arrives
 
-    state, losses = expected(Both(coded.int8, feedback=True))
-    assert found[1] == losses
-    assert_same(found[0], state)
+    assert_same(found, expected(Both(coded.int8, feedback=True)))
 
 
 # -- failures, and what is kept -------------------------------------------------------------------
@@ -166,12 +164,8 @@ def test_failures_change_no_bit(seed, options, tmp_path):
         checkpoint=Checkpoints(tmp_path / "run", every=4), max_restarts=10,
         workers=functools.partial(FaultySerial, shuffle_seed=seed), **options,
     ) as pipe:  # fmt: skip
-        losses = [loss for result in pipe.train_epoch(data) for loss in result.losses]
-        state = pipe.state_dict()
-        restarts = len(pipe.restarts)
-    assert restarts > 0
-    assert losses == undisturbed[1]
-    assert_same(state, undisturbed[0])
+        assert_same(learned(pipe, data), undisturbed)
+        assert pipe.restarts
 
 
 @pytest.mark.parametrize("replicas", [(1, 1), (2, 1), (1, 3)])
@@ -179,15 +173,11 @@ def test_a_run_goes_on_from_a_checkpoint(replicas, tmp_path):
     data = batches(20, samples=8)
     options = {"points": 2, "replicas": replicas, "micro_batches": 2}
     codec = Int8(feedback=True)
-    whole = train(codec, data, **options)
-    given = {
-        "stages": POINTS[2][1:], "loss_fn": F.cross_entropy, "optimizer": OPTIMIZERS["adam"],
-        "codecs": codec, "workers": "serial", "replicas": replicas, "micro_batches": 2,
-    }  # fmt: skip
+    losses, weights = train(codec, data, **options)
 
     def interrupted():
         kept = Checkpoints(tmp_path, every=4, resume=False)
-        with Pipeline(kitchen_sink(), checkpoint=kept, **given) as pipe:
+        with opened(codec, checkpoint=kept, **options) as pipe:
             for result in pipe.train_epoch(data):
                 if result.step == 9:
                     finish_checkpoint(pipe)
@@ -197,74 +187,55 @@ def test_a_run_goes_on_from_a_checkpoint(replicas, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     kept = Checkpoints(tmp_path, every=4, resume=True)
-    with Pipeline(kitchen_sink(), checkpoint=kept, **given) as pipe:
+    with opened(codec, checkpoint=kept, **options) as pipe:
         assert 0 < pipe.step <= 14
-        for _ in pipe.train_epoch(data):
-            pass
-        assert_same(pipe.state_dict(), whole[0])
+        found = learned(pipe, data)
+    assert_same(found, (losses[-len(found[0]) :], weights))
 
 
 def test_a_killed_worker_changes_no_bit(tmp_path):
     data = batches(40, samples=8)
-    codec = Int8(feedback=True)
-    undisturbed = train(codec, data)
-    given = {
-        "stages": POINTS[4][1:], "loss_fn": F.cross_entropy, "optimizer": OPTIMIZERS["adam"],
-        "codecs": codec, "checkpoint": Checkpoints(tmp_path, every=5),
-    }  # fmt: skip
-    with Pipeline(kitchen_sink(), **given) as pipe:
+    codec, losses = Int8(feedback=True), []
+    with opened(codec, workers="local", checkpoint=Checkpoints(tmp_path, every=5)) as pipe:
         for result in pipe.train_epoch(data):
+            losses.append(result.loss)
             if result.step in (9, 23):
                 workers = list(pids(pipe))
                 kill(pipe, workers[result.step % len(workers)])
         assert pipe.restarts
-        assert_same(pipe.state_dict(), undisturbed[0])
+        assert_same((losses, pipe.state_dict()), train(codec, data))
 
 
 def test_after_another_split_the_residuals_of_the_same_edges_go_on(tmp_path):
     """Where the model is cut elsewhere too, the numbers of the stages are others."""
-    given = {
-        "loss_fn": F.cross_entropy, "optimizer": OPTIMIZERS["adam"], "workers": "serial",
-        "codecs": Int8(feedback=True), "schedule": "1f1b",
-    }  # fmt: skip
-    with Pipeline(kitchen_sink(), stages=[5, 9], checkpoint=tmp_path, **given) as pipe:
-        for _ in pipe.train_epoch(DATA):
-            pass
+    given = {"codecs": Int8(feedback=True), "schedule": "1f1b"}
+    with opened(stages=[5, 9], checkpoint=tmp_path, **given) as pipe:
+        list(pipe.train_epoch(DATA))
         pipe.save()
     go_on = Checkpoints(tmp_path, resume=True)
-    with Pipeline(kitchen_sink(), stages=[1, 5, 9], checkpoint=go_on, **given) as pipe:
+    with opened(stages=[1, 5, 9], checkpoint=go_on, **given) as pipe:
         names = {key.name for key in residuals_of(pipe)}
     assert names == {"4 -> 5", "8 -> 9"}
 
 
 def test_after_another_split_residuals_of_other_edges_are_left_out(tmp_path):
-    given = {
-        "loss_fn": F.cross_entropy, "optimizer": OPTIMIZERS["adam"], "workers": "serial",
-        "codecs": TopK(0.3),
-    }  # fmt: skip
-    with Pipeline(kitchen_sink(), stages=[3, 5, 9], checkpoint=tmp_path, **given) as pipe:
-        for _ in pipe.train_epoch(DATA):
-            pass
+    with opened(TopK(0.3), stages=[3, 5, 9], checkpoint=tmp_path) as pipe:
+        list(pipe.train_epoch(DATA))
         pipe.save()
     go_on = Checkpoints(tmp_path, resume=True)
-    with Pipeline(kitchen_sink(), stages=[4, 9], checkpoint=go_on, **given) as pipe:
+    with opened(TopK(0.3), stages=[4, 9], checkpoint=go_on) as pipe:
         assert pipe.step == len(DATA)
-        for _ in pipe.train_epoch(DATA):
-            pass
+        list(pipe.train_epoch(DATA))
 
 
 def test_with_another_optimizer_residuals_go_on(tmp_path):
-    given = {
-        "stages": POINTS[4][1:], "loss_fn": F.cross_entropy, "workers": "serial",
-        "codecs": Int8(feedback=True), "micro_batches": 2,
-    }  # fmt: skip
-    with Pipeline(kitchen_sink(), optimizer=OPTIMIZERS["sgd"], **given) as pipe:
-        for _ in pipe.train_epoch(DATA):
-            pass
+    given = {"codecs": Int8(feedback=True), "micro_batches": 2}
+    with opened(optimizer="sgd", **given) as pipe:
+        list(pipe.train_epoch(DATA))
         pipe.save(tmp_path)  # one that is due while another is written is left out
         before = residuals_of(pipe)
     go_on = Checkpoints(tmp_path, resume=True, accept=["optimizer", "hyper_parameters", "groups"])
-    with Pipeline(kitchen_sink(), optimizer=OPTIMIZERS["adam"], checkpoint=go_on, **given) as pipe:
+    with opened(checkpoint=go_on, **given) as pipe:
         found = residuals_of(pipe)
     assert before.keys() == found.keys()
     assert before
@@ -285,24 +256,22 @@ def test_an_evaluation_has_the_codecs_of_the_graph_alone():
     """What packs bytes belongs to training, and keeps no residual of anything else."""
 
     def evaluated(codecs, evaluate=True):
-        with Pipeline(
-            kitchen_sink(), stages=POINTS[4][1:], loss_fn=F.cross_entropy, workers="serial",
-            optimizer=OPTIMIZERS["adam"], codecs=codecs,
-        ) as pipe:  # fmt: skip
+        with opened(codecs) as pipe:
             before = pipe.evaluate(DATA) if evaluate else None
             for _ in pipe.train_epoch(DATA):
                 if evaluate:
                     pipe.evaluate(DATA[:2])
             return before, pipe.state_dict()
 
-    assert evaluated(TopK(0.2))[0] == evaluated(None)[0]
-    assert evaluated(Projection(16, 2))[0] != evaluated(None)[0]
-    assert_same(evaluated(TopK(0.2))[1], evaluated(TopK(0.2), evaluate=False)[1])
+    packed, plain = evaluated(TopK(0.2)), evaluated(None)
+    assert packed[0] == plain[0]
+    assert evaluated(Projection(16, 2))[0] != plain[0]
+    assert_same_weights(packed[1], evaluated(TopK(0.2), evaluate=False)[1])
 
 
 def test_gradients_that_are_not_finite_skip_their_update():
     scale = LossScale(init_scale=2.0**126)
-    state, losses = train(
+    losses, state = train(
         Int8(), schedule="1f1b", micro_batches=2, loss_scale=scale, optimizer="sgd"
     )
     assert all(value.isfinite().all() for value in state.values())
@@ -332,12 +301,8 @@ def test_only_what_asks_for_a_gradient_is_packed():
     torch.manual_seed(0)
     layers = [Mixed() for _ in range(3)]
     data = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(3)]
-    with Pipeline(
-        nn.Sequential(*layers, First()), stages=3, loss_fn=F.mse_loss, workers="serial",
-        optimizer=OPTIMIZERS["sgd"], codecs=Int8(),
-    ) as pipe:  # fmt: skip
-        for _ in pipe.train_epoch(data):
-            pass
+    with small(nn.Sequential(*layers, First()), codecs=Int8()) as pipe:
+        list(pipe.train_epoch(data))
         found = pipe.statistics()[0]
         text = pipe.explain()
     plain = 4 * 8 * (4 + 1 + 4)
@@ -450,12 +415,9 @@ class Records(ByteCodec):
 def test_residuals_stay_with_their_tensor_where_some_have_no_gradient():
     torch.manual_seed(0)
     data = [(torch.randn(2, 4), torch.randn(2, 4)) for _ in range(2)]
-    given = {"stages": 2, "loss_fn": F.mse_loss, "optimizer": OPTIMIZERS["sgd"], "devices": "cpu"}
-    with Pipeline(
-        nn.Sequential(TwoValues(), UsesSome()), codecs=Records(), workers="serial", **given
-    ) as pipe:
-        for _ in pipe.train_epoch(data):
-            pass
+    model = nn.Sequential(TwoValues(), UsesSome())
+    with small(model, stages=2, codecs=Records(), devices="cpu") as pipe:
+        list(pipe.train_epoch(data))
         kept = {key.path[-1]: value for key, value in residuals_of(pipe).items()}
     assert sorted(kept) == [0, 1]
     assert not torch.equal(kept[0], kept[1])

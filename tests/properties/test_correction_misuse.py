@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from support.models import mlp, regression
 from support.oracle import assert_same
-from support.pinned import Pipeline
+from support.small import small
 from torch import nn
 
 from pipedream_rt import (
@@ -28,9 +27,8 @@ from pipedream_rt.corrections import (
 
 
 def open_pipe(corrections=(), model=None, **options):
-    defaults = {"stages": 3, "loss_fn": F.mse_loss, "workers": "serial"}
-    defaults["optimizer"] = (torch.optim.AdamW, {"lr": 0.01})
-    return Pipeline(model or mlp(), corrections=[*corrections], **{**defaults, **options})
+    options = {"optimizer": (torch.optim.AdamW, {"lr": 0.01}), **options}
+    return small(model, corrections=[*corrections], **options)
 
 
 def trained(pipe, data):
@@ -222,15 +220,6 @@ def test_what_a_signal_handler_raises_reaches_the_script():
 
 
 @contextlib.contextmanager
-def double_by_default():
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-@contextlib.contextmanager
 def hooked_everywhere():
     hook = nn.modules.module.register_module_forward_hook(lambda *given: None)
     try:
@@ -242,7 +231,6 @@ def hooked_everywhere():
 @pytest.mark.parametrize(
     ("around", "words"),
     [
-        (double_by_default, "get_default_dtype"),
         (hooked_everywhere, "on all modules"),
         (lambda: torch.device("meta"), "get_default_device"),
     ],

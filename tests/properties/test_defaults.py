@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
+from support.both import assert_same, learned
 from support.models import mlp, regression
 from support.pinned import Flat as Pipeline
 
@@ -18,14 +19,9 @@ def open_pipe(optimizer=(torch.optim.AdamW, {"lr": 0.01}), layers=6, **options):
 
 
 def trained(**options):
-    """The state and the losses after eight mini-batches."""
+    """The losses and the state after eight mini-batches."""
     with open_pipe(**options) as pipe:
-        losses = [result.loss for result in pipe.train_epoch(regression(8))]
-        return [*pipe.state_dict().values()], losses
-
-
-def same(one, other):
-    return one[1] == other[1] and all(map(torch.equal, one[0], other[0]))
+        return learned(pipe, regression(8))
 
 
 def test_no_gradient_is_more_than_one_update_stale():
@@ -47,8 +43,8 @@ def test_a_schedule_that_flushes_takes_whole_mini_batches():
 
 def test_the_defaults_are_what_one_would_write():
     corrections = [StalenessNesterov()]
-    assert same(trained(), trained(micro_batches=3, corrections=corrections))
-    assert same(trained(corrections=()), trained(micro_batches=3, corrections=()))
+    assert_same(trained(), trained(micro_batches=3, corrections=corrections))
+    assert_same(trained(corrections=()), trained(micro_batches=3, corrections=()))
 
 
 def test_what_there_was_is_one_micro_batch_without_corrections():

@@ -20,6 +20,7 @@ from support.models import (
 )
 from support.oracle import assert_same, lags, oracle
 from support.pinned import Pipeline
+from support.small import small
 from support.written import LaterBackward
 from torch.utils.checkpoint import checkpoint
 
@@ -34,18 +35,39 @@ def make(optimizer):
     return lambda parameters: cls(parameters, **kwargs)
 
 
-def train(n, data, *, optimizer="adamw", shuffle=None, epochs=1, **kwargs):
-    workers = functools.partial(SerialCluster, shuffle_seed=shuffle)
-    with Pipeline(
-        kitchen_sink(),
-        stages=POINTS[n][1:] or 1,
-        loss_fn=F.cross_entropy,
+def opened(n, optimizer="adamw", shuffle=None, **options):
+    return Pipeline(
+        kitchen_sink(), stages=POINTS[n][1:] or 1, loss_fn=F.cross_entropy,
         optimizer=OPTIMIZERS[optimizer],
-        workers=workers,
-        **kwargs,
-    ) as pipe:
+        workers=functools.partial(SerialCluster, shuffle_seed=shuffle), **options,
+    )  # fmt: skip
+
+
+def train(n, data, *, epochs=1, **options):
+    with opened(n, **options) as pipe:
         results = [r for _ in range(epochs) for r in pipe.train_epoch(data)]
         return pipe.state_dict(), results, pipe.statistics()
+
+
+def expected(n, data, optimizer="adamw", **options):
+    """The weights and the losses of the oracle."""
+    return oracle(kitchen_sink(), POINTS[n], data, F.cross_entropy, make(optimizer), **options)
+
+
+def flat(results):
+    """The losses of all micro-batches."""
+    return [loss for r in results for loss in r.losses]
+
+
+def as_the_oracle(n, data, reads="async-1f1b", k=1, optimizer="adamw", epochs=1, **options):
+    """Train to the bits of the oracle; return the results, and what the stages have counted."""
+    for_both = {name: options[name] for name in ("seed", "slack") if name in options}
+    weights, losses = expected(n, data * epochs, optimizer, k=k, reads=reads, **for_both)
+    options = {"shuffle": n, "micro_batches": k, **options}
+    found, results, statistics = train(n, data, optimizer=optimizer, epochs=epochs, **options)
+    assert_same(found, weights)
+    assert flat(results) == losses
+    return results, statistics
 
 
 @pytest.mark.thinned(2)
@@ -53,63 +75,41 @@ def train(n, data, *, optimizer="adamw", shuffle=None, epochs=1, **kwargs):
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
 def test_async_equals_the_oracle(n, optimizer):
     """Two epochs in a row, without a drain between them, random delivery."""
-    data = batches(9)
-    expected, losses = oracle(
-        kitchen_sink(), POINTS[n], data + data, F.cross_entropy, make(optimizer), seed=5
-    )
-    found, results, _ = train(n, data, optimizer=optimizer, shuffle=n, epochs=2, seed=5)
-    assert_same(found, expected)
-    assert [r.loss for r in results] == losses
+    results, _ = as_the_oracle(n, batches(9), optimizer=optimizer, epochs=2, seed=5)
+    assert all(r.losses == (r.loss,) for r in results)
 
 
 @functools.cache
 def accumulated(k):
     """What every schedule that flushes must give, and its data."""
     data = batches(6, samples=10)
-    return data, *oracle(
-        kitchen_sink(), [0], data, F.cross_entropy, make("adam"), k=k, reads="flushed"
-    )
+    return data, *expected(1, data, "adam", k=k, reads="flushed")
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("n", [pytest.param(3, marks=pytest.mark.stress), 5])
 def test_sixty_delivery_timings_give_one_model(n):
-    data = batches(10)
-    expected, losses = oracle(kitchen_sink(), POINTS[n], data, F.cross_entropy, make("sgd"))
+    data = batches(7)
+    weights, losses = expected(n, data, "sgd")
     for shuffle in range(60):
         found, results, _ = train(n, data, optimizer="sgd", shuffle=shuffle)
-        assert_same(found, expected)
-        assert [r.loss for r in results] == losses, f"delivery {shuffle}"
+        assert_same(found, weights)
+        assert flat(results) == losses, f"delivery {shuffle}"
 
 
 @pytest.mark.parametrize(("n", "k"), list(itertools.product([2, 4], [2, 3])))
 def test_async_with_accumulation_equals_the_oracle(n, k):
     """k micro-batches per update; 7 samples make a short last micro-batch."""
-    data = batches(8, samples=7)
-    expected, losses = oracle(kitchen_sink(), POINTS[n], data, F.cross_entropy, make("adamw"), k=k)
-    found, results, _ = train(n, data, micro_batches=k, shuffle=k)
-    assert_same(found, expected)
-    assert [loss for r in results for loss in r.losses] == losses
+    as_the_oracle(n, batches(8, samples=7), k=k)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (2, 1), (3, 2), (4, 1), (5, 1), (5, 3)])
 def test_vertical_sync_equals_the_oracle(n, k, optimizer):
-    data = batches(12, samples=7)
-    expected, losses = oracle(
-        kitchen_sink(), POINTS[n], data, F.cross_entropy, make(optimizer), k=k,
-        reads="vertical-sync",
-    )  # fmt: skip
-    found, results, statistics = train(
-        n,
-        data,
-        optimizer=optimizer,
-        micro_batches=k,
-        shuffle=n,
+    results, statistics = as_the_oracle(
+        n, batches(12, samples=7), "vertical-sync", k, optimizer,
         schedule="async-1f1b+vertical-sync",
-    )
-    assert_same(found, expected)
-    assert [loss for r in results for loss in r.losses] == losses
+    )  # fmt: skip
     assert all(c["versions_kept_most"] == -(-(n - 1) // k) + 1 for c in statistics)
     assert all(len(set(r.versions)) == 1 for r in results)  # one model for each micro-batch
 
@@ -118,15 +118,9 @@ def test_vertical_sync_equals_the_oracle(n, k, optimizer):
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (2, 2), (3, 3), (3, 5), (5, 6)])
 def test_2bw_equals_the_oracle(n, k, optimizer):
     """Two epochs in a row; two versions, whatever the number of stages."""
-    data = batches(5, samples=13)
-    expected, losses = oracle(
-        kitchen_sink(), POINTS[n], data + data, F.cross_entropy, make(optimizer), k=k, reads="2bw"
+    results, statistics = as_the_oracle(
+        n, batches(5, samples=13), "2bw", k, optimizer, epochs=2, schedule="2bw"
     )
-    found, results, statistics = train(
-        n, data, optimizer=optimizer, schedule="2bw", micro_batches=k, shuffle=n, epochs=2
-    )
-    assert_same(found, expected)
-    assert [loss for r in results for loss in r.losses] == losses
     assert all(c["versions_kept_most"] <= 2 for c in statistics)
     assert all(c["buffers_allocated"] <= 2 for c in statistics)
     assert [r.staleness for r in results] == [0] + [1] * 9
@@ -148,15 +142,7 @@ SLACK = [
 def test_slack_equals_the_oracle(schedule, reads, n, k, slack):
     """With w(s) = (n-1-s) + the slack of the hops from stage s on; two epochs, random delivery."""
     data = batches(7, samples=2 * k + 1)
-    expected, losses = oracle(
-        kitchen_sink(), POINTS[n], data + data, F.cross_entropy, make("adamw"), k=k, reads=reads,
-        slack=slack,
-    )  # fmt: skip
-    found, results, statistics = train(
-        n, data, schedule=schedule, micro_batches=k, slack=slack, shuffle=n, epochs=2
-    )
-    assert_same(found, expected)
-    assert [loss for r in results for loss in r.losses] == losses
+    _, statistics = as_the_oracle(n, data, reads, k, epochs=2, schedule=schedule, slack=slack)
     w = lags(n, slack)
     bounds = {
         "async-1f1b": [-(-w[s] // k) + 1 for s in range(n)],
@@ -165,17 +151,6 @@ def test_slack_equals_the_oracle(schedule, reads, n, k, slack):
     }[reads]
     assert all(c["versions_kept_most"] <= b for c, b in zip(statistics, bounds, strict=True))
     assert all(c["buffers_allocated"] <= b for c, b in zip(statistics, bounds, strict=True))
-
-
-@pytest.mark.parametrize(("n", "k", "slack"), [(2, 4, 1), (3, 4, (0, 3)), (4, 2, 2)])
-def test_slack_in_a_flushing_schedule_changes_no_bit(n, k, slack):
-    data, expected, losses = accumulated(k)
-    found, results, statistics = train(
-        n, data, optimizer="adam", schedule="1f1b", micro_batches=k, slack=slack, shuffle=n
-    )
-    assert_same(found, expected)
-    assert [loss for r in results for loss in r.losses] == losses
-    assert all(counters["versions_kept_most"] == 1 for counters in statistics)
 
 
 def test_a_number_is_the_slack_of_every_hop():
@@ -190,18 +165,9 @@ def test_a_number_is_the_slack_of_every_hop():
 def test_interleaved_equals_plain_accumulation(stages, v, k):
     """Several stages on each worker; a flush, an evaluation and inference on the way."""
     data = batches(6, samples=12)
-    expected, losses = oracle(
-        kitchen_sink(), [0], data, F.cross_entropy, make("adamw"), k=k, reads="flushed"
-    )
-    with Pipeline(
-        kitchen_sink(),
-        stages=POINTS[stages][1:],
-        loss_fn=F.cross_entropy,
-        optimizer=OPTIMIZERS["adamw"],
-        schedule="interleaved-1f1b",
-        stages_per_worker=v,
-        micro_batches=k,
-        workers=functools.partial(SerialCluster, shuffle_seed=stages),
+    weights, losses = expected(1, data, k=k, reads="flushed")
+    with opened(
+        stages, schedule="interleaved-1f1b", stages_per_worker=v, micro_batches=k, shuffle=stages
     ) as pipe:
         assert len({stage.worker for stage in pipe.stages}) == stages // v
         results = list(pipe.train_epoch(data[:4]))
@@ -211,66 +177,62 @@ def test_interleaved_equals_plain_accumulation(stages, v, k):
         pipe.submit(*data[4])
         assert [c["stage"] for c in pipe.statistics()] == list(range(stages))
         results += pipe.train_epoch(data[5:])
-        assert_same(pipe.state_dict(), expected)
+        assert_same(pipe.state_dict(), weights)
         assert "versions" in pipe.explain()
-    flat = [loss for r in results for loss in r.losses]
-    assert flat == losses[: 4 * k] + losses[5 * k :]
+    assert flat(results) == losses[: 4 * k] + losses[5 * k :]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero-bubble"])
-@pytest.mark.parametrize(("n", "k"), [(1, 1), (1, 4), (2, 4), (3, 2), (4, 4), (5, 3), (4, 1)])
-def test_flushing_equals_plain_accumulation(schedule, n, k):
-    """Whatever the number of stages, also with fewer micro-batches than stages."""
-    data, expected, losses = accumulated(k)
+FLUSHING = [
+    (schedule, n, k, 0)
+    for schedule in ("1f1b", "gpipe", "zero-bubble")
+    for n, k in [(1, 1), (1, 4), (2, 4), (3, 2), (4, 4), (5, 3), (4, 1)]
+]
+FLUSHING += [("1f1b", 2, 4, 1), ("1f1b", 3, 4, (0, 3)), ("1f1b", 4, 2, 2)]
+
+
+@pytest.mark.parametrize(("schedule", "n", "k", "slack"), FLUSHING)
+def test_flushing_equals_plain_accumulation(schedule, n, k, slack):
+    """Whatever the number of stages and the slack, also with fewer micro-batches than stages."""
+    data, weights, losses = accumulated(k)
     found, results, statistics = train(
-        n, data, optimizer="adam", schedule=schedule, micro_batches=k, shuffle=n
+        n, data, optimizer="adam", schedule=schedule, micro_batches=k, slack=slack, shuffle=n
     )
-    assert_same(found, expected)
-    assert [loss for r in results for loss in r.losses] == losses
+    assert_same(found, weights)
+    assert flat(results) == losses
     assert all(counters["versions_kept_most"] == 1 for counters in statistics)
     assert all(r.staleness == 0 for r in results)
 
 
-def test_a_mini_batch_smaller_than_its_micro_batches_is_filled_up():
+@pytest.mark.parametrize(
+    ("schedule", "reads"),
+    [
+        ("async-1f1b", "async-1f1b"), ("1f1b", "flushed"), ("zero-bubble", "flushed"),
+        ("2bw", "2bw"),
+    ],
+)  # fmt: skip
+def test_a_mini_batch_smaller_than_its_micro_batches_is_filled_up(schedule, reads):
     """5 samples in 4 parts are 2, 2, 1 and an empty one, which changes nothing."""
     data = [*batches(3, samples=8), *batches(1, samples=5), *batches(2, samples=8)]
-    for schedule, reads in (
-        ("async-1f1b", "async-1f1b"),
-        ("1f1b", "flushed"),
-        ("zero-bubble", "flushed"),
-        ("2bw", "2bw"),
-    ):
-        expected, losses = oracle(
-            kitchen_sink(), POINTS[3], data, F.cross_entropy, make("adamw"), k=4, reads=reads
-        )
-        found, results, _ = train(3, data, schedule=schedule, micro_batches=4)
-        assert_same(found, expected)
-        assert [loss for r in results for loss in r.losses] == losses
-        assert [len(r.losses) for r in results] == [4, 4, 4, 3, 4, 4]
+    results, _ = as_the_oracle(3, data, reads, 4, schedule=schedule, shuffle=None)
+    assert [len(r.losses) for r in results] == [4, 4, 4, 3, 4, 4]
 
 
 def test_watching_a_run_does_not_change_it():
     """Flush, evaluation, inference and state_dict in the middle leave the bits as they are."""
     data = batches(12)
-    expected, losses = oracle(kitchen_sink(), POINTS[4], data, F.cross_entropy, make("adamw"))
-    with Pipeline(
-        kitchen_sink(),
-        stages=POINTS[4][1:],
-        loss_fn=F.cross_entropy,
-        optimizer=OPTIMIZERS["adamw"],
-        workers="serial",
-    ) as pipe:
-        found_losses = []
+    weights, losses = expected(4, data)
+    with opened(4) as pipe:
+        results = []
         for part in (data[:2], data[2:7], data[7:8], data[8:]):
-            found_losses += [r.loss for r in pipe.train_epoch(part)]
+            results += pipe.train_epoch(part)
             pipe.flush()
             pipe.evaluate(batches(2, seed=9))
             pipe.train(False)(data[0][0])
             pipe.train()
             pipe.state_dict()
             torch.rand(3)  # the user's own random numbers are the user's
-        assert_same(pipe.state_dict(), expected)
-    assert found_losses == losses
+        assert_same(pipe.state_dict(), weights)
+    assert flat(results) == losses
 
 
 def test_staleness_and_versions_are_reported():
@@ -299,42 +261,26 @@ def test_hyper_parameters_apply_to_the_mini_batch_they_were_set_for():
     """A rate set before a submit is used for that mini-batch, at every stage."""
     data = batches(10)
     rates = [0.05 / (1 + t) for t in range(10)]
-    expected, _ = oracle(kitchen_sink(), POINTS[4], data, F.cross_entropy, make("sgd"), rates=rates)
-    with Pipeline(
-        kitchen_sink(),
-        stages=POINTS[4][1:],
-        loss_fn=F.cross_entropy,
-        optimizer=OPTIMIZERS["sgd"],
-        workers=functools.partial(SerialCluster, shuffle_seed=1),
-    ) as pipe:
+    weights, _ = expected(4, data, "sgd", rates=rates)
+    with opened(4, "sgd", shuffle=1) as pipe:
         for rate, (x, y) in zip(rates, data):
             pipe.optimizer.param_groups[0]["lr"] = rate
             pipe.submit(x, y)
-        assert_same(pipe.state_dict(), expected)
+        assert_same(pipe.state_dict(), weights)
 
 
 def test_in_a_flushing_schedule_a_scheduler_works_as_in_a_plain_loop():
     """The rate set after the result of mini-batch t applies to mini-batch t + 1."""
     data = batches(8)
     rates = [0.05 * 0.8**t for t in range(8)]
-    expected, _ = oracle(
-        kitchen_sink(), [0], data, F.cross_entropy, make("sgd"), k=2, reads="flushed", rates=rates
-    )
-    with Pipeline(
-        kitchen_sink(),
-        stages=3,
-        loss_fn=F.cross_entropy,
-        optimizer=OPTIMIZERS["sgd"],
-        schedule="1f1b",
-        micro_batches=2,
-        workers="serial",
-    ) as pipe:
+    weights, _ = expected(1, data, "sgd", k=2, reads="flushed", rates=rates)
+    with opened(3, "sgd", schedule="1f1b", micro_batches=2) as pipe:
         scheduler = torch.optim.lr_scheduler.LambdaLR(pipe.optimizer, lambda t: 0.8**t)
         for _ in pipe.train_epoch(data):
             scheduler.step()
         found = pipe.state_dict()
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
+    assert found.keys() == weights.keys()
+    for key, value in weights.items():
         torch.testing.assert_close(found[key], value)  # the scheduler multiplies, 0.8**t rounds
 
 
@@ -354,14 +300,7 @@ def test_the_layout_of_a_tensor_survives_the_boundary():
     data = [(torch.randn(8, 100, 100), torch.randn(8, 3)) for _ in range(3)]
     expected, _ = oracle(model, [0], data, F.mse_loss, make("sgd"), reads="flushed")
     for stages in (1, [2], [1, 2, 3]):
-        with Pipeline(
-            model,
-            stages=stages,
-            loss_fn=F.mse_loss,
-            optimizer=OPTIMIZERS["sgd"],
-            schedule="1f1b",
-            workers="serial",
-        ) as pipe:
+        with small(model, stages=stages, optimizer=OPTIMIZERS["sgd"], schedule="1f1b") as pipe:
             list(pipe.train_epoch(data))
             assert_same(pipe.state_dict(), expected)
 
@@ -489,14 +428,8 @@ def test_a_split_backward_gives_the_bits_of_a_whole_one(layer):
         ("zero-bubble", "serial"),
         ("zero-bubble", functools.partial(SerialCluster, shuffle_seed=2)),
     ):
-        with Pipeline(
-            model,
-            stages=[2, 5],
-            loss_fn=F.mse_loss,
-            optimizer=OPTIMIZERS["sgd"],
-            schedule=schedule,
-            micro_batches=4,
-            workers=workers,
+        with small(
+            model, stages=[2, 5], schedule=schedule, micro_batches=4, workers=workers
         ) as pipe:
             list(pipe.train_epoch(regression(5, samples=8)))
             states.append(pipe.state_dict())
@@ -509,15 +442,7 @@ def test_a_stage_without_weights_and_one_without_gradients():
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(8, 8), torch.nn.Tanh())
     found = []
     for schedule in ("gpipe", "zero-bubble"):
-        with Pipeline(
-            model,
-            stages=[1, 2],
-            loss_fn=F.mse_loss,
-            optimizer=OPTIMIZERS["adam"],
-            schedule=schedule,
-            micro_batches=2,
-            workers="serial",
-        ) as pipe:
+        with small(model, optimizer=OPTIMIZERS["adam"], schedule=schedule, micro_batches=2) as pipe:
             list(pipe.train_epoch(regression(4)))
             found.append(pipe.state_dict())
     assert_same(found[0], found[1])
@@ -525,56 +450,31 @@ def test_a_stage_without_weights_and_one_without_gradients():
 
 def test_a_schedule_that_a_user_wrote():
     """Flushed, so it must equal plain accumulation."""
-    data = batches(6, samples=8)
-    expected, losses = oracle(
-        kitchen_sink(), [0], data, F.cross_entropy, make("adamw"), k=4, reads="flushed"
-    )
-    found, results, _ = train(3, data, schedule=LaterBackward(), micro_batches=4, shuffle=1)
-    assert_same(found, expected)
-    assert [loss for r in results for loss in r.losses] == losses
-
-
-def test_random_numbers_in_both_halves_are_refused():
-    """On the first stage all is one half; on the others the order of the draws would differ."""
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), NoisyEverywhere(8, 8), torch.nn.Linear(8, 8))
-    with (
-        Pipeline(
-            model,
-            stages=3,
-            loss_fn=F.mse_loss,
-            optimizer=OPTIMIZERS["sgd"],
-            schedule="zero-bubble",
-            workers="serial",
-        ) as pipe,
-        pytest.raises(StageFailed, match="draws random numbers both for its input and for its"),
-    ):
-        list(pipe.train_epoch(regression(3)))
+    as_the_oracle(3, batches(6, samples=8), "flushed", 4, schedule=LaterBackward())
 
 
 class KeptElsewhere(torch.nn.Linear):
-    def __init__(self):
-        super().__init__(8, 8)
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
         self.kept = [self.weight]
 
     def forward(self, x):
         return F.linear(x, self.kept[0], self.bias)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
-def test_a_weight_read_past_its_module_is_an_error(schedule):
-    """Its versions could not be kept apart; it would never be trained."""
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), KeptElsewhere(), torch.nn.Linear(8, 8))
-    with (
-        Pipeline(
-            model,
-            stages=3,
-            loss_fn=F.mse_loss,
-            optimizer=OPTIMIZERS["sgd"],
-            schedule=schedule,
-            workers="serial",
-        ) as pipe,
-        pytest.raises(StageFailed, match="through a reference kept elsewhere"),
-    ):
+@pytest.mark.parametrize(
+    ("layer", "schedule", "words"),
+    [
+        # On the first stage all is one half; on the others the order of the draws would differ.
+        (NoisyEverywhere, "zero-bubble", "draws random numbers both for its input and for its"),
+        # Its versions could not be kept apart; it would never be trained.
+        (KeptElsewhere, "1f1b", "through a reference kept elsewhere"),
+        (KeptElsewhere, "zero-bubble", "through a reference kept elsewhere"),
+    ],
+)
+def test_what_would_not_be_determined_is_an_error(layer, schedule, words):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), layer(8, 8), torch.nn.Linear(8, 8))
+    with small(model, schedule=schedule) as pipe, pytest.raises(StageFailed, match=words):
         list(pipe.train_epoch(regression(3)))
 
 
@@ -584,14 +484,7 @@ def test_weights_that_get_no_gradient_are_left_alone_wherever_the_cut_is(schedul
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), Blocked(), torch.nn.Linear(8, 8))
     for stages in (1, [1], [2]):
-        with Pipeline(
-            model,
-            stages=stages,
-            loss_fn=F.mse_loss,
-            optimizer=OPTIMIZERS["adamw"],
-            schedule=schedule,
-            workers="serial",
-        ) as pipe:
+        with small(model, stages=stages, optimizer=OPTIMIZERS["adamw"], schedule=schedule) as pipe:
             list(pipe.train_epoch(regression(3)))
             state = pipe.state_dict()
         assert torch.equal(state["0.weight"], model[0].weight)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from support import diamond
 from support.costs import unit
-from support.inside import kill
+from support.faults import losses_through_death
 from support.models import OPTIMIZERS, regression
 from support.oracle import assert_same
 from support.pinned import Pipeline
@@ -110,11 +110,7 @@ def test_it_equals_its_oracle_on_processes_through_the_death_of_a_worker(pipelin
     data = regression(16)
     weights, losses = expected(data, 1)
     with pipeline(workers="local", checkpoint=Checkpoints(tmp_path, every=4)) as pipe:
-        found = []
-        for result in pipe.train_epoch(data):
-            found.append(result.loss)
-            if result.step == 9:
-                kill(pipe, "worker-2")
+        found = losses_through_death(pipe, data, "worker-2", step=9)
         assert_same(pipe.state_dict(), weights)
         assert len(pipe.restarts) == 1
     assert found == losses

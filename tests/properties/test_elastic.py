@@ -16,6 +16,7 @@ from support.models import batches, kitchen_sink
 from support.nodes import calls_to, own_environment
 from support.pinned import Flat as Pipeline
 from support.slurm import until
+from support.small import small
 from support.two_hosts import SECRET, Child
 
 from pipedream_rt import (
@@ -52,9 +53,9 @@ def trained(plan, workers, folder=None, **more):
         optimizer=(torch.optim.AdamW, {"lr": 3e-3}),
         checkpoint=None if folder is None else Checkpoints(folder, resume=True), **given,
     ) as pipe:  # fmt: skip
-        losses = [result.loss for result in pipe.train_epoch(batches(12, samples=12))]
+        losses = [result.loss for result in pipe.train_epoch(batches(8, samples=12))]
         losses.append(pipe.evaluate(batches(2, samples=12)))
-        losses += [result.loss for result in pipe.train_epoch(batches(12, samples=12))]
+        losses += [result.loss for result in pipe.train_epoch(batches(8, samples=12))]
         if folder is not None:
             pipe.save()
         return pipe.fingerprint().digest, losses, len({stage.worker for stage in pipe.stages})
@@ -123,21 +124,35 @@ def job(tmp_path):
 expected = functools.cache(elastic.expected)
 
 
+def at(script, line):
+    """Wait for a step at which a script tells who hosts its stages."""
+    assert script.wait_for(line.partition(":")[0]) == line
+
+
+def ends_alike(script):
+    """Let a script go on to its end, with the bits of a run in one process."""
+    script.go_on()
+    assert script.wait_for("digest") == f"digest {expected()}"
+    assert script.ended() == 0
+
+
+def lose(script, worker):
+    worker.signal(signal.SIGKILL)
+    worker.ended()
+    script.go_on()
+
+
 @pytest.mark.processes
 def test_a_run_goes_on_without_a_worker_and_takes_another_at_a_checkpoint(job):
     script = job.script(2, 3, 15, 25, "35+", 55)
     workers = [job.worker(name) for name in "abc"]
-    assert script.wait_for("at 15") == "at 15: a b c"
-    workers[1].signal(signal.SIGKILL)
-    workers[1].ended()
-    script.go_on()
-    assert script.wait_for("at 25") == "at 25: a a c"
+    at(script, "at 15: a b c")
+    lose(script, workers[1])
+    at(script, "at 25: a a c")
     job.worker("d")
     script.go_on()
-    assert script.wait_for("at 55") == "at 55: a c d"
-    script.go_on()
-    assert script.wait_for("digest") == f"digest {expected()}"
-    assert script.ended() == 0
+    at(script, "at 55: a c d")
+    ends_alike(script)
     assert "worker processes: 2, for the work of 3" in script.text
     reasons = [line.split(None, 3)[3] for line in script.lines if line.startswith("restart")]
     assert "worker 'b'" in reasons[0]
@@ -150,45 +165,30 @@ def test_a_run_goes_on_without_a_worker_and_takes_another_at_a_checkpoint(job):
 def test_a_spare_worker_takes_the_place_of_one_that_is_lost(job):
     script = job.script(3, 3, 15, 35)
     workers = [job.worker(name) for name in "abc"]
-    assert script.wait_for("at 15") == "at 15: a b c"
+    at(script, "at 15: a b c")
     job.worker("spare", "--spare").wait_for("joining the coordinator")
-    workers[0].signal(signal.SIGKILL)
-    workers[0].ended()
-    script.go_on()
-    assert script.wait_for("at 35") == "at 35: b c spare"
-    script.go_on()
-    assert script.wait_for("digest") == f"digest {expected()}"
-    assert script.ended() == 0
+    lose(script, workers[0])
+    at(script, "at 35: b c spare")
+    ends_alike(script)
 
 
 @pytest.mark.processes
-def test_workers_that_would_not_come_back_are_not_sent_away(job):
-    """Those without --persist end with their group, so the run goes on as it is."""
+@pytest.mark.parametrize(
+    ("persist", "newcomer"), [(False, ["c"]), (True, ["a", "--spare"])], ids=["c", "twin"]
+)
+def test_a_worker_that_cannot_be_taken_changes_nothing(job, persist, newcomer):
+    """Since workers without --persist would not come back, or since it is a twin of one of them."""
     script = job.script(2, 3, 15, "25~", 55)
     for name in "ab":
-        job.worker(name, persist=False)
-    assert script.wait_for("at 15") == "at 15: a a b"
-    job.worker("c")
+        job.worker(name, persist=persist)
+    at(script, "at 15: a a b")
+    came = job.worker(*newcomer)
     until(lambda: calls_to(job.port) == 3, "another worker at the port")
     script.go_on()
-    assert script.wait_for("at 55") == "at 55: a a b"
-    script.go_on()
-    assert script.wait_for("digest") == f"digest {expected()}"
-
-
-@pytest.mark.processes
-def test_a_twin_of_a_worker_that_runs_changes_nothing(job):
-    script = job.script(2, 3, 15, "25~", 55)
-    for name in "ab":
-        job.worker(name)
-    assert script.wait_for("at 15") == "at 15: a a b"
-    twin = job.worker("a", "--spare")
-    until(lambda: calls_to(job.port) == 3, "a twin at the port")
-    script.go_on()
-    assert script.wait_for("at 55") == "at 55: a a b"
-    script.go_on()
-    assert script.wait_for("digest") == f"digest {expected()}"
-    twin.wait_for("the name 'a' is taken by pid")
+    at(script, "at 55: a a b")
+    ends_alike(script)
+    if persist:
+        came.wait_for("the name 'a' is taken by pid")
 
 
 class Ends(torch.nn.Module):
@@ -202,13 +202,11 @@ class Ends(torch.nn.Module):
 @pytest.mark.parametrize("count", [1, 3])
 def test_an_exit_in_a_stage_of_a_shared_process_is_told(count):
     layers = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), Ends()]
+    recovery = Recovery(elastic=(1, count), max_restarts=0)
     with (
-        Pipeline(
-            layers, stages=3, loss_fn=F.mse_loss, optimizer=(torch.optim.SGD, {"lr": 0.1}),
-            workers="local", recovery=Recovery(elastic=(1, count), max_restarts=0),
-        ) as pipe,
+        small(layers, workers="local", recovery=recovery) as pipe,
         pytest.raises(StageFailed, match=r"stage 2, F0.*SystemExit: 3"),
-    ):  # fmt: skip
+    ):
         list(pipe.train_epoch([(torch.randn(4, 4), torch.randn(4, 4))]))
 
 
@@ -246,9 +244,7 @@ def test_a_handler_that_closes_while_workers_are_awaited_waits_for_nobody(job, t
     script = job.start(str(tmp_path / "closes.py"), str(tmp_path / "run"), job.address)
     workers = [job.worker(name) for name in "abc"]
     script.wait_for("opened")
-    workers[0].signal(signal.SIGKILL)
-    workers[0].ended()
-    script.go_on()
+    lose(script, workers[0])
     script.wait_for("soon")
     assert script.ended() == 0
     with socket.create_server(("127.0.0.1", job.port)):
@@ -268,9 +264,6 @@ def test_a_handler_that_closes_while_workers_are_awaited_waits_for_nobody(job, t
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_starts(given, words):
-    given = {"workers": "local", **given}
+    workers, start = given.get("workers", "local"), timedelta(seconds=5)
     with pytest.raises(ConfigError, match=words):
-        Pipeline(
-            kitchen_sink(), stages=3, loss_fn=F.cross_entropy, workers=given["workers"],
-            recovery=Recovery(**{"start": timedelta(seconds=5), **given["recovery"]}),
-        )  # fmt: skip
+        small(workers=workers, recovery=Recovery(start=start, **given["recovery"]))

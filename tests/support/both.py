@@ -45,6 +45,16 @@ def opened(model, loss_fn=F.mse_loss, **options):
     return Pipeline(model, loss_fn=loss_fn, **options)
 
 
+def losses_of(pipe, data):
+    """The losses of all micro-batches of an epoch."""
+    return [loss for r in pipe.train_epoch(data) for loss in r.losses]
+
+
+def learned(pipe, data):
+    """These losses, and the weights after them."""
+    return losses_of(pipe, data), pipe.state_dict()
+
+
 def piped(model, loss_fn=F.mse_loss, **options):
     """The same on a pipeline that flushes."""
     data = batches()

@@ -663,48 +663,36 @@ def rows_of_schedulers():
             "hyper-parameters", f"group['lr'] = {what}", linear(),
             lambda p: torch.optim.AdamW(p, lr=0.05, foreach=False), sets("lr", value),
         )  # fmt: skip
-    yield Row(
-        "hyper-parameters", "group['betas'] = a tuple", linear(), adam,
-        sets("betas", lambda t: (0.5 + t / 10, 0.9)),
-    )  # fmt: skip
-    yield Row(
-        "hyper-parameters", "group['betas'] = a list", linear(), adam,
-        sets("betas", lambda t: [0.5 + t / 10, 0.9]),
-    )  # fmt: skip
-    yield Row(
-        "hyper-parameters", "group['weight_decay'] = a float", linear(), adam,
-        sets("weight_decay", lambda t: 0.1 * t),
-    )  # fmt: skip
-    yield Row(
-        "hyper-parameters", "group['lr'] = a function", linear(), adam,
-        sets("lr", lambda t: print), refused="the hyper-parameter 'lr' is <built-in function print",
-    )  # fmt: skip
-    yield Row(
-        "hyper-parameters", "optimizer.add_param_group(...)", linear(), adam,
-        lambda o: lambda loss: o.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
-        refused="the stages have built their optimizers, so no group can be added",
-    )  # fmt: skip
-    yield Row(
-        "hyper-parameters", "optimizer.step() in the script", linear(), adam,
-        lambda o: lambda loss: o.step(), refused=r"pipe.optimizer.step\(\) has nothing to do",
-    )  # fmt: skip
-    yield Row(
-        "hyper-parameters", "optimizer.register_step_pre_hook(...)", linear(), adam,
-        lambda o: o.register_step_pre_hook(print), refused="a hook on the steps of pipe.optimizer",
-    )  # fmt: skip
-    yield Row(
-        "hyper-parameters", "optimizer.zero_grad() in the script", linear(), adam,
-        lambda o: lambda loss: o.zero_grad(),
-    )  # fmt: skip
 
     def clips(optimizer):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         return lambda loss: nn.utils.clip_grad_norm_(parameters, 1.0)
 
-    yield Row(
-        "hyper-parameters", "clip_grad_norm_ over the optimizer's parameters", linear(), adam,
-        clips, refused="live on workers, so they have no gradients to clip",
-    )  # fmt: skip
+    more = nn.Parameter(torch.ones(1))
+    scripts = {
+        "group['betas'] = a tuple": (sets("betas", lambda t: (0.5 + t / 10, 0.9)), ""),
+        "group['betas'] = a list": (sets("betas", lambda t: [0.5 + t / 10, 0.9]), ""),
+        "group['weight_decay'] = a float": (sets("weight_decay", lambda t: 0.1 * t), ""),
+        "group['lr'] = a function": (
+            sets("lr", lambda t: print), "the hyper-parameter 'lr' is <built-in function print",
+        ),
+        "optimizer.add_param_group(...)": (
+            lambda o: lambda loss: o.add_param_group({"params": [more]}),
+            "the stages have built their optimizers, so no group can be added",
+        ),
+        "optimizer.step() in the script": (
+            lambda o: lambda loss: o.step(), r"pipe.optimizer.step\(\) has nothing to do",
+        ),
+        "optimizer.register_step_pre_hook(...)": (
+            lambda o: o.register_step_pre_hook(print), "a hook on the steps of pipe.optimizer",
+        ),
+        "optimizer.zero_grad() in the script": (lambda o: lambda loss: o.zero_grad(), ""),
+        "clip_grad_norm_ over the optimizer's parameters": (
+            clips, "live on workers, so they have no gradients to clip",
+        ),
+    }  # fmt: skip
+    for what, (script, refused) in scripts.items():
+        yield Row("hyper-parameters", what, linear(), adam, script, refused=refused)
 
 
 # -- models -----------------------------------------------------------------------------------
@@ -822,30 +810,27 @@ def rows_of_models():
         model[1].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
         model[2].register_full_backward_hook(lambda module, given, got: (given[0] * 2,))
 
-    yield Row("hooks", "hooks of modules", a_linear_with(hooked))
-    yield Row(
-        "hooks", "Parameter.register_hook",
-        a_linear_with(lambda m: m[1].weight.register_hook(lambda g: g.clamp(-0.01, 0.01))),
-    )  # fmt: skip
+    def clamps(model):
+        model[1].weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
 
     def after(p):
         p.grad.mul_(0.5)
-
-    yield Row(
-        "hooks", "Parameter.register_post_accumulate_grad_hook",
-        a_linear_with(lambda m: m[0].weight.register_post_accumulate_grad_hook(after)),
-    )  # fmt: skip
-    yield Row(
-        "hooks", "Parameter.register_hook, zero-bubble",
-        a_linear_with(lambda m: m[1].weight.register_hook(lambda g: g * 2)),
-        options={"schedule": "zero-bubble"},
-        refused="1.weight has a hook on its gradient, and zero-bubble computes gradients in two",
-    )  # fmt: skip
 
     def reads_other(model):
         other = model[0].weight
         model[2].weight.register_hook(lambda g: g + other.sum())
 
+    yield Row("hooks", "hooks of modules", a_linear_with(hooked))
+    yield Row("hooks", "Parameter.register_hook", a_linear_with(clamps))
+    yield Row(
+        "hooks", "Parameter.register_post_accumulate_grad_hook",
+        a_linear_with(lambda m: m[0].weight.register_post_accumulate_grad_hook(after)),
+    )  # fmt: skip
+    yield Row(
+        "hooks", "Parameter.register_hook, zero-bubble", a_linear_with(clamps),
+        options={"schedule": "zero-bubble"},
+        refused="1.weight has a hook on its gradient, and zero-bubble computes gradients in two",
+    )  # fmt: skip
     yield Row(
         "hooks", "a hook that reads a weight of another stage", a_linear_with(reads_other),
         refused=r"the hook of 2.weight of stage 1 refers to 0.weight of stage 0",
@@ -870,30 +855,17 @@ def rows_of_models():
             "weights", f"nn.Parameter(other.weight) {what}", a_linear_with(change),
             refused="two tensors over the same memory",
         )  # fmt: skip
-
-    def freezes(model):
-        model[1].requires_grad_(False)
-
-    yield Row("weights", "some frozen parameters", a_linear_with(freezes))
+    yield Row(
+        "weights", "some frozen parameters", a_linear_with(lambda m: m[1].requires_grad_(False))
+    )
     yield Row(
         "weights", "all parameters frozen", a_linear_with(lambda m: m.requires_grad_(False)),
         lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         refused="no parameter of the model requires a gradient",
     )  # fmt: skip
-    from torch.nn.utils import parametrizations
-
-    yield Row(
-        "weights", "parametrizations.weight_norm",
-        a_linear_with(lambda m: parametrizations.weight_norm(m[1])),
-    )  # fmt: skip
-    yield Row(
-        "weights", "parametrizations.spectral_norm",
-        a_linear_with(lambda m: parametrizations.spectral_norm(m[1])),
-    )  # fmt: skip
-    yield Row(
-        "weights", "parametrizations.orthogonal",
-        a_linear_with(lambda m: parametrizations.orthogonal(m[1])),
-    )  # fmt: skip
+    for name in ("weight_norm", "spectral_norm", "orthogonal"):
+        change = getattr(nn.utils.parametrizations, name)
+        yield Row("weights", f"parametrizations.{name}", a_linear_with(lambda m, f=change: f(m[1])))
     for how in ("tuple", "closure"):
         yield Row(
             "weights", f"a layer of another stage in a {how}",

@@ -4,6 +4,7 @@ The expectations import nothing of the project.
 """
 
 import copy
+import functools
 import math
 
 import torch
@@ -45,7 +46,7 @@ class Bottleneck(nn.Module):
 class ResNet(nn.Module):
     """A small ResNet of the blocks of a ResNet-50: in-place steps, a reshape at the end."""
 
-    def __init__(self, blocks=(1, 2, 2, 1), width=4, classes=5):
+    def __init__(self, blocks=(1, 2, 1, 1), width=4, classes=5):
         super().__init__()
         self.inside = width
         self.conv1 = nn.Conv2d(3, width, 3, 1, 1, bias=False)
@@ -213,6 +214,72 @@ class ThreeUses(nn.Module):
         return self.third(x) @ self.embed.weight.t()
 
 
+# Code of the user's around the forward of a model, which no stage has as a whole.
+
+
+def five_layers():
+    torch.manual_seed(2)
+    return [nn.Linear(8, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Dropout(0.0), nn.Linear(8, 8)]
+
+
+class Doubled(nn.Sequential):
+    """A call of its own around all layers."""
+
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+class Backwards(nn.Sequential):
+    """The layers in another order than they stand there."""
+
+    def __iter__(self):
+        return reversed(list(self._modules.values()))
+
+
+class Listed(nn.ModuleList):
+    """A list with a forward."""
+
+    def forward(self, x):
+        for layer in self:
+            x = x + layer(x)
+        return x
+
+
+class Whole(nn.Module):
+    """No sequence."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(five_layers())
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def wrapped(model):
+    """A forward that is put on the model itself."""
+    before = model.forward
+
+    @functools.wraps(before)
+    def forward(x):
+        return before(x) * 0.5
+
+    model.forward = forward
+    return model
+
+
+AROUND = {
+    "an own __call__": lambda: Doubled(*five_layers()),
+    "an own order": lambda: Backwards(*five_layers()),
+    "a list with a forward": lambda: Listed(five_layers()),
+    "a forward on a sequence": lambda: wrapped(nn.Sequential(*five_layers())),
+    "a forward on a model": lambda: wrapped(Whole()),
+    "a forward on a layer": lambda: nn.Sequential(*[wrapped(each) for each in five_layers()]),
+}
+
+
 def masked_loss(output, target):
     losses = F.cross_entropy(output["scores"].transpose(1, 2), target, reduction="none")
     return losses.mean() if output["keep"] is None else losses[output["keep"]].mean()
@@ -269,6 +336,8 @@ def parts_of(item):
 
 def chunks(item, k):
     """A mini-batch cut into micro-batches."""
+    if k == 1:
+        return [parts_of(item)]
 
     def cut(value):
         if isinstance(value, torch.Tensor):
@@ -424,8 +493,7 @@ def norm(gradients):
 
 @computed_on_the_device
 def plainly(model, data, loss_fn, make_optimizer, *, k=1, autocast=None, clip=None):
-    """Train a copy of a model without dropout in the plainest loop there is."""
-    model = copy.deepcopy(model)
+    """Train a model without dropout in the plainest loop there is."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -441,4 +509,16 @@ def plainly(model, data, loss_fn, make_optimizer, *, k=1, autocast=None, clip=No
         if clip is not None:
             clip(model.parameters())
         optimizer.step()
-    return model.state_dict(), losses
+    return copy.deepcopy(model.state_dict()), losses
+
+
+@computed_on_the_device
+def evaluated(model, data, loss_fn):
+    """The mean loss of a model in eval mode."""
+    model.eval()
+    with torch.no_grad():
+        losses = [
+            loss_fn(model(*args, **kwargs), target).item()
+            for args, kwargs, target in map(parts_of, data)
+        ]
+    return sum(losses) / len(losses)

@@ -49,7 +49,7 @@ ON_THE_STANDIN = {
     "*test_compatibility.py*optim.RAdam]": FOREACH,
     "*test_compatibility.py*optim.SparseAdam]": SPARSE,
     "*test_compatibility.py*a sparse tensor]": SPARSE,
-    "*test_any_model.py*sparse_adjacency*": SPARSE,
+    "*test_any_model.py*[[]graph*": SPARSE,
 }
 ON_AN_ACCELERATOR = {
     "*test_any_model.py*unet*": ATOMICS,
