@@ -1,13 +1,15 @@
 """What anybody may have put where `pipedream-rt status` looks."""
 
+import contextlib
 import os
 import socket
 import tempfile
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import msgpack
 import pytest
 from click.testing import CliRunner
+from support.deadlines import LATEST_S
 
 from pipedream_rt.cli import main
 from pipedream_rt.coordinator.recovery import status_server
@@ -27,19 +29,25 @@ def folder(tmp_path, monkeypatch):
     return place
 
 
+@contextlib.contextmanager
 def answering(path, data):
-    """A server that answers one client with bytes."""
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(path))
-    listener.listen()
+    """A server that answers one client with bytes; where none has come, it ends all the same."""
+    with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as threads:
+        listener.bind(str(path))
+        listener.listen()
+        listener.settimeout(LATEST_S)
 
-    def serve():
-        with listener, listener.accept()[0] as connection:
-            connection.sendall(data)
+        def serve():
+            with listener.accept()[0] as connection:
+                connection.sendall(data)
 
-    thread = threading.Thread(target=serve)
-    thread.start()
-    return thread
+        served = threads.submit(serve)
+        try:
+            yield
+            served.result(LATEST_S)
+        finally:
+            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as last:
+                last.connect(str(path))
 
 
 @pytest.mark.threads
@@ -53,18 +61,16 @@ def answering(path, data):
        for name in RIGHT["workers"][0] for wrong in (None, b"x", {}, "\x1b[2J"))],
 )  # fmt: skip
 def test_an_answer_that_is_none_is_refused(folder, answer):
-    thread = answering(folder / "1-1", answer)
-    found = list(status_server.running())
-    thread.join()
+    with answering(folder / "1-1", answer):
+        found = list(status_server.running())
     # Only what a worker does is any text at all, and is escaped where it is shown.
     assert all(record["workers"][0]["doing"] == "\x1b[2J" for _, record in found)
 
 
 @pytest.mark.threads
 def test_what_is_right_is_taken(folder):
-    thread = answering(folder / "1-1", msgpack.packb(RIGHT))
-    assert [record for _, record in status_server.running()] == [RIGHT]
-    thread.join()
+    with answering(folder / "1-1", msgpack.packb(RIGHT)):
+        assert [record for _, record in status_server.running()] == [RIGHT]
 
 
 @pytest.mark.parametrize("kind", ["open", "file", "link"])
