@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -63,6 +64,16 @@ class Backoff:
 
 
 def dies_with_parent(number: int) -> Callable[[], object]:
-    """Return a ``preexec_fn``: the child gets a signal when the thread that started it is gone."""
+    """Return a ``preexec_fn``: a child of this process gets a signal when its parent is gone.
+
+    The thread that has started the child counts. Where that is gone already, so is the child.
+    """
     prctl = ctypes.CDLL(None).prctl  # looked up here: a forked child had better load nothing
-    return lambda: prctl(_SET_DEATH_SIGNAL, number)
+    parent = os.getpid()
+
+    def ask() -> None:
+        prctl(_SET_DEATH_SIGNAL, number)
+        if os.getppid() != parent:  # it died before the line above, and no signal comes for that
+            os.kill(os.getpid(), number)
+
+    return ask

@@ -19,7 +19,8 @@ def call():
     """
 
     def run(*words, code=0):
-        runner = CliRunner(env={"COLUMNS": "100", "FORCE_COLOR": None})
+        variables = {"COLUMNS": "100", "FORCE_COLOR": None, "TTY_COMPATIBLE": None}
+        runner = CliRunner(env=variables)
         done = runner.invoke(main, [str(word) for word in words])
         if done.exception is not None and not isinstance(done.exception, SystemExit):
             raise done.exception

@@ -40,10 +40,11 @@ def run(made, tmp_path):
 
 
 def test_the_newest_whole_checkpoint_is_shown(call, run, golden):
-    """Its digests and the other options of the optimizer are torch's."""
+    """Its digests, the other options of the optimizer and the sizes are torch's."""
     digest, others = re.compile(r"(?<= )[0-9a-f]{8,}"), re.compile(r"(?<=lr 0\.1, )momentum .*")
     shown = call("checkpoint", "inspect", run)
-    golden("checkpoint", shown, run=run, digest=digest, others=others)
+    size = re.compile(r"(?<= )[0-9.]+ (Ki)?B$", re.MULTILINE)
+    golden("checkpoint", shown, run=run, digest=digest, others=others, size=size)
     (run / NEWEST / "manifest.msgpack").write_bytes(b"")
     assert f"{FIRST}: step 1, async" in call("checkpoint", "inspect", run)
     assert "cannot be used" in call("checkpoint", "inspect", run / NEWEST, code=1)

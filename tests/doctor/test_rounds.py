@@ -120,6 +120,7 @@ def test_what_is_wrong_is_told_and_is_the_exit_code(started, tmp_path):
 @pytest.mark.parametrize("question", ["examine", "clock", "welcome"])
 def test_a_machine_that_is_lost_meanwhile_is_not_waited_for(port, monkeypatch, question):
     """The end of its connection shows it at once: no minute passes for each question to it."""
+    assert timedelta(seconds=15) >= rounds._MEETING
     monkeypatch.setattr(rounds, "_MEETING", timedelta(seconds=1))
     secret = Secret(SECRET)
     node = Node(rank=0, size=2, host="127.0.0.1", port=port)

@@ -8,7 +8,6 @@ import torch
 from support.examples import run_example
 from support.inside import kill
 from support.trainers import (
-    CALM,
     EVALUATED,
     FLUSHED,
     SAVED,
@@ -31,7 +30,11 @@ from pipedream_rt.hf import PipelineTrainer
 from pipedream_rt.hf import trainer as trainer_module
 from pipedream_rt.observers import Evaluated
 
-pytestmark = CALM
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
+]
 
 CHOSEN = {"schedule": None}
 """A pipeline with staleness, as is chosen."""

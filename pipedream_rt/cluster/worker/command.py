@@ -186,7 +186,6 @@ def _run_forked(fd: int, name: str, threads: int, join: dict[str, Any] | None) -
     become_worker(name)
     try:
         if join is not None:
-            dies_with_parent(signal.SIGKILL)()
             # An engine that ends a job sends SIGTERM to all processes, and the script needs its
             # workers for the checkpoint that it makes then.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -210,13 +209,11 @@ def _run_forked(fd: int, name: str, threads: int, join: dict[str, Any] | None) -
 def _join_for_ever(options: DialOptions, settings: WorkerSettings) -> int:
     """Join one coordinator after another, each in a forked child, which has torch already."""
     # A process for each job, since torch keeps RPC counters for the life of a process.
-    tries = JoinAttempts()
+    tries, die_with_this = JoinAttempts(), dies_with_parent(signal.SIGKILL)
     while True:
-        here, pid = os.getpid(), os.fork()
+        pid = os.fork()
         if pid == 0:
-            dies_with_parent(signal.SIGKILL)()
-            if os.getppid() != here:  # the parent died before the line above
-                os._exit(WorkerEnd.COORDINATOR_LOST)
+            die_with_this()
             os._exit(_serve_once(options, settings, tries))
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         match code:

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from pipedream_rt.cluster.subprocesses import dies_with_parent
 from pipedream_rt.packing import packb, unpackb
 
 _SET_NAME = 15
@@ -66,7 +67,7 @@ def serve_forks(connection: socket.socket, run: RunWorker, imports: bool = True)
     if parent is None:
         return False
     poll.register(parent, select.POLLIN)
-    joining = False
+    joining, die_with_this = False, dies_with_parent(signal.SIGKILL)
     # The other end may close with something unread, or while this end writes.
     with contextlib.suppress(ConnectionError):
         while True:
@@ -93,6 +94,8 @@ def serve_forks(connection: socket.socket, run: RunWorker, imports: bool = True)
                     for mine in (connection, woken, wake):
                         mine.close()
                     os.close(parent)
+                    if "join" in request:
+                        die_with_this()
                     _be_worker(request, fds, run)
                 for each in fds:
                     os.close(each)

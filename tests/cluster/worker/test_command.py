@@ -53,7 +53,7 @@ def test_a_forked_worker_has_the_settings_that_were_asked_for(monkeypatch, joins
     lives = {name: Mock(return_value=0) for name in ("serve", "_join_for_ever")}
     for name, life in lives.items():
         monkeypatch.setattr(command, name, life)
-    for name in ("_set_up", "become_worker", "dies_with_parent"):
+    for name in ("_set_up", "become_worker"):
         monkeypatch.setattr(command, name, Mock())
     monkeypatch.setattr(command.signal, "signal", Mock())
     monkeypatch.setattr(command.logging, "shutdown", Mock())

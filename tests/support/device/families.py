@@ -1,7 +1,4 @@
-"""Small models of families that are built differently, each with a batch.
-
-Others are in `support.hf`, whose tests run on the stand-in too; see `suites.txt`.
-"""
+"""Small models of families that are built differently, each with a batch."""
 
 import torch
 
@@ -17,10 +14,15 @@ def _images() -> dict[str, torch.Tensor]:
 
 
 SIZES = {
-    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
     "intermediate_size": 48,
-}  # fmt: skip
+}
 ENDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+FEW_CLASSES = {"image_size": 16, "patch_size": 4, "num_labels": 3}
 
 
 def _family(model, config, batch, **options):
@@ -36,21 +38,61 @@ def _family(model, config, batch, **options):
 FAMILIES = {
     # Ties its embedding to its head, and has dropout.
     "gpt2": _family(
-        "GPT2LMHeadModel", "GPT2Config", _words, vocab_size=64, n_positions=32, n_embd=32,
-        n_layer=2, n_head=2, **ENDS,
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        _words,
+        vocab_size=64,
+        n_positions=32,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        **ENDS,
     ),
+    "bert": _family("BertForMaskedLM", "BertConfig", _words, **SIZES),
+    "bert_without_dropout": _family("BertForMaskedLM", "BertConfig", _words, **SIZES, **NO_DROPOUT),
     "mamba": _family(
-        "MambaForCausalLM", "MambaConfig", _words, vocab_size=64, hidden_size=32,
-        num_hidden_layers=2, state_size=4, **ENDS,
+        "MambaForCausalLM",
+        "MambaConfig",
+        _words,
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        state_size=4,
+        **ENDS,
     ),
     "llama": _family("LlamaForCausalLM", "LlamaConfig", _words, **SIZES, **ENDS),
     # Routes tokens to experts: sorts, counts, gathers and scatters.
     "mixtral": _family(
-        "MixtralForCausalLM", "MixtralConfig", _words, num_key_value_heads=1, num_local_experts=4,
-        output_router_logits=True, **SIZES, **ENDS,
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        _words,
+        num_key_value_heads=1,
+        num_local_experts=4,
+        output_router_logits=True,
+        **SIZES,
+        **ENDS,
     ),
+    "t5": _family(
+        "T5ForConditionalGeneration",
+        "T5Config",
+        _words,
+        vocab_size=64,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_heads=2,
+        decoder_start_token_id=0,
+    ),
+    "vit": _family("ViTForImageClassification", "ViTConfig", _images, **SIZES, **FEW_CLASSES),
     "resnet": _family(
-        "ResNetForImageClassification", "ResNetConfig", _images, embedding_size=8,
-        hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=3,
+        "ResNetForImageClassification",
+        "ResNetConfig",
+        _images,
+        embedding_size=8,
+        hidden_sizes=[8, 16],
+        depths=[1, 1],
+        layer_type="basic",
+        num_labels=3,
     ),
-}  # fmt: skip
+}

@@ -388,7 +388,8 @@ def table():
             rooms[room][by] += 1
     columns = ("faults", "found", *BY, "hangs", "nothing starts", "no test", "never entered")
     rows = [f"| room | {' | '.join(columns)} |", "|---" + "|--:" * len(columns) + "|"]
-    for room, counts in rooms.items():
+    for room in (*ROOMS, "**all**"):
+        counts = rooms[room]
         rows.append(f"| {room} | {' | '.join(str(counts[c]) for c in columns)} |")
     text = PAGE.read_text()
     head, tail = text.partition(BEGIN)[0], text.partition(END)[2]
