@@ -14,7 +14,8 @@ from pipedream_rt.cluster.subprocesses import dies_with_parent
 def test_a_child_dies_with_its_parent_also_where_that_was_first(late):
     """The kernel sends no signal for a parent that was dead when the child asked for one."""
     reading, writing = os.pipe()
-    if os.fork() == 0:  # the parent
+    first = os.fork()
+    if first == 0:  # the parent
         ask = dies_with_parent(signal.SIGKILL)
         if os.fork() == 0:  # the child
             if not late:
@@ -29,6 +30,6 @@ def test_a_child_dies_with_its_parent_also_where_that_was_first(late):
         os.read(reading, 5)
         os._exit(0)
     os.close(writing)
-    os.wait()
+    os.waitpid(first, 0)
     assert os.read(reading, 5) == b""
     os.close(reading)
