@@ -15,8 +15,8 @@ PROGRAM = """
 import sys
 
 def told():
-    ours = ("pipedream_rt", "prometheus_client")
-    print(*(name for name in sys.modules if name.split(".")[0] in ours))
+    packages = ("pipedream_rt", "prometheus_client")
+    print(*(name for name in sys.modules if name.split(".")[0] in packages))
 
 from pipedream_rt import Pipeline, Training
 told()
@@ -43,7 +43,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
-    """What is loaded after the import, a serial run, one of threads and one that verifies."""
+    """What is loaded after the import, a serial run, one on workers and one that verifies."""
     # Where the kernel allows a fence, each group of processes has torch RPC without being asked.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PIPEDREAM_RT_RPC", "off")

@@ -491,12 +491,17 @@ def norm(gradients):
     return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
 
 
-@computed_on_the_device
-def plainly(model, data, loss_fn, make_optimizer, *, k=1, autocast=None, clip=None):
-    """Train a model without dropout in the plainest loop there is."""
+def without_dropout(model):
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+    return model
+
+
+@computed_on_the_device
+def plainly(model, data, loss_fn, make_optimizer, *, k=1, autocast=None, clip=None):
+    """Train a model without dropout in the plainest loop there is."""
+    without_dropout(model)
     optimizer, losses = make_optimizer(model.parameters()), []
     for item in data:
         optimizer.zero_grad()
