@@ -1,10 +1,10 @@
 """A stranger on the same machine, or on the other one, who knows everything but the secret.
 
-He polls for ports at which anybody listens, by the kernel's table or by trying, and talks to each
-at once: as a peer of torch RPC that has a file written and a weight read, as a worker or a member
-with the certificate of another job or with none, and with junk. He keeps what he gets open, and
-tries again later, but lets other programs alone than those of his test. At the end of his input
-he says what he has reached::
+He polls for ports at which the processes of his test listen, by the kernel's table, or tries those
+that he is told, and talks to each at once: as a peer of torch RPC that has a file written and a
+weight read, as a worker or a member with the certificate of another job or with none, and with
+junk. He keeps what he gets open. He never connects to a port of another program, which may be a
+test beside his. At the end of his input he says what he has reached::
 
     python rogue.py FOLDER [HOST LOW HIGH]
     python rogue.py once PORT FILE      calls the agent at one port, once
@@ -21,9 +21,12 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this file is started as a program
+
 from pipedream_rt.cluster.identity import Secret, _made
 from pipedream_rt.cluster.records import VERSION, packed
 from pipedream_rt.software import software
+from support.family import family
 
 OTHER_JOB = Secret("92e7" + "0" * 60)
 
@@ -76,25 +79,17 @@ def listening():
     return found
 
 
-def family(pid):
-    """A process and all that it has started."""
-    found = [pid]
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+def sockets_of_the_test():
+    """The inodes of the sockets of the process that started this one and of all below that one."""
+    found = set()
+    for pid in family(os.getppid()):
         with suppress(OSError):  # it has ended meanwhile
-            found += [each for child in children.read_text().split() for each in family(child)]
-    return found
-
-
-def is_of_others(inode):
-    """Whether a socket is one of what else runs on this machine, and not of the test."""
-    owners = set()
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError):
-            for fd in Path(f"/proc/{pid}/fd").iterdir():
+            for fd in os.listdir(f"/proc/{pid}/fd"):
                 with suppress(OSError):
-                    if os.readlink(fd) == f"socket:[{inode}]":
-                        owners.add(pid)
-    return bool(owners) and owners.isdisjoint(map(str, family(os.getppid())))
+                    kind, _, inode = os.readlink(f"/proc/{pid}/fd/{fd}").partition(":")
+                    if kind == "socket":
+                        found.add(inode.strip("[]"))
+    return found
 
 
 class Rogue:
@@ -108,10 +103,11 @@ class Rogue:
 
     def new_ports(self):
         if self.ports:
-            return [(port, "") for port in self.ports]
+            return self.ports
         now = listening()
         fresh, self.seen = now - self.seen, self.seen | now
-        return fresh
+        of_the_test = sockets_of_the_test() if fresh else ()  # 1 ms: not at each turn
+        return [port for port, inode in fresh if inode in of_the_test]
 
     def talk(self, port):
         """Connect, send junk, and keep the connections; return those that stand."""
@@ -252,14 +248,9 @@ def main(folder, host="127.0.0.1", low=0, high=0):
     threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
     turn = 0
     while not over.is_set():
-        for port, inode in rogue.new_ports():
+        for port in rogue.new_ports():
             turn += 1
             made = rogue.talk(port)
-            if made and inode and is_of_others(inode):
-                for connection in made:
-                    connection.close()
-                rogue.connected -= len(made)
-                continue
             rogue.keep(made)
             if made:
                 rogue.be_a_member(port)
