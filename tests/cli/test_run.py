@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from support.deadlines import LATEST_S
 from support.family import family
 from support.models import mlp, regression
 from support.nodes import COMMAND, wait_for_end
+from support.ports import free_port
 from torch import nn
 
 from pipedream_rt import Pipeline, Recovery, RendezvousTimeout
@@ -33,11 +33,6 @@ from pipedream_rt.cluster.environment import (
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("environment")]
 
 SCRIPT = script.__file__
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 def output_of(command, code=0, timeout=LATEST_S, run=forked.run):

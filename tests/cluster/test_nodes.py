@@ -11,6 +11,7 @@ import pytest
 from support import elastic
 from support.deadlines import LATEST_S
 from support.nodes import RUN, below, calls_to, expected, nodes, own_environment
+from support.ports import free_port
 from support.slurm import until
 from support.two_hosts import OTHER_SECRET, SECRET
 
@@ -165,8 +166,7 @@ def node(monkeypatch):
     ],
 )
 def test_a_first_node_that_never_comes(node, host, words, caplog, capfd):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"{host}:{free.getsockname()[1]}"
+    address = f"{host}:{free_port()}"
     second = timedelta(seconds=1)
     assert library.run_other(node(1, address), 1, 1, [], second, second) == 3
     assert f"{words}{address}" in caplog.text + capfd.readouterr().err

@@ -17,6 +17,7 @@ from support.callers import soon
 from support.deadlines import LATEST_S
 from support.encrypted import OTHER, SECRET
 from support.loops import Noted, in_event_loop, run
+from support.ports import free_port
 
 from pipedream_rt.cluster import peer_links as module
 from pipedream_rt.cluster import reception
@@ -264,8 +265,7 @@ def test_where_a_unix_socket_cannot_be_used_there_is_the_port(stack, monkeypatch
 async def test_members_reach_each_other_as_far_as_they_can(stack):
     """As `pipedream-rt doctor` has it."""
     members = Members(stack, 3)
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        nowhere = PeerAddress("127.0.0.1", closed.getsockname()[1])
+    nowhere = PeerAddress("127.0.0.1", free_port())
     here, there = members.links(1, addresses={0: nowhere}), members.links(2)
     reached = asyncio.ensure_future(here.reach())
     meeting = asyncio.ensure_future(there.meet())

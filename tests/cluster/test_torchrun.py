@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from support.callers import asked, control_plane, hello, in_loop, soon
+from support.ports import free_port
 from torch.distributed import HashStore
 
 from pipedream_rt.cluster import torchrun
@@ -219,8 +220,7 @@ def test_a_rank_that_leaves_the_pipeline_to_rank_0_is_refused_alike(environment_
 def test_ranks_that_do_not_come_in_time_are_told_with_what_the_environment_says(
     environment_of, rank
 ):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     environment_of(**{**OF_RANKS, "RANK": rank, "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": port})
     words = (
         f"rank {rank} of 2 has not met the others at MASTER_ADDR '127.0.0.1'.*"

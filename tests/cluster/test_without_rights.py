@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from support import rights
 from support.deadlines import LATEST_S
-from support.slurm import free_ports
+from support.ports import free_port
 from support.ways import CLI, RUN, SCRIPT, line_of
 
 pytestmark = pytest.mark.processes
@@ -103,7 +103,7 @@ if __name__ == "__main__":
 def test_a_worker_without_rights_decides_for_a_script_with_all(tmp_path):
     """Its replacement has all rights, and there the agent is another pipeline's meanwhile."""
     (tmp_path / "script.py").write_text(OTHER)
-    at = f"127.0.0.1:{free_ports(1)}"
+    at = f"127.0.0.1:{free_port()}"
     both = {**os.environ, "PIPEDREAM_RT_SECRET": secrets.token_hex(32)}
     command = [sys.executable, *CLI, "worker", at, "--name"]
     with ExitStack() as ended:

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +23,7 @@ from support.device import standin
 from support.inside import kill, local_workers, members
 from support.models import NoisyEverywhere
 from support.pinned import Flat as Pipeline
+from support.ports import free_port
 from torch import nn
 
 import pipedream_rt
@@ -532,8 +532,7 @@ def test_the_device_of_a_worker_elsewhere_is_none_of_those_that_start_here(monke
 
 @pytest.mark.processes
 def test_workers_elsewhere_have_a_device_of_their_own(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        address = f"127.0.0.1:{found.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     devices = ["standin:1", "standin:0", "cpu"]
     command = [sys.executable, "-m", "pipedream_rt.workers", address]
     started = [

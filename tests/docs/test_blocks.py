@@ -8,7 +8,6 @@ import contextlib
 import importlib
 import re
 import secrets
-import socket
 import sys
 import textwrap
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 from support import forked
 from support.deadlines import LATEST_S
+from support.ports import free_port
 
 from pipedream_rt import ConfigError
 from pipedream_rt.planning import profiling
@@ -65,9 +65,7 @@ def test_pages_have_blocks():
 @contextlib.contextmanager
 def workers(count, monkeypatch):
     """Workers that join at an address, which is the argument of the script."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     monkeypatch.setenv("PIPEDREAM_RT_SECRET", secrets.token_hex(32))
     monkeypatch.setattr(sys, "argv", ["train.py", address])
     command = [sys.executable, "-m", "pipedream_rt.workers", address, "--name"]

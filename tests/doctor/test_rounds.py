@@ -14,6 +14,7 @@ from support import forked
 from support.callers import asked, calling, hello, soon
 from support.deadlines import LATEST_S
 from support.nodes import COMMAND, own_environment
+from support.ports import free_port
 from support.slurm import until
 from support.two_hosts import OTHER_SECRET, SECRET, A, Child, two_hosts, why_not
 
@@ -41,8 +42,7 @@ def found_by(doctor):
 
 @pytest.fixture
 def port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
+    return free_port()
 
 
 @pytest.fixture

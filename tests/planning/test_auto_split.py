@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 
@@ -12,6 +11,7 @@ import torch.nn.functional as F
 from support import forked
 from support.deadlines import LATEST_S
 from support.pinned import Pipeline
+from support.ports import free_port
 from support.ticking import BATCH, Clock, Layer, ticking
 from torch import nn
 
@@ -174,8 +174,7 @@ with Pipeline(model, stages="auto", example=batch, loss_fn=nn.functional.mse_los
 def test_under_torchrun_rank_0_chooses(tmp_path):
     """The processes are forked, with the environment that torchrun gives to its own."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     given = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     ranks = [
         forked.Popen(

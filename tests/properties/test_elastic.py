@@ -15,6 +15,7 @@ from support import elastic, forked
 from support.models import batches, kitchen_sink
 from support.nodes import calls_to, own_environment
 from support.pinned import Flat as Pipeline
+from support.ports import free_port
 from support.slurm import until
 from support.small import small
 from support.two_hosts import SECRET, Child
@@ -93,8 +94,7 @@ class Job:
     """A script, and workers that are started by hand."""
 
     def __init__(self, children, folder):
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self.port = listener.getsockname()[1]
+        self.port = free_port()
         self.address = f"127.0.0.1:{self.port}"
         self._folder = folder
         self._children = children

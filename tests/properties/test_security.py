@@ -28,6 +28,7 @@ from support.inside import members, pids
 from support.models import regression
 from support.nodes import COMMAND, RUN, below, own_environment
 from support.oracle import assert_same
+from support.ports import free_port
 from support.rogue import stranger_of
 from support.small import small
 from support.two_hosts import OTHER_SECRET, SECRET, Child
@@ -310,8 +311,7 @@ if __name__ == "__main__":
 def test_what_listens_while_workers_that_join_by_themselves_train(tmp_path, way):
     """The control port, where they come back to it; who comes in between is told nothing."""
     (script := tmp_path / "script.py").write_text(TRAINS)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     with ExitStack() as children:
 
         def start(*command):
@@ -408,8 +408,7 @@ def test_a_stranger_on_this_machine_while_groups_form(tmp_path, recoveries):
 @pytest.mark.processes
 def test_a_stranger_on_this_machine_while_workers_join_at_a_port(tmp_path, environment):
     """The same where everything listens at a port: also with TLS he gets no answer."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     before = dict(os.environ)  # the secret is in it no more when it was read
     with ExitStack() as children:
 
@@ -469,8 +468,7 @@ def test_a_stranger_who_connects_before_the_guard_stands_is_cut_off(tmp_path, mo
 @pytest.mark.processes
 def test_a_rogue_cannot_join(environment):
     """He knows the address, not the secret; junk and silence beside him do not disturb either."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "pipedream_rt.workers", f"127.0.0.1:{port}", "--timeout", "60"]
     rogue = subprocess.Popen(
         [*command, "--name", "rogue"], stderr=subprocess.PIPE, text=True,

@@ -3,13 +3,13 @@
 import functools
 import os
 import signal
-import socket
 import sys
 import tempfile
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from . import everywhere
+from .ports import free_port
 from .slurm import until
 from .two_hosts import SECRET, Child
 
@@ -78,8 +78,7 @@ class Nodes:
     """
 
     def __init__(self, children, folder, size=3, steps=600):
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self.port = listener.getsockname()[1]
+        self.port = free_port()
         self._children = children
         self._folder = folder
         self.size = size

@@ -27,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this file is sta
 from support import elastic
 from support.deadlines import LATEST_S
 from support.nodes import RUN, SCRIPT, below, wait_for_end
-from support.slurm import free_ports, until
+from support.ports import free_ports
+from support.slurm import until
 
 STORE = 80_000_000
 

@@ -15,10 +15,11 @@ import socket
 import subprocess
 import threading
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from .deadlines import LATEST_S
+from .ports import free_ports
 
 PACKAGES = {
     "slurmctld": "slurmctld",
@@ -136,21 +137,6 @@ def until(holds, what, timeout=LATEST_S):
         assert time.monotonic() < end, what() if callable(what) else f"{what} did not come"
         threading.Event().wait(0.05)
     return found
-
-
-def free_ports(count):
-    """So many ports in a row that nobody listens at."""
-    for first in range(17000 + os.getpid() % 1000 * 10, 32000, count):
-        with ExitStack() as held:
-            try:
-                for port in range(first, first + count):
-                    each = held.enter_context(socket.socket())
-                    each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    each.bind(("", port))
-            except OSError:
-                continue
-            return first
-    raise AssertionError(f"no {count} free ports in a row")
 
 
 def processes_of(kind, namespace):

@@ -18,7 +18,7 @@ from support.inside import kill, pids
 from support.nodes import COMMAND
 from support.oracle import assert_same
 from support.pinned import Pipeline
-from support.slurm import free_ports
+from support.ports import free_port
 from torch import nn
 
 from pipedream_rt import Checkpoints, Recovery
@@ -263,7 +263,7 @@ def test_workers_that_were_started_elsewhere_on_this_machine_share_too(monkeypat
     expected = trained(stages=2, workers="serial")
     monkeypatch.setenv("PIPEDREAM_RT_SECRET", secrets.token_hex(32))
     monkeypatch.setenv("PIPEDREAM_RT_SHARED_MEMORY", said)
-    address, environment = f"127.0.0.1:{free_ports(1)}", dict(os.environ)  # a pipeline clears it
+    address, environment = f"127.0.0.1:{free_port()}", dict(os.environ)  # a pipeline clears it
 
     with ExitStack() as opened:
 

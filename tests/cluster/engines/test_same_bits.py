@@ -10,7 +10,7 @@ import sys
 import pytest
 from support.deadlines import LATEST_S
 from support.nodes import SCRIPT, expected, own_environment
-from support.slurm import free_ports
+from support.ports import free_port
 
 pytestmark = pytest.mark.processes
 
@@ -33,7 +33,7 @@ def test_the_same_bits_under_accelerate(way, tmp_path):
         pytest.skip("accelerate is not installed; make engines installs it")
     command = [*ACCELERATE, *WAYS[way]]
     if command[-1].endswith("port"):
-        command.append(str(free_ports(1)))
+        command.append(str(free_port()))
     done = subprocess.run(
         [*command, SCRIPT, str(tmp_path / "run"), "--steps", str(STEPS)], env=own_environment(),
         capture_output=True, text=True, timeout=LATEST_S,

@@ -5,7 +5,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 from support.deadlines import LATEST_S
 from support.nodes import calls_to, command_in, own_environment
+from support.ports import free_port
 from support.slurm import until
 from support.two_hosts import SECRET, Child
 
@@ -47,8 +47,7 @@ class Systemd:
         unit.read_string(UNIT.read_text().replace("\\\n", " "))
         self._service = unit["Service"]
         self._children = children
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self.port = listener.getsockname()[1]
+        self.port = free_port()
         (folder / "secret").touch(mode=0o600)
         (folder / "secret").write_text(SECRET)
         (folder / "script.py").write_text(
