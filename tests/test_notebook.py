@@ -80,6 +80,8 @@ def test_two_pipelines_of_one_cell_stay(shell, workers):
 def test_outside_of_a_notebook_nothing_is_closed():
     with opened() as one, opened() as other:
         assert one.state.value == other.state.value == "open"
+    notebook.close_earlier()
+    assert notebook.calm_call(list, range(3)) == [0, 1, 2]
 
 
 def test_what_was_chosen_and_compared_is_told_in_the_cell(shell, capsys, monkeypatch):

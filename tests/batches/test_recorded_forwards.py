@@ -129,6 +129,18 @@ def test_the_program_that_was_followed_longest_ago_is_forgotten(monkeypatch):
     assert follow(forwards, X, SCALE) == 0  # that of the example stays
 
 
+def test_of_programs_for_one_shape_the_others_stay_where_one_is_forgotten(monkeypatch):
+    monkeypatch.setattr(recorded_forwards, "_MOST", 1)
+    monkeypatch.setattr(recorded_forwards, "_FIRST", 100)
+    whole, padded = torch.ones(2, dtype=torch.bool), torch.tensor([True, False])
+    forwards = forwards_of(Masked(), Batch((X[:1], whole[:1]), {}, None))
+    assert [follow(forwards, X, mask) for mask in (whole, padded)] == [1, 2]
+    assert forwards.unused() == []
+    assert follow(forwards, X, padded) == 2
+    assert forwards.unused() == [1]
+    assert [follow(forwards, X, mask) for mask in (padded, whole)] == [2, 3]
+
+
 def test_after_the_first_few_sizes_one_program_serves_all():
     forwards = forwards_of()
     each = [followed(forwards, torch.ones(n, 4), torch.ones(n, 4)) for n in range(3, 9)]
@@ -216,8 +228,9 @@ def test_a_model_that_computes_its_loss_says_over_how_many_labels():
     assert follow(forwards, X, mode=Mode.INFER) == 1
 
 
-def test_a_cache_grows_by_each_forward_and_forwards_are_recorded_at_powers_of_two(monkeypatch):
-    """A model of transformers whose program serves other lengths too, once it came twice."""
+@pytest.fixture
+def generating(monkeypatch):
+    """What forwards a model of transformers by some tokens, and notes in which it recorded."""
     transformers = pytest.importorskip("transformers", reason="needs the extra hf")
     sizes = {"vocab_size": 9, "n_positions": 32, "n_embd": 4, "n_layer": 2, "n_head": 1}
     config = transformers.GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)
@@ -231,16 +244,38 @@ def test_a_cache_grows_by_each_forward_and_forwards_are_recorded_at_powers_of_tw
         recorded.append(cache.get_seq_length())
         return record(*args, **options)
 
-    monkeypatch.setattr(forwards, "record", noted)
-    place = 0
-    for length in (5, *[1] * 13):
+    def forward(length):
+        place = cache.get_seq_length()
         positions = torch.arange(place, place + length)[None]
         named = {"input_ids": positions % 9, "position_ids": positions, "use_cache": True}
         inputs = flat_copy(forwards.inputs(Batch((), named, None)))
-        forwards.cached(inputs, Cache("past_key_values", cache), length)
-        place += length
-        assert cache.get_seq_length() == place
+        number = forwards.cached(inputs, Cache("past_key_values", cache), length)
+        assert cache.get_seq_length() == place + length
+        return number
+
+    monkeypatch.setattr(forwards, "record", noted)
+    return forwards, forward, recorded
+
+
+def test_a_cache_grows_by_each_forward_and_forwards_are_recorded_at_powers_of_two(generating):
+    """A model of transformers whose program serves other lengths too, once it came twice."""
+    _, forward, recorded = generating
+    for length in (5, *[1] * 13):
+        forward(length)
     assert recorded == [0, 5, 6, 8, 16]
+
+
+def test_a_program_that_serves_all_lengths_of_a_cache_is_recorded_again_where_it_was_forgotten(
+    generating, monkeypatch
+):
+    forwards, forward, recorded = generating
+    monkeypatch.setattr(recorded_forwards, "_MOST", 0)
+    first, serves = forward(5), [forward(1) for _ in range(5)]
+    assert serves == [serves[0]] * 5  # with 10 in the cache it would not be recorded
+    assert forwards.unused() == []
+    assert forwards.unused() == [first, serves[0]]
+    assert forward(1) not in serves
+    assert recorded == [0, 5, 6, 8, 10]
 
 
 @pytest.mark.parametrize(

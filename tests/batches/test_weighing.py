@@ -13,7 +13,8 @@ from support.labelled import IGNORED, Counts, classifier, labelled
 from torch import nn
 
 from pipedream_rt import ConfigError, StageFailed
-from pipedream_rt.batches.weighing import shares_of
+from pipedream_rt.batches.items import Batch
+from pipedream_rt.batches.weighing import Weighing, shares_of
 
 
 @computed_on_the_device
@@ -175,6 +176,12 @@ def test_a_bad_weight_is_refused_and_the_pipeline_goes_on(weigh, words):
         chosen[0] = lambda x, y: (y != IGNORED).sum()
         list(pipe.train_epoch(data))
         assert pipe.step == 2
+
+
+def test_what_a_model_has_counted_itself_is_not_counted_again():
+    batch = Batch((torch.ones(2, 3),), {}, torch.tensor([1, IGNORED]))
+    weighing = Weighing(None, F.cross_entropy)
+    assert [weighing.counted(batch, labels) for labels in (None, 5)] == [1, 5]
 
 
 def test_what_is_no_function_weighs_nothing():

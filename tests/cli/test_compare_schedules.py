@@ -2,12 +2,14 @@
 
 import math
 import os
+import signal
 import sys
 
 import pytest
 
 from pipedream_rt.cli import compare_schedules
 from pipedream_rt.cli.compare_schedules import Trial, points_of, reached, told
+from pipedream_rt.cluster.environment import PREPARE
 from pipedream_rt.tracing.events import Stepped
 
 
@@ -134,3 +136,21 @@ def test_a_script_that_trains_nothing_is_told_what_it_must_do(run):
     code, _, errors = run(1)
     assert code == 1
     assert "the script has trained nothing by 1f1b: it must make a Pipeline" in errors
+
+
+def test_the_command_compares_in_a_process_that_passes_sigterm_on(call, monkeypatch, tmp_path):
+    (script := tmp_path / "train.py").touch()
+    asked, before = [], signal.getsignal(signal.SIGTERM)
+
+    def compare(command, environment, updates):
+        asked.append((command, environment[PREPARE], updates))
+        with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+            signal.raise_signal(signal.SIGTERM)
+        return 3
+
+    monkeypatch.setattr(compare_schedules, "compare", compare)
+    try:
+        call("run", "--compare-schedules", "--updates", 7, script, "--lr", "1", code=3)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert asked == [([sys.executable, str(script), "--lr", "1"], "1", 7)]

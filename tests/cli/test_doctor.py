@@ -1,6 +1,7 @@
 """The command ``doctor``: what it prints of what was found, and its exit code."""
 
 import json
+import sys
 
 import pytest
 
@@ -64,6 +65,7 @@ def test_a_training_is_a_line_for_each_step_of_it_and_counts(call, found, monkey
 
     def train_on(stages, patience, run):
         counts.append((stages, patience.total_seconds()))
+        assert run([sys.executable, "-c", "raise SystemExit(4)"]) == 4
         return list(said)
 
     monkeypatch.setattr(training, "train_on", train_on)

@@ -1,15 +1,22 @@
 import errno
 import socket
+import types
+from contextlib import ExitStack
 
 import pytest
+from support.callers import soon
+from support.ports import free_port
 
+from pipedream_rt.cluster import addresses
 from pipedream_rt.cluster.addresses import (
+    PortTaken,
     boot_id,
     host_to_listen_at,
     interface_of,
     interface_towards,
     is_here,
     listening,
+    listening_in_time,
     parse_address,
     resolved,
 )
@@ -76,6 +83,28 @@ def test_why_a_machine_cannot_listen_at_an_address(monkeypatch):
         listen("127.0.0.1", 0)
     with pytest.raises(ConfigError, match=r"already in use$"):
         listen("127.0.0.1", 29500)
+
+
+def test_a_port_that_another_process_frees_in_time_is_waited_for(monkeypatch):
+    port, waits = free_port(), []
+    with ExitStack() as others:
+        others.enter_context(socket.create_server(("127.0.0.1", port)))
+
+        def wait(seconds):
+            waits.append(seconds)
+            if len(waits) == 3:
+                others.close()
+
+        event = types.SimpleNamespace(Event=lambda: types.SimpleNamespace(wait=wait))
+        monkeypatch.setattr(addresses, "threading", event)
+        with listening_in_time("127.0.0.1", port, soon()) as listener:
+            assert listener.getsockname() == ("127.0.0.1", port)
+            with (
+                pytest.raises(PortTaken, match="already in use"),
+                listening_in_time("127.0.0.1", port, soon(0)),
+            ):
+                pass
+    assert len(waits) == 3
 
 
 def test_where_a_machine_listens_that_others_know_by_a_name():

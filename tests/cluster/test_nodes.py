@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from datetime import timedelta
 
 import pytest
@@ -208,6 +209,14 @@ def test_two_jobs_at_one_address(node, monkeypatch):
     (line,) = said
     assert f"cannot listen at {at}: [Errno 98] Address already in use" in line
     assert "Is it another job's?" in line
+
+
+def test_how_many_nodes_did_not_hear_the_end_is_told(node, monkeypatch):
+    monkeypatch.setattr(library, "announce_end", lambda *arguments: 0)
+    at, said = f"127.0.0.1:{free_port()}", []
+    command, patience = [sys.executable, "-c", "raise SystemExit(0)"], timedelta(seconds=LATEST_S)
+    assert library.run_first(node(0, at), command, 1, {}, said.append, patience) == 0
+    assert said == ["1 of 1 other nodes did not hear the end"]
 
 
 @pytest.mark.stress

@@ -54,6 +54,23 @@ def test_torch_rpc_is_for_who_asks_or_insists(asks, wish):
     assert all("CAP_NET_ADMIN" in each.remedy for each in found.values())
 
 
+@pytest.mark.parametrize(
+    ("obstacle", "wish", "grade", "words"),
+    [
+        ("", "", "ok", "workers can be its endpoints, behind a fence"),
+        ("filter", "off", "ok", "PIPEDREAM_RT_RPC is off"),
+        ("filter", "", "note", "left out, which only references to modules need: "),
+        ("filter", "on", "warn", "has no fence: "),
+        ("taken", "on", "fail", "cannot be had: "),
+    ],
+)
+def test_what_torch_rpc_lacks_counts_by_what_the_user_wants(obstacle, wish, grade, words):
+    machine = {**FINE, "rpc": obstacle, "rpc_wish": wish}
+    (found,) = [each for each in judge({"a": machine}, {}, {}, 1, rpc=True) if "RPC" in each.check]
+    assert (found.grade, found.where) == (grade, "a")
+    assert words in found.text
+
+
 def test_machines_clocks_addresses_and_links():
     links = {
         ("a", "b"): FAST, ("b", "a"): FAST, ("a", "c"): MeasuredLink(1e-3, 1e8),

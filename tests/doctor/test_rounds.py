@@ -131,10 +131,11 @@ def test_a_machine_that_is_lost_meanwhile_is_not_waited_for(port, monkeypatch, q
         control = calling(("127.0.0.1", port), secret)
         assert asked(control, hello("node-1", job=secret.job))["type"] == "admitted"
         while (said := control.receive(soon()))["type"] != question:
-            answer = {"text": "{}"} if said["type"] == "examine" else {"ns": 0}
+            answer = {"text": "no JSON"} if said["type"] == "examine" else {"ns": 0}
             control.send({"type": "findings" if "text" in answer else "clock", **answer})
         control.close()
         found = looking.result(45)
+    assert found.machines.get("node-1", {}) == {}
     findings = judge(found.machines, found.links, found.clocks, 2, found.addresses)
     assert "fail" in [each.grade for each in findings if each.check == "link"]
 

@@ -85,9 +85,12 @@ def test_every_method_is_known_and_those_that_are_replaced_are_as_expected():
 
 @pytest.mark.parametrize("name", NEVER_CALLED)
 def test_methods_that_are_never_called_are_refused_by_name(name, tmp_path):
-    own = type("Own", (PipelineTrainer,), {name: lambda self, *args, **kwargs: None})
-    with pytest.raises(ConfigError, match=f"cannot do an own {name}: "), trainer_of(own, tmp_path):
-        pass
+    body = {name: lambda self, *args, **kwargs: None}
+    own = type("Own", (PipelineTrainer,), body)
+    theirs = type("Piped", (PipelineMixin, type("Theirs", (Trainer,), body)), {})
+    for cls, said in ((own, f"an own {name}"), (theirs, f"Theirs.{name}")):
+        with pytest.raises(ConfigError, match=f"cannot do {said}: "), trainer_of(cls, tmp_path):
+            pass
 
 
 def test_a_method_that_a_new_version_brings_is_refused_if_somebody_has_it(tmp_path, monkeypatch):

@@ -75,6 +75,22 @@ def remembering():
     return nn.Sequential(*layers(Remembers, nn.Linear))
 
 
+class Calls(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.calls = 0
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x):
+        self.calls += 1
+        self.mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
+        return super().forward(x)
+
+
+def counting():
+    return nn.Sequential(*layers(Calls, nn.Linear))
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(("workers", "recompute"), [("serial", False), ("local", True)])
 @pytest.mark.parametrize("changed", ["attribute", "dict", "list", "slot", "layer"])
@@ -182,6 +198,8 @@ class Buffered(nn.Module):
         (remembering, Penalty(), lambda m, loss: m[0].scale.fill_(2), "changed 'scale' of layer 0"),
         (remembering, Penalty(), lambda m, loss: m[0].steps.append(0.5),
          "changed 1 of 'steps' of layer 0"),
+        (counting, Penalty(), lambda m, loss: setattr(m[0], "calls", 7),
+         "changed 'calls' of layer 0.*its forward changes it too"),
         (sequence, by_a_global_of_a_module, lambda m, loss: BETAS.update(beta=0.5),
          "'BETAS' of the globals that by_a_global"),
     ],
@@ -193,6 +211,18 @@ def test_what_cannot_travel_is_refused_by_name(make, loss, change, words):
         change(model, loss)
         with pytest.raises(ConfigError, match=words):
             list(pipe.train_epoch(batches(2)))
+
+
+def test_what_may_be_a_cache_that_a_call_by_the_script_has_filled_is_said_once(caplog):
+    loss = Penalty("dict")
+    with opened(sequence(), loss) as pipe:
+        list(pipe.train_epoch(batches(2)))
+        loss.cell["mask"] = torch.ones(2)
+        for _ in range(2):
+            list(pipe.train_epoch(batches(2)))
+    said = [each.getMessage() for each in caplog.records if "has changed" in each.getMessage()]
+    assert len(said) == 1
+    assert "only numbers, texts, None" in said[0]
 
 
 def test_what_nobody_reads_may_change():
@@ -285,18 +315,6 @@ def test_what_the_script_does_to_what_stages_have_copies_of(change, words, in_cl
         change(use)
         with pytest.raises(ConfigError, match=words):
             pipe.submit(x, y).result()
-
-
-class Calls(nn.Linear):
-    def __init__(self, *sizes):
-        super().__init__(*sizes)
-        self.calls = 0
-        self.register_buffer("mean", torch.zeros(8))
-
-    def forward(self, x):
-        self.calls += 1
-        self.mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
-        return super().forward(x)
 
 
 def test_a_script_may_load_weights_and_use_its_model():

@@ -309,6 +309,24 @@ def test_a_file_that_cannot_be_read_now_is_not_other_code(module, tmp_path):
     assert code_of([module.Layer()]) == before
 
 
+@pytest.mark.parametrize(
+    ("holds", "expected"),
+    [("site-packages/", True), ("mine/pack-1.dist-info/", True), ("mine/", False)],
+)
+def test_what_lies_among_packages_is_not_the_users_own(tmp_path, monkeypatch, holds, expected):
+    folder = tmp_path / holds.split("/")[0]
+    (tmp_path / holds).mkdir(parents=True)
+    name = f"lies_in_{tmp_path.name}"  # answers are kept
+    module = types.ModuleType(name)
+    module.__file__ = str(folder / f"{name}.py")
+    monkeypatch.setitem(sys.modules, name, module)
+    assert code_module.is_installed(name) is expected
+    folder.rename(tmp_path / "elsewhere")
+    module.__file__ = str(folder / "gone" / f"{name}.py")
+    monkeypatch.setitem(sys.modules, f"{name}_gone", module)
+    assert not code_module.is_installed(f"{name}_gone")
+
+
 def test_partials_methods_and_objects(module):
     layer = module.Layer()
     for thing in (functools.partial(module.loss, target=1), layer.forward, module.Layer):

@@ -34,6 +34,14 @@ def test_each_micro_batch_sees_what_it_was_fed_with():
         assert (options.rate, options.mode) == (rate, "warm")
 
 
+def test_what_the_stage_has_removed_itself_stays_so():
+    options, given = here()
+    given.apply(fed(new=1))
+    del options.new
+    given.apply(fed())
+    assert not hasattr(options, "new")
+
+
 def test_what_a_later_micro_batch_was_not_fed_with_is_as_at_the_start():
     options, given = here()
     given.apply(fed(rate=0.1))

@@ -1,15 +1,21 @@
 """The state of a stage goes through one set of functions, and comes back as it was."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import torch
 import torch.nn.functional as F
 from support.messages import head
 from support.oracle import assert_same
+from support.rules import context
 from support.stages import stages_of, value
 from torch import nn
 
 from pipedream_rt import Clip
 from pipedream_rt.messages.head import LossTask
 from pipedream_rt.messages.state_keys import by_text
+from pipedream_rt.schedules import plan_for
+from pipedream_rt.schedules.placement import Tie
 from pipedream_rt.stage import stage_state
 
 ADAM = (torch.optim.Adam, {"lr": 0.1})
@@ -62,6 +68,18 @@ def test_loaded_weights_are_those_of_the_newest_version():
     assert_same(stage_state.state_dict(stage), zeros)
     train(stage, [2])
     assert any(t.any() for t in stage_state.state_dict(stage).values())
+
+
+def test_of_a_borrowed_weight_that_was_loaded_nothing_older_is_read():
+    module = nn.ParameterDict({"tied": nn.Parameter(torch.ones(2))})
+    plan = replace(plan_for("async-1f1b", num_stages=2), ties=(Tie("head", (0, 1)),))
+    weights = context(module, plan, 1, names={"tied": "head"}).weights
+    weights.receive(0, {"head": torch.full((2,), 3.0)})
+    stage = SimpleNamespace(module=module, weights=weights, parameters=weights.own)
+    stage_state.load_state(stage, {"tied": torch.full((2,), 5.0)})
+    weights.begin(0)
+    with weights.reading(0):
+        assert module["tied"].tolist() == [5, 5]
 
 
 def test_a_kept_version_stays_as_it_was():

@@ -440,6 +440,12 @@ def test_the_outputs_come_first_in_gpipe_and_with_one_micro_batch(name, k):
     assert plan.outputs_come_first == (name == "gpipe" or k == 1)
 
 
+def test_forwards_of_another_stage_of_the_worker_are_no_outputs():
+    """It does those of stage 1 first: as many as there are micro-batches."""
+    plan = plan_for("interleaved-1f1b", num_stages=4, stages_per_worker=2, per_update=2)
+    assert not plan.outputs_come_first
+
+
 def test_replicas_of_the_last_stage_have_a_part_of_the_outputs_each():
     for replicas, first in (((1, 2), False), ((2, 1), True)):
         plan = plan_for("gpipe", num_stages=2, per_update=4, replicas=replicas)

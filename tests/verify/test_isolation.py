@@ -2,6 +2,7 @@
 
 import collections
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ from torch.nn import functional as F
 
 from pipedream_rt import ConfigError
 from pipedream_rt.job.options import Layout
+from pipedream_rt.models.holders import Holder
 from pipedream_rt.verify import isolation
-from pipedream_rt.verify.isolation import Shared
+from pipedream_rt.verify.isolation import Shared, held_by
 
 
 class Counter:
@@ -135,6 +137,39 @@ def test_a_file_is_wound_back_if_it_can_be(tmp_path):
         assert file.readline() == "1\n"
         next(file)  # while it is iterated over, its place is unknown
         assert_refused(reads, "from such an iterator or file cannot be put back")
+
+
+def writes(output, target):
+    FILES[0].write("2")
+    return F.mse_loss(output, target)
+
+
+def test_what_was_written_stays_written(tmp_path):
+    with (tmp_path / "notes").open("w") as file:
+        FILES[:] = [file]
+        file.write("1")
+        with Shared(job_of(None, writes)).apart():
+            file.write("2")
+        file.write("3")
+    assert (tmp_path / "notes").read_text() == "123"
+
+
+@pytest.mark.parametrize(
+    ("value", "change"),
+    [
+        (np.zeros(3), lambda array: array.fill(1)),
+        (np.zeros(1 << 20), lambda array: array.resize(5, refcheck=False)),
+        ([1, (2, {3})], lambda held: held[1][1].add(4)),
+        (random.Random(3), random.Random.random),
+    ],
+    ids=["array", "large array", "container", "generator"],
+)
+def test_a_value_that_was_changed_in_place_can_be_told(value, change):
+    holder = Holder(SimpleNamespace(value=value), "object", "here")
+    before = held_by([holder])
+    assert held_by([holder]) == before
+    change(value)
+    assert held_by([holder]) != before
 
 
 def test_what_is_kept_can_be_put_back_more_than_once():

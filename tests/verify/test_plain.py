@@ -1,5 +1,7 @@
 """Training a copy of the unsplit model in plain PyTorch."""
 
+import signal
+
 import pytest
 import torch
 from support.models import Counts, NoisySGD
@@ -226,6 +228,25 @@ def test_the_loss_in_eval_mode():
     assert training_of(job_of(job.model.whole.train())).loss_of(BATCH) == expected
     for kind in (Counts, NoisyForward, Trains):
         assert training_of(job_of(nn.Sequential(kind(4, 4), nn.Tanh()))).loss_of(BATCH) is None
+
+
+class Interrupts(nn.Linear):
+    def forward(self, x):
+        signal.raise_signal(signal.SIGUSR1)
+        return super().forward(x)
+
+
+def test_what_a_signal_handler_of_the_script_raises_meanwhile_is_raised():
+    def stop(number, frame):
+        raise ZeroDivisionError("stop")
+
+    plain = training_of(job_of(nn.Sequential(Interrupts(4, 4), nn.Tanh())))
+    before = signal.signal(signal.SIGUSR1, stop)
+    try:
+        with pytest.raises(ZeroDivisionError, match="stop"):
+            plain.loss_of(BATCH)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_a_sequence_takes_its_input_and_another_model_its_arguments():

@@ -155,3 +155,12 @@ def test_workers_that_cannot_notice_the_death_of_their_script_are_killed():
         wait_for_end((stopped, killed, server))
         assert time.monotonic() - began < 3  # a child that holds them would do so for longer
         os.close(writing)
+
+
+def test_who_was_started_by_another_process_than_it_talks_to_has_no_parent():
+    """It has died, and its number may be another's by now."""
+    ours, theirs = socket.socketpair()  # at both ends is this process, whose parent is another
+    with ours, theirs:
+        before = len(os.listdir("/proc/self/fd"))
+        assert fork_server._open_parent(ours) is None
+        assert len(os.listdir("/proc/self/fd")) == before

@@ -8,11 +8,11 @@ from support.callers import soon
 from pipedream_rt.cluster.control import Control
 from pipedream_rt.cluster.dial import DialOptions
 from pipedream_rt.cluster.identity import Secret
-from pipedream_rt.cluster.records import HEAD
+from pipedream_rt.cluster.records import HEAD, welcome
 from pipedream_rt.cluster.worker import joining
 from pipedream_rt.cluster.worker.joining import JoinAttempts, WorkerSettings
 from pipedream_rt.cluster.worker_life import WorkerEnd
-from pipedream_rt.errors import PipelineError
+from pipedream_rt.errors import PeerLost, PipelineError
 
 SECRET = Secret.generated()
 
@@ -67,6 +67,18 @@ def test_an_answer_to_ready_that_cannot_be_read_is_no_place(ends):
     coordinator._socket.send(HEAD.pack(3) + b"xyz")
     with pytest.raises(joining.NotAdmitted, match="the coordinator's answer to 'ready'"):
         joining.serve(control, WorkerSettings("w", 1, SECRET))
+
+
+def test_a_worker_whose_coordinator_is_lost_says_so_and_may_come_again(ends, monkeypatch, caplog):
+    def host_stage(*arguments):
+        raise PeerLost("it is gone", peer="coordinator")
+
+    coordinator, control = ends
+    monkeypatch.setattr(joining, "_import_torch", lambda: host_stage)
+    for record in ({"type": "admitted", "secret": None}, welcome(1, ["coordinator", "w"], "")):
+        coordinator.send(record)
+    assert joining.serve(control, WorkerSettings("w", 1, SECRET)) == WorkerEnd.COORDINATOR_LOST
+    assert "it is gone" in caplog.text
 
 
 TAKEN = joining.NotAdmitted("the name 'w' is taken")

@@ -128,6 +128,12 @@ def test_what_a_close_on_another_thread_could_not_restore_the_next_restores(
     assert wakes() == -1
 
 
+def test_a_pipeline_that_another_thread_makes_leaves_the_signal_alone(preemption):
+    on_a_thread(preemption.watch)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert wakes() == -1
+
+
 def test_a_socket_that_was_set_meanwhile_stays(preemption, writing):
     preemption.watch()
     signal.set_wakeup_fd(writing)
