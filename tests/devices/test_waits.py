@@ -2,7 +2,7 @@
 
 import contextlib
 import gc
-from itertools import count
+import itertools
 
 import pytest
 import torch
@@ -90,9 +90,15 @@ ON_THE_HOST = {
 
 
 def test_each_wait_that_is_dropped_is_missed(tmp_path):
-    """In one of the layouts, each in turn; for where a wait is of use depends on the layout."""
-    places, missed, runs = set(), set(), count()
-    for devices in LAYOUTS.values():
+    """In one of the layouts, each in turn; for where a wait is of use depends on the layout.
+
+    Where the host is slow, another wait may come before the tensor is read, so that this once it is
+    of no use: there are four turns.
+    """
+    places, missed, runs = set(), set(), itertools.count()
+    for turn, devices in itertools.product(range(4), LAYOUTS.values()):
+        if turn and missed == places:
+            break
         with watched() as found:
             train(tmp_path / f"{next(runs)}", devices, **CLIPPED)
         assert standin.violations() == []
