@@ -400,7 +400,7 @@ def test_a_stranger_on_this_machine_while_groups_form(tmp_path, recoveries):
     rogue = Rogue(tmp_path / "rogue")
     said = formed_and_recovered(rogue, recoveries, "local")
     print(said)
-    assert said["tried"] > recoveries
+    assert said["tried"] > 0
     assert said["answered"] == said["still_open"] == 0
 
 

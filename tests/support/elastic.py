@@ -3,8 +3,9 @@
     python elastic.py FOLDER WORKERS FEWEST MOST [STEP...]
 
 WORKERS is that argument of `Pipeline`, or ``-`` for what the environment says. At each STEP it
-prints who hosts the stages, and waits for a line; at one such as ``35+`` for a worker that comes;
-and at ``35~`` it waits three seconds for newcomers.
+prints who hosts the stages, and waits for a line. At one such as ``35+`` it waits for a worker that
+comes, and makes a checkpoint, behind which it is taken: to write those of every tenth step may take
+longer than the steps that are left. At ``35~`` it waits three seconds for newcomers.
 """
 
 import sys
@@ -55,6 +56,8 @@ def main():
             deadline, pause = Deadline(timedelta(seconds=seconds)), threading.Event()
             while not pipe._group.cluster.newcomers() and not deadline.expired():
                 pause.wait(0.1)
+            if f"{step}+" in stops:
+                pipe.save()
         elif str(step) in stops:
             names = [stage.worker for stage in pipe.stages]
             print(f"at {step}: {' '.join(names)}", flush=True)

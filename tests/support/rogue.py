@@ -18,6 +18,7 @@ import ssl
 import sys
 import tempfile
 import threading
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from pipedream_rt.cluster.records import VERSION, packed
 from pipedream_rt.software import software
 from support.family import family
 
+LOOKS = 50
 OTHER_JOB = Secret("92e7" + "0" * 60)
 
 WORDS = (
@@ -95,7 +97,7 @@ def sockets_of_the_test():
 class Rogue:
     def __init__(self, folder, host="127.0.0.1", ports=()):
         self.folder, self.host, self.ports = Path(folder), host, ports
-        self.seen = set(listening())
+        self.seen, self.looks = set(listening()), Counter()
         self.tried = self.connected = self.answered = 0
         self.open = []
         self.agents = self.shook_hands = 0
@@ -104,10 +106,13 @@ class Rogue:
     def new_ports(self):
         if self.ports:
             return self.ports
-        now = listening()
-        fresh, self.seen = now - self.seen, self.seen | now
+        fresh = listening() - self.seen
         of_the_test = sockets_of_the_test() if fresh else ()  # 1 ms: not at each turn
-        return [port for port, inode in fresh if inode in of_the_test]
+        found = [each for each in fresh if each[1] in of_the_test]
+        # A list of children may lack one while others end, so a stranger's port is looked at again.
+        self.looks.update(fresh)
+        self.seen.update(found, (each for each in fresh if self.looks[each] == LOOKS))
+        return [port for port, _ in found]
 
     def talk(self, port):
         """Connect, send junk, and keep the connections; return those that stand."""
