@@ -100,6 +100,18 @@ def test_replicas_exchange_gradients_while_they_compute_unless_the_pipe_flushes(
     assert rates["1f1b"] == pytest.approx(2 / (1 + 0.2))
 
 
+@pytest.mark.parametrize(("replicas", "slack"), [(2, 1), (3, 2)])
+def test_slack_keeps_replicas_between_other_stages_at_work(replicas, slack):
+    """A micro-batch stays there for as many periods, so the stage before must be ahead by more."""
+    stages = [StageChoice(-1, 0, (0,)), StageChoice(0, 1, tuple(range(1, replicas + 1)))]
+    stages.append(StageChoice(1, 2, (replicas + 1,)))
+    profile = chain(1, replicas, 1)
+    costing = Costing(cuts_of(profile), machines(replicas + 2), "async-1f1b", 1)
+    found = partition_of(costing, stages, SLOWDOWNS["none"])
+    assert [stage.slack for stage in found.stages] == [slack, 0, 0]
+    assert found.throughput == pytest.approx(1.0)
+
+
 def test_slowdown_is_read_between_points_and_goes_on_behind_the_last():
     def slowdown(layers, k):
         costing = Costing(cuts_of(chain(*[1.0] * layers)), machines(layers), "async-1f1b", k)

@@ -272,6 +272,17 @@ def test_nothing_that_is_decrypted_stays_behind(linked, size):
     assert all(torch.equal(frame.tensors[0], sent[0]) for frame in came)
 
 
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_a_connection_that_is_reset_ends_the_link(linked, is_encrypted):
+    ours, theirs = tcp_pair()
+    ends = encrypted_pair((ours, theirs)) if is_encrypted else map(Connection, (ours, theirs))
+    link, _ = linked(*ends)
+    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    theirs.close()
+    with pytest.raises(ConnectionResetError):
+        link.receive(lambda frame: None)
+
+
 def test_what_the_socket_does_not_take_is_left_over_and_flushed(linked):
     left, right = linked(*encrypted_pair(tcp_pair(buffer=32_768)))
     large, came = torch.arange(2_000_000.0), []

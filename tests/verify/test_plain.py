@@ -7,7 +7,6 @@ import torch
 from support.models import Counts, NoisySGD
 from support.verified import (
     BATCH,
-    SGD,
     Noise,
     NoisyForward,
     cut_for,
@@ -163,15 +162,21 @@ def test_a_layer_draws_from_the_seed_that_its_stage_gives_it():
 
 
 @pytest.mark.parametrize(
-    ("model", "optimizer", "note", "left_out"),
+    ("model", "options", "note", "left_out"),
     [
-        (Noise, SGD, "backward", {"gradient"}),
-        (nn.Linear, (NoisySGD, {"lr": 0.1}), "step", {"state"}),
+        (Noise, {}, "backward", {"gradient"}),
+        (
+            Noise,
+            {"schedule": "gpipe", "training": Training(loss="whole")},
+            "backward",
+            {"gradient"},
+        ),
+        (nn.Linear, {"optimizer": (NoisySGD, {"lr": 0.1})}, "step", {"state"}),
     ],
-    ids=["backward", "step"],
+    ids=["backward", "backward of the whole", "step"],
 )
-def test_what_draws_behind_the_forward_is_not_compared(model, optimizer, note, left_out):
-    job = job_of(nn.Sequential(model(4, 4), nn.Linear(4, 4)), optimizer=optimizer)
+def test_what_draws_behind_the_forward_is_not_compared(model, options, note, left_out):
+    job = job_of(nn.Sequential(model(4, 4), nn.Linear(4, 4)), **options)
     plain = training_of(job)
     seen = plain.step(0, cut_for(job), {}, no_hyper(job))
     assert list(plain.notes) == [note]
