@@ -209,6 +209,17 @@ def nothing_left_behind():
 
 
 @pytest.fixture(autouse=True)
+def handlers_as_before():
+    """Give signals the handlers back that they had: Ctrl-C of another test would be lost."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
 def no_secret_of_another_test():
     """Forget the secret that a test has had in its environment."""
     yield

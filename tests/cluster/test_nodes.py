@@ -154,9 +154,7 @@ def test_a_script_that_fails_ends_all_nodes_for_good(tmp_path):
 def node(monkeypatch):
     """A node of a job of two, which runs in this process."""
     monkeypatch.setenv("PIPEDREAM_RT_SECRET", SECRET)
-    before = signal.getsignal(signal.SIGTERM)
-    yield lambda rank, at: node_job({}, EngineRequest(nodes=2, rank=rank, endpoint=at))
-    signal.signal(signal.SIGTERM, before)
+    return lambda rank, at: node_job({}, EngineRequest(nodes=2, rank=rank, endpoint=at))
 
 
 @pytest.mark.parametrize(
