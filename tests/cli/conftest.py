@@ -1,6 +1,5 @@
 """What the tests of the commands share."""
 
-import signal
 import subprocess
 from types import SimpleNamespace
 
@@ -36,9 +35,6 @@ def forking(monkeypatch):
     popen = SimpleNamespace(Popen=forked.Popen, TimeoutExpired=subprocess.TimeoutExpired)
     for command in (compare_schedules, profile):
         monkeypatch.setattr(command, "subprocess", popen)
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(scope="session")

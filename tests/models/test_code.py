@@ -321,7 +321,6 @@ def test_what_lies_among_packages_is_not_the_users_own(tmp_path, monkeypatch, ho
     module.__file__ = str(folder / f"{name}.py")
     monkeypatch.setitem(sys.modules, name, module)
     assert code_module.is_installed(name) is expected
-    folder.rename(tmp_path / "elsewhere")
     module.__file__ = str(folder / "gone" / f"{name}.py")
     monkeypatch.setitem(sys.modules, f"{name}_gone", module)
     assert not code_module.is_installed(f"{name}_gone")
