@@ -87,7 +87,8 @@ def say(text: str) -> None:
     stream = sys.stdout if is_notebook() else sys.stderr
     if stream is not None:  # else `print` would take standard output
         with harmless():
-            print(text, file=stream, flush=True)
+            stream.write(f"{text}\n")  # one write: `print` makes two if unbuffered, and lines mix
+            stream.flush()
 
 
 def note(log: logging.Logger, text: str) -> None:

@@ -6,6 +6,7 @@ import logging
 import signal
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -79,6 +80,13 @@ def test_what_is_said_to_nobody_is_lost(monkeypatch, capsys, stream):
 def test_what_is_said_is_on_standard_error(capsys):
     say("a word")
     assert capsys.readouterr().err == "a word\n"
+
+
+def test_a_line_is_one_write_so_that_lines_of_processes_stay_whole(monkeypatch):
+    stream = Mock()
+    monkeypatch.setattr(sys, "stderr", stream)
+    say("a word")
+    assert stream.mock_calls == [call.write("a word\n"), call.flush()]
 
 
 @STREAMS
