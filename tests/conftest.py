@@ -211,7 +211,7 @@ def nothing_left_behind():
 @pytest.fixture(autouse=True)
 def handlers_as_before():
     """Give signals the handlers back that they had: Ctrl-C of another test would be lost."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR1)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR1, signal.SIGALRM)
     before = {number: signal.getsignal(number) for number in numbers}
     yield
     for number, handler in before.items():

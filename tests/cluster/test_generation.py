@@ -375,7 +375,7 @@ def signalled(handle, number):
         until_main_thread_waits()
         signal.pthread_kill(threading.main_thread().ident, number)
 
-    before = signal.signal(number, lambda *_: handle(generations))
+    signal.signal(number, lambda *_: handle(generations))
     worker = threading.Thread(target=come)
     worker.start()
     try:
@@ -383,7 +383,6 @@ def signalled(handle, number):
     finally:
         worker.join(LATEST_S)
         generations.close()
-        signal.signal(number, before)
         came[0].close()
     with listening(*by_test.address):
         pass  # the port is free again

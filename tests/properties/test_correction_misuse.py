@@ -206,17 +206,14 @@ class Alarming(nn.Module):
 
 
 def test_what_a_signal_handler_raises_reaches_the_script():
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        Alarming.calls = 0
-        model = nn.Sequential(nn.Linear(8, 8), Alarming(), nn.Linear(8, 8))
-        torch.manual_seed(0)
-        data = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(8)]
-        with pytest.raises(Deadline), open_pipe([], model, max_restarts=2) as pipe:
-            list(pipe.train_epoch(data))
-        assert not pipe.restarts
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    signal.signal(signal.SIGUSR1, handler)
+    Alarming.calls = 0
+    model = nn.Sequential(nn.Linear(8, 8), Alarming(), nn.Linear(8, 8))
+    torch.manual_seed(0)
+    data = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(8)]
+    with pytest.raises(Deadline), open_pipe([], model, max_restarts=2) as pipe:
+        list(pipe.train_epoch(data))
+    assert not pipe.restarts
 
 
 @contextlib.contextmanager

@@ -218,29 +218,24 @@ def test_ctrl_c_in_a_stage_reaches_the_script():
 def test_a_signal_handler_may_close_the_pipeline_while_a_stage_computes():
     model = nn.Sequential(nn.Linear(8, 8), Interrupts(), nn.Linear(8, 8))
     with open_pipe(model) as pipe:
-        before = signal.signal(signal.SIGINT, lambda *_: pipe.close())
-        try:
-            with pytest.raises(PipelineClosed):
-                list(pipe.train_epoch(regression(6)))
-        finally:
-            signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, lambda *_: pipe.close())
+        with pytest.raises(PipelineClosed):
+            list(pipe.train_epoch(regression(6)))
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_an_error_of_a_signal_handler_in_a_stage_ends_the_pipeline_which_says_so(training):
     """Stages compute in the thread of the script, so that one was left in the middle."""
     model = nn.Sequential(nn.Linear(8, 8), Interrupts(training), nn.Linear(8, 8))
-    before, data = signal.signal(signal.SIGINT, too_late), regression(6)
-    try:
-        with open_pipe(model, max_restarts=3) as pipe:
-            with pytest.raises(Late) as e:
-                list(pipe.train_epoch(data)) if training else pipe.evaluate(data)
-            assert not pipe.restarts
-            with pytest.raises(PipelineClosed, match="has failed: Late, which came") as f:
-                pipe.flush()
-            assert f.value.__cause__ is e.value
-    finally:
-        signal.signal(signal.SIGINT, before)
+    data = regression(6)
+    signal.signal(signal.SIGINT, too_late)
+    with open_pipe(model, max_restarts=3) as pipe:
+        with pytest.raises(Late) as e:
+            list(pipe.train_epoch(data)) if training else pipe.evaluate(data)
+        assert not pipe.restarts
+        with pytest.raises(PipelineClosed, match="has failed: Late, which came") as f:
+            pipe.flush()
+        assert f.value.__cause__ is e.value
 
 
 def test_layers_that_work_in_place_do_not_change_what_other_stages_hold():

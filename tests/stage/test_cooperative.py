@@ -113,13 +113,10 @@ def test_what_a_signal_handler_of_the_script_has_raised_is_raised():
             yield Wanted(reply(0).key, Deadline(None))
             signal.raise_signal(signal.SIGUSR1)
 
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        turns = Turns(Alarmed().put(0))
-        with pytest.raises(Deadlined):
-            turns.take()
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    signal.signal(signal.SIGUSR1, handler)
+    turns = Turns(Alarmed().put(0))
+    with pytest.raises(Deadlined):
+        turns.take()
     assert (turns.has_ended, turns.host.reported) == (True, [])
 
 

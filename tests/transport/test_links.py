@@ -180,18 +180,15 @@ def test_a_close_on_another_thread_ends_a_wait_and_the_next_says_why(members, fl
 def test_a_signal_handler_closes_in_the_middle_of_a_wait(members, when):
     sender, receiver = members()
     links = receiver.links
-    before = signal.signal(signal.SIGUSR1, lambda *_: links.close())
-    try:
-        if when == "reading":
-            links._receive = lambda rank, frame: os.kill(os.getpid(), signal.SIGUSR1)
-            sends = threading.Timer(0.05, sender.links.send, (1, 7, b"x"))
-        else:
-            sends = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1))
-        sends.start()
-        links.wait(LATEST_S)
-        sends.join()
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    signal.signal(signal.SIGUSR1, lambda *_: links.close())
+    if when == "reading":
+        links._receive = lambda rank, frame: os.kill(os.getpid(), signal.SIGUSR1)
+        sends = threading.Timer(0.05, sender.links.send, (1, 7, b"x"))
+    else:
+        sends = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1))
+    sends.start()
+    links.wait(LATEST_S)
+    sends.join()
     assert links._of_waiter.closed
     with pytest.raises(TransportError, match="the links were closed"):
         links.wait(0)

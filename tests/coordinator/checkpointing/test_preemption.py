@@ -106,8 +106,7 @@ def own_handler():
         signal.signal(signal.SIGTERM, handler := lambda *_: came.append(True))
         return came, handler
 
-    yield set_handler
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    return set_handler
 
 
 def test_what_a_close_on_another_thread_could_not_restore_the_next_restores(
