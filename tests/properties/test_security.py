@@ -42,6 +42,7 @@ from pipedream_rt.deadline import Deadline
 from pipedream_rt.errors import PipelineError, TransportError
 from pipedream_rt.transport.group import Group
 from pipedream_rt.transport.rpc.endpoint import RPCEndpoint
+from pipedream_rt.transport.rpc.tunnel import Tunnel
 from pipedream_rt.transport.sockets import SocketTransport
 
 KEY = b"k" * 32
@@ -362,10 +363,15 @@ class Rogue:
         )  # fmt: skip
         assert self.process.stdout.readline() == "ready\n"
 
+    def has_been_at(self, port):
+        """Wait for him to say so."""
+        while (said := self.process.stdout.readline()) != f"{port}\n":
+            assert said, "he has ended"
+
     def end(self):
         """What he has reached."""
         said, _ = self.process.communicate(timeout=LATEST_S)
-        return json.loads(said)
+        return json.loads(said.splitlines()[-1])
 
 
 def formed_and_recovered(rogue, recoveries, workers, replace=lambda name: None):
@@ -395,9 +401,15 @@ def formed_and_recovered(rogue, recoveries, workers, replace=lambda name: None):
 @pytest.mark.parametrize(
     "recoveries", [3, pytest.param(100, marks=[pytest.mark.stress, pytest.mark.timeout(600)])]
 )
-def test_a_stranger_on_this_machine_while_groups_form(tmp_path, recoveries):
+def test_a_stranger_on_this_machine_while_groups_form(tmp_path, monkeypatch, recoveries):
     """Nothing that listens lets him in: he is connected for a moment at most, and nothing runs."""
-    rogue = Rogue(tmp_path / "rogue")
+    rogue, shut = Rogue(tmp_path / "rogue"), Tunnel.shut
+
+    def shut_behind_him(tunnel):
+        rogue.has_been_at(tunnel._port)  # of the coordinator; he may come too late for a worker's
+        shut(tunnel)
+
+    monkeypatch.setattr(Tunnel, "shut", shut_behind_him)
     said = formed_and_recovered(rogue, recoveries, "local")
     print(said)
     assert said["tried"] > 0

@@ -4,7 +4,7 @@ He polls for ports at which the processes of his test listen, by the kernel's ta
 that he is told, and talks to each at once: as a peer of torch RPC that has a file written and a
 weight read, as a worker or a member with the certificate of another job or with none, and with
 junk. He keeps what he gets open. He never connects to a port of another program, which may be a
-test beside his. At the end of his input he says what he has reached::
+test beside his. He says at which port he was, and at the end of his input what he has reached::
 
     python rogue.py FOLDER [HOST LOW HIGH]
     python rogue.py once PORT FILE      calls the agent at one port, once
@@ -262,6 +262,8 @@ def main(folder, host="127.0.0.1", low=0, high=0):
             # Where a connection stands, torch's own agent may talk; every third time: it is slow.
             if made and turn % 3 == 0 and not rogue.ports:
                 rogue.be_an_agent(port)
+            if not rogue.ports:
+                print(port, flush=True)
     said = {
         "tried": rogue.tried, "connected": rogue.connected, "agents": rogue.agents,
         "shook_hands": rogue.shook_hands, "answered": rogue.answered,
