@@ -47,6 +47,8 @@ images: $(VENV)/installed
 
 # Two processes share the tests, file by file, since most of the time is that of one core; the
 # longest files first. At the end the slowest are told, and those that took twice their time.
+# Tests start hundreds of interpreters, each of which would compile the library if none may keep it.
+unit: export PYTHONDONTWRITEBYTECODE :=
 unit: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
