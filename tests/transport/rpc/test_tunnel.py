@@ -6,6 +6,7 @@ import random
 import socket
 import subprocess
 import sys
+import threading
 from contextlib import closing
 from datetime import timedelta
 
@@ -191,13 +192,15 @@ def test_the_agent_is_closed_to_another_process(two, agent):
 
 def test_afterwards_nothing_listens(two, agent):
     caller, callee = connected(two, agent)
-    gate = two.gate
+    places, shut = (two.gate, agent.getsockname()), threading.Event()
     with caller, callee:
         two.ends[0].shut()
         two.ends[1].shut()
+        two.ends[0]._call_in_thread(shut.set)  # behind the end of the gate
         caller.sendall(b"goes on")
         assert read(callee, 7) == b"goes on"
-        for place in (gate, agent.getsockname()[:2] if agent.fileno() < 0 else gate):
+        assert shut.wait(LATEST_S)
+        for place in places:
             with pytest.raises(OSError, match=r"refused|timed out"):
                 socket.create_connection(place, timeout=5)
 
