@@ -13,7 +13,7 @@ import ssl
 import subprocess
 import sys
 import threading
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -351,27 +351,19 @@ def test_what_listens_while_workers_that_join_by_themselves_train(tmp_path, way)
         job[0].wait_for("trained")
 
 
-class Rogue:
-    """The stranger of `support.rogue`, in a process of its own, until `end`."""
+class Rogue(Child):
+    """The stranger of `support.rogue`, who writes into a folder, until `end`."""
 
     def __init__(self, folder):
         self.folder = folder
         folder.mkdir()
-        self.process = subprocess.Popen(
-            [sys.executable, ROGUE, str(folder)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert self.process.stdout.readline() == "ready\n"
-
-    def has_been_at(self, port):
-        """Wait for him to say so."""
-        while (said := self.process.stdout.readline()) != f"{port}\n":
-            assert said, "he has ended"
+        super().__init__([sys.executable, ROGUE, str(folder)], None)
+        self.wait_for("ready")
 
     def end(self):
         """What he has reached."""
-        said, _ = self.process.communicate(timeout=LATEST_S)
-        return json.loads(said.splitlines()[-1])
+        self.process.stdin.close()
+        return json.loads(self.wait_for('"connected"'))
 
 
 def formed_and_recovered(rogue, recoveries, workers, replace=lambda name: None):
@@ -403,14 +395,16 @@ def formed_and_recovered(rogue, recoveries, workers, replace=lambda name: None):
 )
 def test_a_stranger_on_this_machine_while_groups_form(tmp_path, monkeypatch, recoveries):
     """Nothing that listens lets him in: he is connected for a moment at most, and nothing runs."""
-    rogue, shut = Rogue(tmp_path / "rogue"), Tunnel.shut
+    shut = Tunnel.shut
 
     def shut_behind_him(tunnel):
-        rogue.has_been_at(tunnel._port)  # of the coordinator; he may come too late for a worker's
+        # The port of the coordinator; he may come too late for a worker's.
+        rogue.wait_for(f"at {tunnel._port}.")
         shut(tunnel)
 
     monkeypatch.setattr(Tunnel, "shut", shut_behind_him)
-    said = formed_and_recovered(rogue, recoveries, "local")
+    with closing(Rogue(tmp_path / "rogue")) as rogue:
+        said = formed_and_recovered(rogue, recoveries, "local")
     print(said)
     assert said["tried"] > 0
     assert said["answered"] == said["still_open"] == 0
@@ -428,7 +422,7 @@ def test_a_stranger_on_this_machine_while_workers_join_at_a_port(tmp_path, envir
             command = [*COMMAND, "worker", address, "--persist", "--name", name]
             children.callback(Child(command, before, forked.Popen).close)
 
-        rogue = Rogue(tmp_path / "rogue")
+        children.callback((rogue := Rogue(tmp_path / "rogue")).close)
         for name in "abc":
             start(name)
         said = formed_and_recovered(rogue, 1, address, start)

@@ -263,7 +263,7 @@ def main(folder, host="127.0.0.1", low=0, high=0):
             if made and turn % 3 == 0 and not rogue.ports:
                 rogue.be_an_agent(port)
             if not rogue.ports:
-                print(port, flush=True)
+                print(f"at {port}.", flush=True)
     said = {
         "tried": rogue.tried, "connected": rogue.connected, "agents": rogue.agents,
         "shook_hands": rogue.shook_hands, "answered": rogue.answered,

@@ -97,21 +97,14 @@ def test_sigterm_right_after_a_close_on_another_thread_ends_the_script():
     assert (ended.returncode, ended.stdout) == (-signal.SIGTERM, ""), ended.stderr
 
 
-@pytest.fixture
 def own_handler():
-    """The way to set a handler of the script's own, whose calls are noted in what it returns."""
+    """Set a handler of the script's own; return a list of its calls, and the handler."""
     came = []
-
-    def set_handler():
-        signal.signal(signal.SIGTERM, handler := lambda *_: came.append(True))
-        return came, handler
-
-    return set_handler
+    signal.signal(signal.SIGTERM, handler := lambda *_: came.append(True))
+    return came, handler
 
 
-def test_what_a_close_on_another_thread_could_not_restore_the_next_restores(
-    preemption, own_handler
-):
+def test_what_a_close_on_another_thread_could_not_restore_the_next_restores(preemption):
     preemption.watch()
     came, _ = own_handler()
     on_a_thread(preemption.close)
@@ -140,7 +133,7 @@ def test_a_socket_that_was_set_meanwhile_stays(preemption, writing):
     assert wakes() == writing
 
 
-def test_a_script_that_handles_the_signal_keeps_its_handler(preemption, own_handler):
+def test_a_script_that_handles_the_signal_keeps_its_handler(preemption):
     came, _ = own_handler()
     preemption.watch()
     signal.raise_signal(signal.SIGTERM)
@@ -149,7 +142,7 @@ def test_a_script_that_handles_the_signal_keeps_its_handler(preemption, own_hand
     assert (came, preemption.noted) == ([True, True], False)
 
 
-def test_a_handler_that_was_set_meanwhile_stays(preemption, own_handler):
+def test_a_handler_that_was_set_meanwhile_stays(preemption):
     preemption.watch()
     _, handler = own_handler()
     preemption.close()
